@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/ddp.py
     torchrun --nproc-per-node 4 examples/ddp.py --codec float8
 
-Every process computes on its share of each batch. DistributedDataParallel sends their gradients as frames. The
-checkpoint holds the model, the optimizer and, for each rank, the residuals of error feedback.
+Every process trains on its part of each batch. DistributedDataParallel averages the gradients, which the hook sends as
+compressed frames. The checkpoint holds the model, the optimizer and, for each rank, the residuals of error feedback.
 """
 
 import argparse
@@ -21,14 +21,14 @@ import codec.torch
 
 CODECS = {
     "lossless": codec.Lossless(),
-    "near": codec.Truncate(),  # keeps the bits that the optimizer's step does not round away
+    "near": codec.Truncate(),  # drops only bits that the optimizer's step rounds away
     "float8": codec.Float8(group_size=128),
     "quantize4": codec.Quantize(4),
 }
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points and their classes: 8 rings around the origin."""
+    """Return random points and their classes, 8 rings around the origin."""
     x = torch.randn(256, 32, generator=generator)
     return x, (x.norm(dim=1) * 2 - 7).clamp(0, 7).long()
 
@@ -41,7 +41,7 @@ def train(name: str, steps: int, folder: Path) -> list[float]:
     )
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # "auto" would send gradients uncompressed: that is faster within one machine
+    # "auto" would send gradients uncompressed, which is faster within one machine
     hook = codec.torch.ddp_hook(
         CODECS[name], optimizer=optimizer, feedback=name == "quantize4", options=codec.options(algorithm="two_shot")
     ).register(model)
@@ -55,7 +55,7 @@ def train(name: str, steps: int, folder: Path) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     rank = dist.get_rank()
-    torch.save(hook.state_dict(), folder / f"hook-{rank}.pt")  # each rank has a state of its own
+    torch.save(hook.state_dict(), folder / f"hook-{rank}.pt")  # the hook's state differs by rank
     if rank == 0:
         torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
         stats = hook.stats()

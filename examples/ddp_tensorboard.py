@@ -22,14 +22,14 @@ COUNTED = ("steps", "sent_nbytes", "raw_nbytes", "encode_s", "wire_s", "decode_s
 
 
 class Monitor:
-    """Writes a hook's statistics: averages over the steps since the last call.
+    """Writes a hook's statistics to TensorBoard, as averages over the steps since the last call.
 
     Parameters
     ----------
     hook : codec.torch.Hook
         Hook of the model.
     writer : SummaryWriter
-        Destination.
+        Writer of the log folder.
     """
 
     def __init__(self, hook: codec.torch.Hook, writer: SummaryWriter) -> None:
@@ -37,7 +37,7 @@ class Monitor:
         self.before = asdict(hook.stats())
 
     def write(self, step: int) -> None:
-        """Write the averages at this step."""
+        """Write the averages under the number `step`."""
         stats = self.hook.stats()
         now = asdict(stats)
         delta = {name: now[name] - self.before[name] for name in COUNTED}
@@ -51,13 +51,13 @@ class Monitor:
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points and the class of each: in which of 8 rings around the origin it lies."""
+    """Return random points and their classes, 8 rings around the origin."""
     x = torch.randn(256, 32, generator=generator)
     return x, (x.norm(dim=1) * 2 - 7).clamp(0, 7).long()
 
 
 def train(steps: int, every: int, folder: str) -> None:
-    """Train, and let rank 0 write to a folder in every so many steps."""
+    """Train; after every `every` steps, rank 0 writes statistics to `folder`."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 examples/diloco.py
 
 Each process takes some AdamW steps on its own data (inner steps). Then all processes average the changes of their
-parameters [1]_. That average is the only communication: codec.torch.LocalSteps sends it in 4 bits a value, with error
-feedback. Further runs have the outer optimizer of the paper, SGD with Nesterov momentum, which needs many outer steps,
-and send the largest 1 in 16 changes only [2]_; what is left is sent later, or fades.
+parameters [1]_. This average is the only communication: codec.torch.LocalSteps sends it in 4 bits per value, with error
+feedback. A further run uses the outer optimizer of the paper, SGD with Nesterov momentum, which needs many outer steps.
+Another run sends only the largest 1 in 16 changes [2]_; error feedback sends the rest later, with a decay.
 
 .. [1] A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
 .. [2] A. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
@@ -24,13 +24,13 @@ import codec.torch
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points and the class of each: in which of 8 rings around the origin it lies."""
+    """Return random points and their classes, 8 rings around the origin."""
     x = torch.randn(256, 32, generator=generator)
     return x, (x.norm(dim=1) * 2 - 7).clamp(0, 7).long()
 
 
 def nesterov(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the outer optimizer of the paper."""
+    """Return the outer optimizer of the paper, SGD with Nesterov momentum."""
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -43,13 +43,13 @@ RUNS = {
 
 
 def train(name: str, outer_steps: int, inner_steps: int) -> tuple[float, float]:
-    """Return the mean loss of the last inner steps, and the megabytes that this rank has sent."""
+    """Train; return the mean loss of the last inner steps, and the megabytes that this rank has sent."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with codec.options(algorithm="raw" if name == "float32" else None):  # "raw": no frames
+    with codec.options(algorithm="raw" if name == "float32" else None):  # "raw": uncompressed
         local = codec.torch.LocalSteps(model, optimizer, every=inner_steps, **RUNS[name])
     generator = torch.Generator().manual_seed(dist.get_rank())
     begin, loss = time.perf_counter(), torch.zeros(1)

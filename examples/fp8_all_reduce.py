@@ -53,23 +53,23 @@ def all_reduce_in_steps(matrix: torch.Tensor, spec: codec.Float8, op: str) -> No
     # 4. All-gather: each rank gets the quantized sums of all slices.
     sums = codec.torch.exchange([frame] * size)
 
-    # 5. Dequantize. The rank that made a sum decodes its own frame as well, so that all ranks have the same bits.
+    # 5. Dequantize. The rank that encoded a sum decodes its own frame, too, so that all ranks have the same bits.
     for rows, frame in zip(slices, sums, strict=True):
         codec.decode(frame, out=rows)
 
 
 def all_reduce_in_one_call(matrix: torch.Tensor, spec: codec.Float8, op: str) -> None:
-    """Reduce a matrix in place; encoding, wire and decoding overlap, and an error on one rank changes no tensor."""
+    """Reduce a matrix in place. Encoding, sending and decoding overlap, and an error on one rank changes no tensor."""
     codec.torch.all_reduce(matrix, spec, op=op, options=codec.options(algorithm="two_shot"))
 
 
 def mean_relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the mean of abs(error / value), as torchft's tests compute it; they allow 0.04."""
+    """Return the mean of abs(error / value), the measure of torchft's tests, whose limit is 0.04."""
     return float(((exact - result) / (exact + 1e-7)).abs().mean())
 
 
 def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
-    """Return True if all ranks have the bits that rank 0 has."""
+    """Return True if the tensor is bit-identical on all ranks."""
     mine = tensor.contiguous().view(torch.uint8)
     first = mine.clone()
     dist.broadcast(first, 0)

@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 4 examples/mx_all_reduce.py
     torchrun --nproc-per-node 4 examples/mx_all_reduce.py bench/data/cnn_float32.npz
 
-Of N ranks, rank r has every N-th value of the file's gradient, from value r on. The program prints, for each spec, the
-bits of a value in a frame, and the errors of three means over the ranks, relative to the exact mean:
+Of N ranks, rank r has every N-th value of the file's gradient, from value r on. For each spec, the program prints the
+bits per value of a frame, and the errors of three means over the ranks, relative to the exact mean:
 
 all_gather   values are rounded once
 two_shot     the sum is rounded once more
-feedback     mean of 16 results of two_shot: error feedback sends in each what roundings before it have left out
+feedback     mean of 16 results of two_shot with error feedback, which adds each call's rounding error to the next call
 """
 
 import argparse
@@ -61,7 +61,7 @@ def errors_of(gradient: torch.Tensor, spec: codec.Spec) -> tuple[float, float, f
     codec.torch.all_reduce(once, spec, op="mean", options=all_gather)
     codec.torch.all_reduce(twice, spec, op="mean", options=two_shot)
 
-    feedback = codec.torch.Feedback(spec)  # keeps the residuals from step to step
+    feedback = codec.torch.Feedback(spec)  # stores the residuals between steps
     total = torch.zeros_like(exact)
     for _ in range(STEPS):
         mean = gradient.clone()
@@ -71,7 +71,7 @@ def errors_of(gradient: torch.Tensor, spec: codec.Spec) -> tuple[float, float, f
 
 
 def table_of(path: Path) -> list[str]:
-    """Return the lines of the table, equal on all ranks."""
+    """Return the lines of the table, which are equal on all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     values = np.load(path)["grad"]
     gradient = torch.from_numpy(values[rank : len(values) // size * size : size].copy())

@@ -1,6 +1,6 @@
-"""Compare a quantizer with half the dither with that of the Numba engine (docs/tutorials/new-kernel.md).
+"""Compare the Numba engine's quantizer with one that has half the dither (docs/tutorials/new-kernel.md).
 
-Every engine decodes the frames: the two quantizers differ only in the codes that they choose.
+Every engine can decode the frames of both, because the quantizers differ only in the codes that they choose.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from codec.engines.numba.words import F32, I64, U8, U16, over, place
 
 
 def narrow_codes(odd, levels, x, up, by, half, code):
-    """Choose codes as codes.level_codes does for even levels, with random bits from [1/4, 3/4) of a step."""
+    """Choose codes as codes.level_codes does for even levels, but with a dither in [1/4, 3/4) of a step."""
     half_n = F32(F32(levels) * F32(0.5))
     for i in range(len(x)):
         draw = U16((I64(half[i]) >> 1) + 0x4000)
@@ -23,7 +23,7 @@ def narrow_codes(odd, levels, x, up, by, half, code):
 def measure(x: np.ndarray, spec: codec.Spec) -> tuple[float, float]:
     """Return the relative errors of one frame and of the mean of 64 frames."""
     frames = [codec.encode(x, spec, stream=i, options=codec.options(engine="numba")) for i in range(64)]
-    one, mean = codec.decode(frames[0]), codec.reduce(frames, op="mean")  # by the native engine
+    one, mean = codec.decode(frames[0]), codec.reduce(frames, op="mean")  # decoded by the native engine
     size = np.sqrt(np.mean(x**2))
     return float(np.sqrt(np.mean((one - x) ** 2)) / size), float(np.sqrt(np.mean((mean - x) ** 2)) / size)
 

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 examples/one_bit_adam.py --warmup lossless --steps 400
     torchrun --nproc-per-node 2 examples/one_bit_adam.py --zero-one
 
-Until the freeze the processes send gradients, after it signs of momenta with error feedback. The checkpoint is one file
-for all processes; it is loaded again, and training goes on. 0/1 Adam also takes steps without communication.
+Before the freeze, processes send gradients; after it, they send the signs of momenta, with error feedback. The program
+saves one checkpoint file for all processes, loads it, and continues training. 0/1 Adam also takes steps without
+communication.
 """
 
 import argparse
@@ -24,7 +25,7 @@ WARMUPS = {"lossless": codec.Lossless(), "quantize4": codec.Quantize(4)}
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points and their classes: 8 rings around the origin."""
+    """Return random points and their classes, 8 rings around the origin."""
     x = torch.randn(256, 32, generator=generator)
     return x, (x.norm(dim=1) * 2 - 7).clamp(0, 7).long()
 
@@ -43,10 +44,10 @@ def build(
         lr=3e-3,
         betas=(0.9, 0.97),
         freeze_step=freeze_step,
-        spec=codec.Sign(group_size=1024),  # 1 bit; the default of 4 bits suits short trainings better
+        spec=codec.Sign(group_size=1024),  # 1 bit; for short training runs, the default of 4 bits is better
         warmup=WARMUPS[warmup],
     )
-    # "auto" would send everything uncompressed: that is faster within one machine
+    # "auto" would send everything uncompressed, which is faster within one machine
     return model, optimizer.register(model, options=codec.options(algorithm="two_shot"))
 
 
@@ -94,7 +95,7 @@ def main() -> None:
     losses += train(model, optimizer, generator, args.steps // 4)
     report("0/1 Adam" if args.zero_one else "1-bit Adam", losses[freeze_step:], optimizer, sent)
 
-    optimizer.finish()  # after local steps of 0/1 Adam ranks differ
+    optimizer.finish()  # averages parameters, which differ by rank after local steps of 0/1 Adam
     with tempfile.TemporaryDirectory() as folder:
         path = args.checkpoint or Path(folder) / "checkpoint.pt"
         state = optimizer.state_dict(gather=True)  # moments, and the residuals of all ranks
@@ -106,7 +107,7 @@ def main() -> None:
         dist.broadcast_object_list(saved)
     model, optimizer = build(args.warmup, schedule)
     model.module.load_state_dict(saved[0]["model"])
-    optimizer.load_state_dict(saved[0]["optimizer"])  # any number of ranks can load it
+    optimizer.load_state_dict(saved[0]["optimizer"])  # a gathered state can be loaded on any number of ranks
     losses += train(model, optimizer, generator, max(1, args.steps - len(losses)))
     report("after the checkpoint", losses[freeze_step + args.steps // 4 :], optimizer, 0)
     optimizer.finish()

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/one_bit_adam_hsdp.py
     torchrun --nproc-per-node 2 examples/one_bit_adam_hsdp.py --shards 1
 
-Within a replica FSDP2 averages gradients; between replicas momenta travel as signs after the freeze. The checkpoint is
-one of torch.distributed.checkpoint; it is loaded again, and training goes on.
+Within a replica, FSDP2 averages gradients; between replicas, momenta are sent as signs after the freeze. The program
+saves a checkpoint by torch.distributed.checkpoint, loads it, and continues training.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def build(mesh: DeviceMesh) -> tuple[torch.nn.Module, codec.torch.OneBitAdam]:
         spec=codec.Sign(group_size=1024),
         warmup=codec.Quantize(4),
     )
-    # "auto" would send everything uncompressed: that is faster within one machine
+    # "auto" would send everything uncompressed, which is faster within one machine
     options = codec.options(algorithm="two_shot")
     return model, optimizer.register(model, group=mesh.get_group("replicate"), max_grad_norm=1.0, options=options)
 
@@ -59,7 +59,7 @@ def train(model: torch.nn.Module, optimizer: codec.torch.OneBitAdam, generator: 
 
 
 def state_of(model: torch.nn.Module, optimizer: codec.torch.OneBitAdam) -> dict[str, object]:
-    """Return what a checkpoint saves, or the template of one that is loaded."""
+    """Return the state dict to save in a checkpoint, or to load a checkpoint into."""
     return {
         "model": states.get_model_state_dict(model),
         "optimizer": states.get_optimizer_state_dict(model, optimizer),

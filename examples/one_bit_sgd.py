@@ -1,4 +1,4 @@
-"""Train a small network by 1-bit SGD: one bit a gradient value, with error feedback.
+"""Train a small network by 1-bit SGD: one bit per gradient value, with error feedback.
 
     torchrun --nproc-per-node 4 examples/one_bit_sgd.py
     torchrun --nproc-per-node 4 examples/one_bit_sgd.py --lr 0.1
@@ -30,13 +30,13 @@ SPEC = codec.Sign("two_mean", group_size="row")
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points and their classes: 8 rings around the origin."""
+    """Return random points and their classes, 8 rings around the origin."""
     x = torch.randn(256, 32, generator=generator)
     return x, (x.norm(dim=1) * 2 - 7).clamp(0, 7).long()
 
 
 class Sums:
-    """Sums over all steps, in float64 and by parameter: gradients of this rank, and means that the optimizer has seen.
+    """Sums over all steps, in float64 and by parameter: this rank's gradients, and the means passed to the optimizer.
 
     Parameters
     ----------
@@ -49,13 +49,13 @@ class Sums:
         self.computed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self._parameters.items()}
         self.seen = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self._parameters.items()}
         for name, p in self._parameters.items():
-            p.register_hook(partial(self._add_computed, name))  # is called before DistributedDataParallel averages
+            p.register_hook(partial(self._add_computed, name))  # runs before DistributedDataParallel averages
 
     def _add_computed(self, name: str, gradient: torch.Tensor) -> None:
         self.computed[name] += gradient
 
     def add_seen(self) -> None:
-        """Add the gradients with which the optimizer takes its step; call this after backward."""
+        """Add the averaged gradients, which the optimizer uses in its step. Call this after backward."""
         for name, p in self._parameters.items():
             self.seen[name] += p.grad
 
@@ -73,8 +73,8 @@ def residuals(hook: codec.torch.Hook, sizes: Mapping[str, int]) -> dict[str, tor
     Returns
     -------
     dict of str to torch.Tensor
-        Mean over ranks of the residuals of gradients, plus the residuals of the encoded means, each of which one rank
-        has.
+        Mean over ranks of the residuals of gradients, plus the residuals of the encoded means, each of which is stored
+        on one rank.
     """
     held = {name: torch.zeros(n, dtype=torch.float64) for name, n in sizes.items()}
     states = hook.state_dict(gather=True)["ranks"]
@@ -144,7 +144,7 @@ def train(one_bit: bool, steps: int, lr: float) -> tuple[list[float], float, tup
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     sums, hook = Sums(model), None
-    if one_bit:  # "auto" would send gradients uncompressed: that is faster within one machine
+    if one_bit:  # "auto" would send gradients uncompressed, which is faster within one machine
         options = codec.options(algorithm="two_shot")
         hook = codec.torch.ddp_hook(SPEC, feedback=True, options=options).register(model)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -162,7 +162,7 @@ def train(one_bit: bool, steps: int, lr: float) -> tuple[list[float], float, tup
     if hook is None:
         return losses.tolist(), 32.0, (0.0, 0.0)
     size, n = dist.get_world_size(), sum(p.numel() for p in net.parameters())
-    uncompressed = 2 * (size - 1) / size * n * steps  # values that a rank sends
+    uncompressed = 2 * (size - 1) / size * n * steps  # number of values that a rank sends without compression
     bits = 8 * hook.stats().sent_nbytes / max(1, uncompressed)
     return losses.tolist(), bits, imbalance(hook, sums)
 

@@ -3,9 +3,9 @@
     python examples/parameter_server.py --processes 4
     torchrun --nproc-per-node 5 examples/parameter_server.py --servers 2 --codec lossless
 
-The first ranks are servers, all others are workers. Each worker computes on its share of each batch, pushes the
-gradients of its parameters, pulls the mean of all workers, and updates its own copy of the model. The model predicts
-the next byte of the source of Python's standard library from the 16 bytes before.
+The first ranks are servers, all others are workers. Each worker computes gradients on its part of each batch, pushes
+them, pulls the mean over all workers, and updates its own copy of the model. The model predicts the next byte in the
+source of Python's standard library from the preceding 16 bytes.
 """
 
 import argparse
@@ -23,16 +23,16 @@ import codec
 import codec.torch
 
 CODECS = {
-    "ternary": codec.Ternary("base3", clip=2.5),  # TernGrad: about 1.6 bits a value
+    "ternary": codec.Ternary("base3", clip=2.5),  # TernGrad: about 1.6 bits per value
     "float8": codec.Float8(group_size=128),
     "lossless": codec.Lossless(),
 }
-CONTEXT = 16  # bytes before the predicted one
-BATCH = 64  # predictions of a worker in a step
+CONTEXT = 16  # number of bytes before the predicted byte
+BATCH = 64  # predictions per worker and step
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of the standard library: those to train on, and the last twentieth, which is held out."""
+    """Return the source of the standard library as bytes: the training part, and the last 1/20, which is held out."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     whole = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     end = len(whole) * 19 // 20
@@ -40,7 +40,7 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def windows(data: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes at `starts`, and the byte that follows each of these."""
+    """Return the window of bytes at each of `starts`, and the byte after each window."""
     rows = data[starts[:, None] + torch.arange(CONTEXT + 1)].long()
     return rows[:, :-1], rows[:, -1]
 
@@ -85,7 +85,7 @@ def work(client: codec.torch.ParameterClient, spec: codec.Spec, steps: int, seed
 
 
 def run(name: str, servers: int, steps: int, seed: int) -> dict[str, float] | None:
-    """Serve or work, by this rank; return the results of workers."""
+    """Run this rank as a server or a worker; return the results on workers, and None on servers."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank < servers:
         codec.torch.ParameterServer(servers=range(servers), workers=range(servers, size)).serve()

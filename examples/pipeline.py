@@ -1,11 +1,11 @@
-"""Fine-tune a byte transformer in a pipeline whose activations travel as deltas of 4 bits (AQ-SGD).
+"""Fine-tune a byte transformer in a pipeline that sends activations as 4-bit deltas (AQ-SGD).
 
     torchrun --nproc-per-node 4 examples/pipeline.py
     torchrun --nproc-per-node 4 examples/pipeline.py --activations direct --forward 2 --backward 4
 
-Each process is a stage with one block of the transformer. It is trained on the source of Python's standard library
-first, and fine-tuned on the text of Python's help for some epochs. From the second epoch on, stages send how much the
-activations of a sample have changed since the last epoch.
+Each process is a stage with one block of the transformer. The model is first trained on the source of Python's standard
+library, and then fine-tuned on the text of Python's help for some epochs. From the second epoch on, stages send the
+changes of a sample's activations since the last epoch.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Embedding(nn.Module):
 
 
 def stage_module(rank: int, size: int) -> nn.Module:
-    """Return the part of the transformer that belongs to a stage."""
+    """Return the module of a stage: its block of the transformer, with the embedding or the head at the ends."""
     torch.manual_seed(rank)
     parts: list[nn.Module] = [Block()]
     if rank == 0:
@@ -64,14 +64,14 @@ def stage_module(rank: int, size: int) -> nn.Module:
 
 
 def rows(paths: list[Path], count: int) -> torch.Tensor:
-    """Return `count` different rows of CONTEXT + 1 bytes from files."""
+    """Return `count` distinct rows of CONTEXT + 1 bytes from files."""
     text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
     starts = torch.randperm(len(text) // (CONTEXT + 1), generator=torch.Generator().manual_seed(0))[:count]
     return torch.stack([text[i : i + CONTEXT + 1] for i in (starts * (CONTEXT + 1)).tolist()]).long()
 
 
 def batches(count: int, epochs: int) -> Iterator[torch.Tensor]:
-    """Yield the ids of the samples of each batch, equal on all ranks; epochs have different orders."""
+    """Yield the sample ids of each batch, equal on all ranks. Each epoch has another order."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(epochs):
         yield from torch.randperm(count, generator=generator).split(BATCH)
@@ -105,7 +105,7 @@ def train(stage: CompressedStage, data: torch.Tensor, epochs: int, lr: float) ->
 
 
 def report(stage: CompressedStage, text: str) -> None:
-    """Print the bytes that all stages have sent."""
+    """Print the number of bytes that all stages have sent."""
     stats = stage.stats()
     numbers = torch.tensor([stats.forward_nbytes, stats.backward_nbytes, stats.raw_nbytes], dtype=torch.float64)
     dist.all_reduce(numbers)
@@ -129,7 +129,7 @@ def main() -> None:
     module = stage_module(rank, size)
     library = Path(sysconfig.get_paths()["stdlib"])
 
-    # Each sample of the pretraining is seen once: there is nothing that a delta could refer to.
+    # Pretraining uses each sample once, so there are no earlier activations for a delta.
     stage = CompressedStage(module, rank, size, "cpu", forward=codec.Quantize(8), activations="direct")
     source = rows(sorted(library.glob("*.py")), args.pretraining * BATCH)
     losses = train(stage, source, 1, 2e-3)[0]

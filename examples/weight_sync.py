@@ -1,10 +1,10 @@
-"""Update the weights of a program that generates, in another process, over a link of 20 Mbit/s.
+"""Update the weights of an inference process over a link of 20 Mbit/s.
 
     python examples/weight_sync.py
 
-The trainer encodes what has changed since the rollout's version, and sends it over a TCP connection. The rollout checks
-the update, loads the changed tensors, and answers with its version. The trainer's weights are bfloat16 values of
-float32 weights that move by small steps, as those of AdamW with a learning rate of 1e-6.
+The trainer encodes the difference from the rollout process's version, and sends it over a TCP connection. The rollout
+process validates the update, loads the changed tensors, and replies with its version. The trainer rounds float32
+weights, which move by small steps as under AdamW with a learning rate of 1e-6, to bfloat16.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def new_model() -> torch.nn.Module:
 
 
 def send(link: socket.socket, data: memoryview) -> None:
-    """Send the number of bytes, then the bytes, at the rate of the link."""
+    """Send the number of bytes, then the bytes, throttled to RATE."""
     link.sendall(len(data).to_bytes(8, "little"))
     for at in range(0, len(data), 1 << 14):
         part = data[at : at + (1 << 14)]
@@ -46,7 +46,7 @@ def roll_out(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as link, link.makefile("rb") as file:
         while update := read_update(file):
             receiver.apply(update, load, like=torch.empty(0))
-            assert codec.WeightReceiver(model).digest == receiver.digest  # the model has these weights to the bit
+            assert codec.WeightReceiver(model).digest == receiver.digest  # the model's weights are bit-identical
             link.sendall(receiver.version.to_bytes(8, "little"))
 
 

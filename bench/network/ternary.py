@@ -1,7 +1,7 @@
 """Size and error of ternary all-reduces of gradients: two-shot, all-gather and shared scales. Takes a minute.
 
-Ranks are processes on this machine. Each has the committed gradients, or those of the given .npz files, with the rows of
-each parameter rotated, so that ranks differ.
+Ranks are processes on this machine. Each has the committed gradients, or those of the given .npz files, with the rows
+of each parameter rotated, so that ranks differ.
 
 bits        bits that a rank sends, relative to an all-reduce (both phases) of 1 bit per value; headers included
 error       root mean square of the result minus the exact mean, relative to that of the mean

@@ -6,8 +6,8 @@
 Stages are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2, TUN devices). Each stage is
 one layer, and the schedule is 1F1B. A link is a rate and an added round-trip time in milliseconds; several rates, as in
 1gbit/100mbit, are those of the stages. On each link, each setting runs ``--steps`` steps; settings alternate after 10
-steps. All samples have been sent once before, so that activations are sent as deltas. A setting keeps its stages for all
-links, so that "auto" must detect each change of the link.
+steps. All samples have been sent once before, so that activations are sent as deltas. A setting keeps its stages for
+all links, so that "auto" must detect each change of the link.
 
 mean        milliseconds per step, mean over all steps on this link, including those in which "auto" tries bits
 median      median of the same steps

@@ -1,14 +1,14 @@
-"""TAH-Quant (He et al., arXiv 2506.01352): stateless quantization of activations by tiles, written from the paper.
+"""TAH-Quant (He et al., arXiv 2506.01352), implemented from the paper: stateless quantization of activations by tiles.
 
-A tile is 64 consecutive channels of a token. The 80% of a sample's tiles whose values have the highest entropy get 4
-bits a value, the others 3. A tile whose largest magnitude is at least twice the second largest one is rotated: its
-largest value changes places with the first one, then a Hadamard matrix spreads it over the tile. Each tile has a zero
-point and a scale in float16.
+A tile is 64 consecutive channels of a token. In each sample, the 80% of tiles with the highest entropy get 4 bits per
+value, and the other tiles 3 bits. A tile is rotated if its largest magnitude is at least twice the second largest one:
+the largest value is swapped with the first value, and a Hadamard matrix spreads it over the tile. Each tile stores a
+zero point and a scale in float16.
 
-Gradients are quantized to 6 bits in tiles of 32 values, with random rounding and a scale in float16, as the authors'
-script does. Scales are relative to one float32 of the message, since gradients may be too small for float16.
+Gradients are quantized to 6 bits in tiles of 32 values, with stochastic rounding and a scale in float16, as in the
+authors' script. Scales are relative to one float32 per message, since gradients may be too small for float16.
 
-Entropy is that of Shannon: the paper's text, not the sign of its formula. Codes are packed without gaps.
+Entropy is Shannon's, as the paper's text says; the sign of its formula differs. Codes are packed without gaps.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-TILE, HIGH, LOW, SHARE = 64, 4, 3, 0.8  # values of a tile, bits of both kinds of tiles, part of those with more bits
+TILE, HIGH, LOW, SHARE = 64, 4, 3, 0.8  # values per tile, bits of both kinds, fraction of HIGH tiles
 GRADIENT_TILE, GRADIENT_BITS = 32, 6
-OUTLIER = 2.0  # least ratio of the largest to the second largest magnitude of a tile that is rotated
+OUTLIER = 2.0  # a tile is rotated if largest magnitude / second largest one is at least this
 BITS = HIGH * SHARE + LOW * (1 - SHARE)
 
 
 def hadamard(n: int) -> Array:
-    """Return the orthogonal symmetric Hadamard matrix of a power of two."""
+    """Return the orthogonal symmetric Hadamard matrix of order n, a power of two."""
     h = np.ones((1, 1), np.float32)
     while len(h) < n:
         h = np.block([[h, h], [h, -h]])
@@ -35,7 +35,7 @@ _ROTATION = hadamard(TILE)
 
 
 def pack(codes: Array, bits: int) -> bytes:
-    """Pack uint8 codes, whose number is a multiple of 8, into `bits` bits each."""
+    """Pack uint8 codes into `bits` bits each. The number of codes must be a multiple of 8."""
     groups = codes.reshape(-1, 8)
     words = np.zeros(len(groups), "<u8")
     for i in range(8):
@@ -44,7 +44,7 @@ def pack(codes: Array, bits: int) -> bytes:
 
 
 def unpack(data: Array, bits: int) -> Array:
-    """Return the codes of :func:`pack`."""
+    """Unpack the codes that :func:`pack` packed."""
     padded = np.zeros((len(data) // bits, 8), np.uint8)
     padded[:, :bits] = data.reshape(-1, bits)
     words, mask = padded.view("<u8").reshape(-1), np.uint64((1 << bits) - 1)
@@ -52,14 +52,14 @@ def unpack(data: Array, bits: int) -> Array:
 
 
 def entropies(magnitudes: Array) -> Array:
-    """Return the entropy of each tile, whose magnitudes are taken as weights."""
+    """Return the entropy of each tile, with normalized magnitudes as probabilities."""
     total = magnitudes.sum(-1) + np.float32(1e-30)
     weighted = (magnitudes * np.log(magnitudes + np.float32(1e-30))).sum(-1)
     return np.log(total) - weighted / total
 
 
 def low_tiles(tiles: Array) -> Array:
-    """Return the tiles of each sample that get fewer bits, of shape (samples, tiles of a sample)."""
+    """Return a mask of the tiles that get LOW bits, of shape (samples, tiles per sample)."""
     count = int(tiles.shape[1] * (1 - SHARE) + 1e-9)
     order = np.argsort(entropies(np.abs(tiles)), axis=1, kind="stable")
     low = np.zeros(tiles.shape[:2], bool)
@@ -68,7 +68,7 @@ def low_tiles(tiles: Array) -> Array:
 
 
 def rotate(tiles: Array) -> tuple[Array, Array]:
-    """Rotate tiles with an outlier in place; return which they are, and the places of their largest values."""
+    """Rotate tiles that have an outlier, in place; return a mask of these tiles, and the indices of their outliers."""
     magnitudes = np.abs(tiles)
     rows, pivots = np.arange(len(tiles)), magnitudes.argmax(1)
     first = magnitudes[rows, pivots]
@@ -81,7 +81,7 @@ def rotate(tiles: Array) -> tuple[Array, Array]:
 
 
 def swap(tiles: Array, pivots: Array) -> None:
-    """Exchange the first value of each tile with that at its pivot, in place."""
+    """Swap the first value of each tile with the value at the tile's pivot, in place."""
     rows = np.arange(len(tiles))
     first = tiles[:, 0].copy()
     tiles[:, 0] = tiles[rows, pivots]
@@ -89,7 +89,7 @@ def swap(tiles: Array, pivots: Array) -> None:
 
 
 class Reader:
-    """Parts of a message, in order."""
+    """Reads the fields of a message in order."""
 
     def __init__(self, message: Any) -> None:
         self._data = np.frombuffer(message, np.uint8)
@@ -109,7 +109,7 @@ class Reader:
 
 
 class TahQuant:
-    """Side of an edge, with the calls of codec.ActivationDelta. It keeps nothing but its random generator."""
+    """Side of an edge, with the interface of codec.ActivationDelta. Its only state is a random generator."""
 
     def __init__(self, seed: Any = 0) -> None:
         self._random = np.random.default_rng(seed)
@@ -159,7 +159,7 @@ class TahQuant:
         most = (1 << GRADIENT_BITS - 1) - 1
         scale = np.abs(tiles).max(1) / np.float32(most)
         unit = np.maximum(scale.max(), np.float32(1e-30))
-        relative = np.nextafter((scale / unit).astype(np.float16), np.float16(2))  # no value beyond the last level
+        relative = np.nextafter((scale / unit).astype(np.float16), np.float16(2))  # rounded up, to cover all values
         steps = np.maximum(relative.astype(np.float32) * unit, np.float32(1e-30))[:, None]
         codes = np.floor(tiles / steps + self._random.random(tiles.shape, np.float32))
         codes = (np.clip(codes, -most, most) + most).astype(np.uint8)
@@ -181,7 +181,7 @@ class TahQuant:
 
 
 def activation_nbytes(values: int, rotated: int = 0, samples: int = 1) -> int:
-    """Return the size of a message of activations with some number of rotated tiles."""
+    """Return the size in bytes of a message of activations with `rotated` rotated tiles."""
     tiles = values // TILE
     low = samples * int(tiles // samples * (1 - SHARE) + 1e-9)
     bitmaps = 2 * -(-tiles // 8)
@@ -189,5 +189,5 @@ def activation_nbytes(values: int, rotated: int = 0, samples: int = 1) -> int:
 
 
 def gradient_nbytes(values: int) -> int:
-    """Return the size of a message of a gradient."""
+    """Return the size in bytes of a message of a gradient."""
     return 4 + 2 * values // GRADIENT_TILE + values * GRADIENT_BITS // 8

@@ -1,8 +1,8 @@
-"""Trainings of the benchmark: a byte transformer that is cut into stages, and its two tasks.
+"""Model and tasks of the benchmark: a byte transformer that is split into stages, and two fine-tuning tasks.
 
-`language` fine-tunes a language model on the text of Python's help. `classify` reads scikit-learn's handwritten digits,
-a sequence of 64 pixels each. Both begin with a transformer that was trained on the source of Python's standard library.
-Each stage has one block of the transformer; the first one embeds bytes, the last one has the task's head.
+`language` fine-tunes a language model on the text of Python's help. `classify` classifies scikit-learn's handwritten
+digits, each a sequence of 64 pixels. Both start from a transformer trained on the source of Python's standard library.
+Each stage has one block of the transformer; the first stage also embeds bytes, and the last one has the task's head.
 """
 
 import math
@@ -22,7 +22,7 @@ from models import Language, digits, text
 LANGUAGE, CLASSIFY = "language", "classify"
 TASKS = (LANGUAGE, CLASSIFY)
 CLASSES = 10
-HELD_OUT = 512  # samples
+HELD_OUT = 512  # number of held-out samples
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Sizes:
     micro_batches: int = 4
     samples: int = 1024
     epochs: int = 8
-    rate: float = 1e-3  # learning rate, which rises over 10 steps and then falls to zero
-    pretraining: int = 400  # steps
+    rate: float = 1e-3  # peak learning rate: warm-up of 10 steps, then decay to zero
+    pretraining: int = 400  # number of steps
     seed: int = 0
 
     @property
     def values(self) -> int:
-        """Values of a message."""
+        """Return the number of values in a message."""
         return self.batch // self.micro_batches * self.context * self.width
 
     @property
@@ -54,7 +54,7 @@ class Sizes:
 
 
 class Part(nn.Module):
-    """Blocks of one stage."""
+    """Module of one stage."""
 
     def __init__(self, model: Language, head: nn.Module, index: int, stages: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Part(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Linear classifier of the mean over all positions."""
+    """Linear classifier on the mean over all positions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Classifier(nn.Module):
 
 
 def pretrained(sizes: Sizes, blocks: int) -> dict[str, torch.Tensor]:
-    """Return the parameters of a language model of the standard library's source."""
+    """Train a language model on the standard library's source, and return its parameters."""
     torch.manual_seed(sizes.seed)
     model, data = Language(sizes.width, blocks, sizes.context), text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
@@ -104,7 +104,7 @@ def pretrained(sizes: Sizes, blocks: int) -> dict[str, torch.Tensor]:
 
 
 def parts_of(sizes: Sizes, task: str, stages: int, weights: dict[str, torch.Tensor] | None) -> list[Part]:
-    """Return the modules of all stages; without `weights` of random values."""
+    """Return the modules of all stages, with pretrained `weights`, or randomly initialized if `weights` is None."""
     torch.manual_seed(sizes.seed + 1)
     model = Language(sizes.width, stages, sizes.context)
     if weights is not None:
@@ -119,7 +119,7 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Data:
-    """Samples of a task, and held-out ones."""
+    """Training samples and held-out samples of a task."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -132,7 +132,7 @@ def library() -> Path:
 
 
 def windows(data: bytes, length: int) -> torch.Tensor:
-    """Return all stretches of a text that do not overlap."""
+    """Split a text into consecutive, non-overlapping windows of `length` bytes."""
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return values[: len(values) // length * length].view(-1, length).long()
 
@@ -143,7 +143,7 @@ def data_of(sizes: Sizes, task: str) -> Data:
     Raises
     ------
     ValueError
-        There are fewer samples than `sizes.samples` needs.
+        The data has fewer samples than `sizes.samples`.
     ModuleNotFoundError
         scikit-learn is not installed.
     """
@@ -162,7 +162,7 @@ def data_of(sizes: Sizes, task: str) -> Data:
 
 
 def batches(sizes: Sizes) -> list[torch.Tensor]:
-    """Return the ids of the samples of each step; epochs have different orders."""
+    """Return the sample ids of each step's batch; each epoch has another order."""
     generator = torch.Generator().manual_seed(sizes.seed + 2)
     orders = [torch.randperm(sizes.samples, generator=generator) for _ in range(sizes.epochs)]
     return [ids for order in orders for ids in order.split(sizes.batch)]
@@ -174,7 +174,7 @@ def rate_of(sizes: Sizes, step: int) -> float:
 
 
 class Optimizer:
-    """AdamW with clipping of each stage's gradients, as stages that know nothing of each other do it."""
+    """AdamW that clips the gradient norm of each stage separately, since stages do not exchange norms."""
 
     def __init__(self, modules: list[Any], sizes: Sizes) -> None:
         self._modules, self._sizes, self._step = modules, sizes, 0

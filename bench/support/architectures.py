@@ -1,6 +1,6 @@
-"""Small trainings of other model families: a GPT with tied head, LSTM, diffusion, ViT, LoRA, and bfloat16 parameters.
+"""Small training tasks of further model families: GPT with tied head, LSTM, diffusion, ViT, LoRA, bfloat16 parameters.
 
-:data:`TASKS` has these and the trainings of bench/support/models.py. Each takes 300 steps of 5 to 20 milliseconds.
+:data:`TASKS` has these tasks and those of bench/support/models.py. A run has 300 steps of 5 to 20 milliseconds each.
 Texts and images are those of models.py; LoRA adapts to another language, the C++ headers of torch.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 CONTEXT = 48
-NOISE_LEVELS = 64  # steps of the diffusion
+NOISE_LEVELS = 64  # noise levels of the diffusion
 
 
 class Block(nn.Module):
@@ -66,7 +66,7 @@ class Recurrent(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Prediction of the noise in an image of 64 pixels; the last of 65 values is the noise level."""
+    """Network that predicts the noise in an image of 64 pixels. Its input is the pixels and the noise level."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ViT(nn.Module):
 
 
 class LoRA(nn.Module):
-    """Frozen linear layer with a low-rank change."""
+    """Frozen linear layer with a trainable low-rank update."""
 
     def __init__(self, linear: nn.Linear, rank: int = 8, alpha: float = 16) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class LoRA(nn.Module):
 
 @dataclass
 class Denoising(Task):
-    """Training of a denoiser: targets are the noise."""
+    """Training task of a denoiser, whose targets are the noise."""
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean square error of the predicted noise."""
@@ -122,7 +122,7 @@ class Denoising(Task):
 
     @torch.no_grad()
     def evaluate(self) -> torch.Tensor:
-        """Return the sum of square errors over this rank's held-out data, NaN for the accuracy, and the values."""
+        """Return this rank's held-out sum of squared errors, NaN as accuracy, and the number of values."""
         x, y = self.held_out
         total = F.mse_loss(self.model(x), y, reduction="sum").double()
         return torch.stack([total, total * torch.nan, total * 0 + y.numel()])
@@ -130,13 +130,13 @@ class Denoising(Task):
 
 @functools.cache
 def headers() -> torch.Tensor:
-    """Return the bytes of torch's C++ headers."""
+    """Return the contents of torch's C++ headers as bytes."""
     files = sorted((Path(torch.__file__).parent / "include/ATen/core").glob("*.h"))
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
 
 def _windows(source: torch.Tensor, seed: int, rank: int, world: int, batch: int) -> tuple[Callable[[], Batch], Batch]:
-    """Return batches of the first 90% of a text, and 256 windows of the rest for all ranks together."""
+    """Return a source of batches from the first 90% of a text, and this rank's part of 256 held-out windows."""
     cut, generator = int(0.9 * len(source)), torch.Generator().manual_seed(seed)
 
     def windows(first: int, end: int, count: int, g: torch.Generator) -> Batch:
@@ -158,7 +158,7 @@ def _language(
     world: int = 1,
     batch: int = 16,
 ) -> Task:
-    """Train a model over bytes by AdamW."""
+    """Return the task that trains a byte-level model by AdamW."""
     share, held = _windows(source(), seed, rank, world, batch)
     torch.manual_seed(seed)
     model = make()
@@ -168,7 +168,7 @@ def _language(
 
 @functools.cache
 def _pretrained() -> dict[str, Any]:
-    """Return the state of a GPT after 300 steps on texts in Python."""
+    """Return the state dict of a GPT after 300 steps on Python source."""
     task = _language(GPT, 3e-3, text, seed=5, steps=300)
     for _ in range(300):
         task.optimizer.zero_grad()
@@ -179,7 +179,7 @@ def _pretrained() -> dict[str, Any]:
 
 
 def _adapted() -> nn.Module:
-    """Return the pretrained GPT, frozen except for low-rank changes (LoRA) of its linear layers."""
+    """Return the pretrained GPT, frozen except for low-rank updates (LoRA) of its linear layers."""
     random = torch.random.get_rng_state()
     state = _pretrained()
     torch.random.set_rng_state(random)
@@ -193,7 +193,7 @@ def _adapted() -> nn.Module:
 
 
 def _images(seed: int, rank: int, world: int, batch: int) -> tuple[Callable[[], Batch], Batch]:
-    """Return batches of the digits, and this rank's share of the held-out fifth."""
+    """Return a source of batches of digits, and this rank's part of the held-out fifth."""
     images, labels = digits()
     order, generator = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)), torch.Generator()
     held, kept = order[: len(order) // 5][rank::world], order[len(order) // 5 :]
@@ -207,7 +207,7 @@ def _images(seed: int, rank: int, world: int, batch: int) -> tuple[Callable[[], 
 
 
 def vit_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 32) -> Task:
-    """Train the vision transformer on digits by AdamW."""
+    """Return the task that trains the vision transformer on digits by AdamW."""
     share, held = _images(seed, rank, world, batch)
     torch.manual_seed(seed)
     model = ViT()
@@ -215,7 +215,7 @@ def vit_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 
 
 
 def diffusion_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 64) -> Task:
-    """Train the denoiser on digits by AdamW. Held-out images have the same noise in every evaluation."""
+    """Return the task that trains the denoiser on digits by AdamW. Held-out images have the same noise each time."""
     share, held = _images(seed, rank, world, batch)
     noise = torch.Generator().manual_seed(1000 * seed + rank)
 

@@ -1,4 +1,4 @@
-"""Lossy codecs that benchmarks iterate over, the bytes that each must move, and optimizer states of the sample."""
+"""Lossy codecs that benchmarks iterate over, the bytes that each reads and writes, and recorded optimizer states."""
 
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,13 @@ def whole_scale(spec: codec.Spec, residual: bool) -> bool:
 
 
 def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int, residual: int = 0) -> tuple[int, int]:
-    """Return the bytes that encoding and decoding must read and write, without a metric's state."""
+    """Return the bytes that encoding and decoding must read plus write, excluding a metric's state."""
     tensors = 1 + whole_scale(spec, residual > 0)
     return tensor_nbytes * tensors + frame_nbytes + residual, frame_nbytes + tensor_nbytes
 
 
 def optimizer_state(path: Path, n: int) -> tuple[optimizers.Optimizer, dict[str, np.ndarray[Any, Any]]] | None:
-    """Return the optimizer of a file's training and the state of its first n values; None if the file has none."""
+    """Return the optimizer that a file records, and the state of its first n values; None if the file has no state."""
     with np.load(path) as f:
         if "param" not in f.files or f["param"].size < n:
             return None
@@ -67,7 +67,7 @@ def optimizer_state(path: Path, n: int) -> tuple[optimizers.Optimizer, dict[str,
         if "exp_avg" in f.files:
             state |= {"m": f["exp_avg"][:n], "v": f["exp_avg_sq"][:n]}
             beta1, beta2 = (float(b) for b in f["betas"])
-            step = int(f["step"]) - ("few" not in f.files)  # such files count steps from 1
+            step = int(f["step"]) - ("few" not in f.files)  # files with "few" count steps from 0, others from 1
             adamw = optimizers.AdamW(lr, weight_decay=decay, step=step, betas=(beta1, beta2), eps=float(f["eps"]))
             return adamw, state
         return optimizers.Momentum(lr, weight_decay=decay, momentum=float(f["momentum"])), state | {
@@ -76,7 +76,7 @@ def optimizer_state(path: Path, n: int) -> tuple[optimizers.Optimizer, dict[str,
 
 
 def step_of(metric: optimizers.Optimizer, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Return the float32 parameters after torch's optimizer step."""
+    """Take an optimizer step by torch with gradient g, and return the float32 parameters."""
     import torch
 
     theta = torch.nn.Parameter(torch.from_numpy(state["theta"].copy()))

@@ -13,7 +13,7 @@ SAMPLE = sorted((Path(__file__).parents[1] / "data").glob("*.npz"))
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...]]]]:
-    """Yield name, values, dtype and shapes of the parameters inside, if known."""
+    """Yield each tensor's name, values, dtype, and the shapes of the parameters that it contains, if known."""
     with np.load(path) as file:
         shapes = [tuple(s) for s in ast.literal_eval(str(file["shapes"]))] if "shapes" in file else []
         few = int(file["few"]) if "few" in file else 0
@@ -40,7 +40,7 @@ def exponents(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
 
 
 def block_entropy(e: np.ndarray[Any, Any], block: int = 16384) -> float:
-    """Return the sum of the empirical entropies of consecutive blocks, in bytes."""
+    """Return the total empirical entropy of exponents in bytes, computed for each block of `block` values."""
     bits = 0.0
     for i in range(0, e.size, block):
         counts = np.bincount(e[i : i + block])
@@ -50,10 +50,11 @@ def block_entropy(e: np.ndarray[Any, Any], block: int = 16384) -> float:
 
 
 def exponent_nbytes(x: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], inside: Any) -> float:
-    """Return the bytes that exponents cost, with scale model, tables, directory and header.
+    """Return the bytes of a frame that exponents take, including scale model, tables, directory and header.
 
-    This is the frame's size minus the bytes of signs and mantissas. The upper byte of the mantissa counts as its
-    entropy, since the scale model moves mantissas, too. Lower bytes, which may be coded or constant, are random here.
+    This is the frame's size minus the bytes of signs and mantissas. The mantissa's upper byte is taken as its entropy,
+    since the scale model changes mantissas, too. Lower bytes, which may be coded or constant, are replaced by random
+    bytes.
     """
     noise = np.random.default_rng(0).integers(0, 1 << 8 * x.itemsize, x.size, dtype=f"u{x.itemsize}")
     low = noise.dtype.type(0 if dtype == "bfloat16" else 0xFFFF)

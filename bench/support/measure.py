@@ -1,4 +1,4 @@
-"""Clock and made tensors of benchmarks."""
+"""Clock and generated tensors for benchmarks."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def best(f: Callable[[], Any], seconds: float = 0.4) -> tuple[float, Any]:
-    """Return the shortest time of a call in seconds, and its result; repeat for `seconds`."""
+    """Repeat a call for `seconds`; return the shortest time of a call in seconds, and its result."""
     result = f()
     shortest, end = float("inf"), time.perf_counter() + seconds
     while True:
@@ -20,7 +20,7 @@ def best(f: Callable[[], Any], seconds: float = 0.4) -> tuple[float, Any]:
 
 
 def tensor(dtype: str, n: int, cols: int = 1024) -> np.ndarray[Any, Any]:
-    """Return bits of a matrix with scales by row and column, like a gradient's."""
+    """Return the bits of a matrix whose rows and columns have different scales, as in a gradient."""
     rng = np.random.default_rng(0)
     cols = min(cols, n)
     rows = n // cols

@@ -1,9 +1,9 @@
-"""Small real models and data for benchmarks, and their training as one rank of many.
+"""Small real models and data for benchmarks, and their training as one of several ranks.
 
 The models are a convolutional network on scikit-learn's handwritten digits, and a causal transformer on the bytes of
-the source of Python's standard library. :data:`TASKS` builds a training of either. The seed determines the initial
-parameters and all batches. Each rank takes a share of the same global batch, so the number of ranks changes only the
-order of sums and the statistics of batch norms.
+the source of Python's standard library. :data:`TASKS` has a function for each that creates a :class:`Task`. The seed
+determines the initial parameters and all batches. Ranks split the same global batch, so the number of ranks changes
+only the order of sums and the statistics of batch norms.
 """
 
 import functools
@@ -82,7 +82,7 @@ def cnn_model() -> nn.Module:
 
 
 def digits() -> Batch:
-    """Return images and labels of scikit-learn's digits, from its file: to import sklearn takes seconds of CPU time."""
+    """Return images and labels of scikit-learn's digits, read from its file, since importing sklearn takes seconds."""
     sklearn = importlib.util.find_spec("sklearn")
     if sklearn is None or sklearn.origin is None:
         raise ModuleNotFoundError("digits are part of scikit-learn; install the extra `bench` of this project")
@@ -103,8 +103,8 @@ class Task:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
-    batch: Callable[[], Batch]  # returns this rank's share of the next batch
-    held_out: Batch  # this rank's share
+    batch: Callable[[], Batch]  # returns this rank's part of the next batch
+    held_out: Batch  # this rank's part
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean cross-entropy of a batch. `model` is the task's model or a wrapper of it."""
@@ -141,7 +141,7 @@ def task_of(
 
 
 def digits_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 32) -> Task:
-    """Train the convolutional network by SGD with momentum. A fixed fifth of the digits is held out."""
+    """Return the task that trains the CNN by SGD with momentum. A fixed fifth of the digits is held out."""
     images, labels = digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     held, kept = order[: len(order) // 5][rank::world], order[len(order) // 5 :]
@@ -166,7 +166,7 @@ def _text_task(
     batch: int = 16,
     width: int = 64,
 ) -> Task:
-    """Train the transformer. Every 16th stretch of 4 KiB is held out; evaluation uses 512 windows of those."""
+    """Return the task that trains the transformer. Every 16th piece of 4 KiB is held out; 512 windows are evaluated."""
     context, stretch = 32, 4096
     stretches = text().unfold(0, stretch, stretch)
     held = torch.arange(len(stretches)) % 16 == 0

@@ -1,6 +1,6 @@
-"""Train small models on data from installed packages, and save the gradients of one step.
+"""Train small models on data from installed packages, and record the gradients of one step.
 
-There are four trainings:
+There are four training runs:
 
 =====================  =======================================================  ================================
 file                   model and data                                           gradients
@@ -9,13 +9,13 @@ cnn_float32            residual CNN on scikit-learn's handwritten digits,       
                        SGD with momentum
 transformer_autocast   causal transformer on the source of Python's standard    float32, computed in bfloat16 but
                        library, bfloat16 autocast, AdamW                        biases and norms
-transformer_bfloat16   the same held in bfloat16                                bfloat16
+transformer_bfloat16   the same with bfloat16 parameters                        bfloat16
 cnn_adamw              the CNN under AdamW: two parameters, with the            pure float32
                        optimizer's state before the step
 =====================  =======================================================  ================================
 
-Gradients are those of whole parameters in the order of a DDP bucket: last first. The third file has the last block
-only, to limit its size.
+A file has gradients of whole parameters in the order of a DDP bucket, last parameter first. The third file has only the
+last block's, to limit its size.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def bucket(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[torch.Tensor, 
 
 
 def cnn_adamw(steps: int) -> dict[str, Any]:
-    """Return the gradient of a step, and the parameters and moments before it."""
+    """Train the CNN by AdamW; return the gradient of the last step, and the parameters and moments before that step."""
     images, labels = digits()
     model = cnn_model()
     how = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

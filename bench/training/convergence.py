@@ -69,8 +69,8 @@ QUICK_TASKS = ("digits-sgd", "text-adamw", "gpt-tied", "lstm", "vit")
 STEPS = {"digits-sgd": 400, "text-sgd": 1000, "text-adamw": 1000}
 STEPS |= dict.fromkeys(("gpt-tied", "gpt-bfloat16", "lora", "lstm", "vit", "diffusion"), 300)
 QUICK_STEPS = 60
-PLAIN_SEEDS = 3  # least number of float32 trainings with different seeds, which measure the noise
-SGD_TASKS = ("digits-sgd", "text-sgd")  # tasks that need SGD, which OneBitAdam cannot replace
+PLAIN_SEEDS = 3  # minimum number of float32 runs with different seeds, which measure the noise
+SGD_TASKS = ("digits-sgd", "text-sgd")  # tasks trained by SGD, in which OneBitAdam cannot replace the optimizer
 
 
 def steps_of(task: str, args: argparse.Namespace) -> int:
@@ -78,7 +78,7 @@ def steps_of(task: str, args: argparse.Namespace) -> int:
 
 
 def methods_of(task: str, args: argparse.Namespace) -> list[str]:
-    """Return the rows of a task: the references that the chosen methods are compared with, then the methods."""
+    """Return a task's methods: the references for comparison first, then the chosen methods."""
     chosen = [n for name in args.methods for n in (CODECS if name == "codecs" else (name,))]
     if task in SGD_TASKS:
         chosen = [name for name in chosen if name not in ADAMS]
@@ -131,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train_chosen(args: argparse.Namespace) -> list[Run]:
-    """Do the trainings that the arguments name."""
+    """Run the training that the arguments select, and return the runs."""
     importlib.import_module("codec.torch")  # fail here, before any rank starts, if it is missing
     feedback = {"default": None, "on": True, "off": False}[args.feedback]
     jobs = [

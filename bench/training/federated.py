@@ -1,17 +1,17 @@
-"""Compare codecs in federated learning: bytes and rounds to an accuracy, with Flower's FedAvg and client apps.
+"""Compare codecs in federated learning with Flower's FedAvg and client apps: bytes and rounds to a target accuracy.
 
     python bench/training/federated.py             # a minute; needs flwr and scikit-learn
 
-Trains a perceptron with 64 hidden units to tell scikit-learn's digits apart (1,797 images of 8 x 8; a fifth is held
-out). Ten clients hold images of mostly two digits each, and train for one epoch a round from the same seeds. Messages
+Trains a perceptron with 64 hidden units to classify scikit-learn's digits (1,797 images of 8 x 8; a fifth is held out).
+Each of ten clients has images of mostly two digits, and trains for one epoch per round, from the same seeds. Messages
 and states pass through Flower's serialization, in one process.
 
 Columns:
 
 accuracy      held-out accuracy after all rounds, mean over seeds
 rounds        first round with an accuracy of at least --target, mean over seeds
-up, down      bytes of a client's reply, and of its message, without Flower's envelope, relative to float32
-to target     bytes that a client has sent until the target, in KiB
+up, down      bytes of a client's reply, and of the message to it, relative to float32, excluding Flower's envelope
+to target     KiB that a client sends until the target is reached
 """
 
 import argparse
@@ -48,11 +48,11 @@ ROWS = {
 
 
 class Average(Compressed, FedAvg):
-    """FedAvg that decodes replies."""
+    """FedAvg that decodes compressed replies."""
 
 
 def data(seed):
-    """Return the clients' images and labels, and the held-out ones."""
+    """Return images and labels of each client, and the held-out ones."""
     rng = np.random.default_rng(seed)
     x, y = load_digits(return_X_y=True)
     order = rng.permutation(len(x))
@@ -60,7 +60,7 @@ def data(seed):
     held = len(x) // 5
     owner = np.where(
         rng.random(len(y)) < 0.8, y, rng.integers(0, CLIENTS, len(y))
-    )  # client i: digit i, and some others
+    )  # client i gets most images of digit i, and some of other digits
     parts = [np.flatnonzero(owner[held:] == i) + held for i in range(CLIENTS)]
     return [(x[p], y[p]) for p in parts], (x[:held], y[:held])
 
@@ -83,7 +83,7 @@ def forward(w, x):
 
 
 def epoch(w, x, y, rng, lr=0.1, batch=16):
-    """Return the weights after an epoch of SGD."""
+    """Train for one epoch by SGD, and return the weights."""
     w = dict(w)
     order = rng.permutation(len(x))
     for i in range(0, len(x), batch):
@@ -102,7 +102,7 @@ def values(record):
 
 
 def run(mod, seed, rounds):
-    """Return the accuracy after each round, and the federation."""
+    """Train for `rounds` rounds; return the accuracy after each round, and the federation."""
     parts, (held_x, held_y) = data(seed)
     app = ClientApp(mods=[] if mod is None else [mod])
 

@@ -1,4 +1,4 @@
-"""Compare local steps with gradients in every step: held-out loss, bytes, and time on a slow and distant link.
+"""Compare local steps with averaging gradients in every step: held-out loss, bytes, and time on a slow, long link.
 
     python bench/training/local_steps.py              # about 5 minutes on two cores
     python bench/training/local_steps.py --quick      # one seed, fewer steps: half a minute
@@ -7,7 +7,7 @@
 Trains the transformer of bench/support/models.py (task text-adamw) on local processes from the same seeds.
 
     float32                  DistributedDataParallel, uncompressed
-    small                    the same with codec.torch.ddp_hook("small")
+    small                    DistributedDataParallel with codec.torch.ddp_hook("small")
     1-bit Adam, 0/1 Adam     OneBitAdam with a warm-up in 4 bits, frozen after 20% of the steps; 0/1 Adam with
                              ZeroOneSchedule(max_interval=4)
     local                    codec.torch.LocalSteps(every=10) with its default spec; the other rows name what differs.
@@ -15,17 +15,17 @@ Trains the transformer of bench/support/models.py (task text-adamw) on local pro
 
 Columns:
 
-loss          held-out loss at the end, mean over seeds; of LocalSteps after finish()
+loss          final held-out loss, mean over seeds; for LocalSteps after finish()
 vs float32    loss minus the loss of float32 from the same seed: mean and largest over seeds
-bits          bits that a rank sends for each value and step, relative to an all-reduce (both phases) of 1 bit a value
-messages      part of the steps in which a rank sends anything
+bits          bits that a rank sends per value and step, relative to an all-reduce (both phases) of 1 bit per value
+messages      fraction of steps in which a rank sends a message
 CPU/step      CPU time of the busiest rank, codec included
-all steps     modelled time of the training on the link
-to target     modelled time until an evaluation is at most 0.05 above float32's final loss
+all steps     modelled time of all steps on the link
+to target     modelled time until a held-out loss is at most 0.05 above float32's final loss
 
-Times are modelled, since a loopback device has no delay: CPU time, plus --rtt for each round trip, plus bytes over
---rate, without any overlap. The two-shot all-reduce of the hooks takes 1.5 round trips between two ranks: data in two
-phases, and an agreement. That of LocalSteps, in one phase, and that of Gloo take one. All fit into one bucket here.
+Times are modelled, since a loopback device has no delay: CPU time, plus --rtt for each round trip, plus bytes divided
+by --rate, without any overlap. Between two ranks, the hooks' two-shot all-reduce takes 1.5 round trips: two phases of
+data, and an agreement. The one-phase all-reduce of LocalSteps, and Gloo's, take one. All gradients fit in one bucket.
 """
 
 import argparse
@@ -53,14 +53,14 @@ from summary import table
 
 DDP = {"small": "Quantize(4)", "1-bit Adam": "1-bit Adam, Quantize(4)", "0/1 Adam": "0/1 Adam, Quantize(4)"}
 TWO_BITS = codec.Quantize(2, levels="odd", rounding="nearest")
-WARMUP = 0.2  # part of the steps
+WARMUP = 0.2  # fraction of steps
 
 
 def nesterov(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-# arguments of LocalSteps; a pair as spec: a codec, and the decay of its residuals
+# arguments of LocalSteps; if `spec` is a pair, it is a codec and the decay of its residuals
 LOCAL: dict[str, dict[str, Any]] = {
     "local, Lossless()": {"spec": codec.Lossless()},
     "local": {},
@@ -79,14 +79,14 @@ METHODS = (PLAIN, *DDP, *LOCAL)
 
 
 def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Keep each rank's own gradients."""
+    """Communication hook that sends nothing: each rank keeps its own gradients."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
 class Stats:
-    """Statistics of LocalSteps as the trainings of convergence.py read them."""
+    """Statistics of LocalSteps with the attributes of a hook's statistics, as runs.py reads them."""
 
     def __init__(self, local: Any) -> None:
         self.local = local
@@ -98,7 +98,7 @@ class Stats:
 
 
 def add_method(job: Job, task: Task, model: DistributedDataParallel) -> Any:
-    """Have a job's method average gradients or parameters; return the object that counts bytes."""
+    """Set up a job's method of averaging gradients or parameters; return the object that counts bytes."""
     if job.codec in (PLAIN, "small"):
         return add_hook(Job(job.task, DDP.get(job.codec, PLAIN), job.seed, job.steps), task, model)
     if job.codec in DDP:
@@ -123,7 +123,7 @@ def add_method(job: Job, task: Task, model: DistributedDataParallel) -> Any:
 
 
 def modelled(run: Run, rtt: float, rate: float) -> list[float]:
-    """Return the modelled time of each step of a run, in seconds."""
+    """Return the modelled time of each step in a run, in seconds."""
     trips = 1.5 if run.codec in DDP else 1.0
     return [
         cpu + (trips * rtt + 8 * sent / rate if sent else 0.0)
@@ -132,7 +132,7 @@ def modelled(run: Run, rtt: float, rate: float) -> list[float]:
 
 
 def to_target(run: Run, plain: Run, times: list[float]) -> float:
-    """Return the modelled time until a run is nearly as good as float32 at its end, Inf if it never is."""
+    """Return the modelled time until a run reaches float32's final loss plus 0.05; Inf if it never does."""
     steps = next((step for step, loss, _ in run.curve if loss <= plain.loss + 0.05), None)
     return math.inf if steps is None else sum(times[:steps])
 

@@ -8,20 +8,20 @@ loss    Trains the transformer of bench/support/models.py (task text-adamw) on l
         DistributedDataParallel. The algorithm is "two_shot"; second moments are frozen after 20% of the steps.
 
         AdamW                     uncompressed gradients
-        AdamW, signs              gradients as Sign(group_size=1024) with error feedback, by ddp_hook. The same
-                                  parameters are lossless as by OneBitAdam: norms, biases, small ones
-        lossless momenta          OneBitAdam(spec=Lossless()): the effect of frozen second moments alone
-        4-bit momenta             OneBitAdam(warmup=Quantize(4)), whose momenta are in 4 bits by default
+        AdamW, signs              gradients sent as Sign(group_size=1024) with error feedback, by ddp_hook. As with
+                                  OneBitAdam, norms, biases and small parameters are sent lossless
+        lossless momenta          OneBitAdam(spec=Lossless()), which shows the effect of frozen second moments only
+        4-bit momenta             OneBitAdam(warmup=Quantize(4)), which sends momenta in 4 bits by default
         1-bit Adam                OneBitAdam(spec=Sign(group_size=1024)): a lossless warm-up, then signs
-        1-bit Adam, Quantize(4)   the same with warmup=Quantize(4)
-        0/1 Adam, Quantize(4)     the same with ZeroOneSchedule(max_interval=4): momenta in some steps of the warm-up,
-                                  and local steps later
+        1-bit Adam, Quantize(4)   1-bit Adam with warmup=Quantize(4)
+        0/1 Adam, Quantize(4)     the same with ZeroOneSchedule(max_interval=4): momenta are sent in some steps of
+                                  the warm-up, and later steps are partly local
 
-        Columns: mean held-out loss; the loss minus AdamW's of the same seed, mean and largest over seeds; bits that a
-        rank sends for each value in both phases of an all-reduce, over the whole run and in frozen steps.
+        Columns: mean held-out loss; the loss minus AdamW's of the same seed, mean and largest over seeds; bits per
+        value that a rank sends in both phases of an all-reduce, over the whole run and in frozen steps.
 
-time    Time of a step of OneBitAdam after the freeze in one process, without communication, over that of a step of
-        torch.optim.AdamW(foreach=True). The median of several measurements, which alternate.
+time    Time of a step of OneBitAdam after the freeze, in one process without communication, divided by that of
+        torch.optim.AdamW(foreach=True). Median of several measurements, which alternate.
 """
 
 import argparse
@@ -54,13 +54,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     ZERO_ONE: {"warmup": codec.Quantize(4), "spec": codec.Sign(group_size=1024)},
 }
 METHODS = (PLAIN, SIGNS, *OPTIMIZERS)
-FREEZE = 0.2  # part of the steps before the freeze
-VALUES = 1 << 22  # values of the model whose step is timed
+FREEZE = 0.2  # fraction of steps before the freeze
+VALUES = 1 << 22  # number of values in the model whose step is timed
 PARAMETERS = 40
 
 
 def add_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
-    """Replace the task's optimizer by the job's method; return the object that counts bytes."""
+    """Set up a job's method, which may replace the task's optimizer; return the object that counts bytes."""
     if job.codec == PLAIN:
         return None
     import codec.torch
@@ -134,7 +134,7 @@ def compare_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def seconds_of(optimizer: torch.optim.Optimizer, repeat: int) -> float:
-    """Return the mean time of a step."""
+    """Return the mean time of a step in seconds."""
     begin = time.perf_counter()
     for _ in range(repeat):
         optimizer.step()
@@ -142,7 +142,7 @@ def seconds_of(optimizer: torch.optim.Optimizer, repeat: int) -> float:
 
 
 def compare_times(args: argparse.Namespace) -> dict[str, float]:
-    """Time steps on this process and print them."""
+    """Time optimizer steps in this process, and print the result."""
     import codec.torch
 
     torch.set_num_threads(1)

@@ -3,9 +3,9 @@
     python bench/training/parameter_server.py                    # 3 seeds of 400 steps: some minutes
     python bench/training/parameter_server.py --workers 4 --servers 2 --seeds 1
 
-Ranks are processes of this machine. Workers train the convolutional network on scikit-learn's handwritten digits
+Ranks are processes on this machine. Workers train the convolutional network on scikit-learn's handwritten digits
 (bench/support/models.py) by SGD with momentum; ParameterClient.average returns the mean of their gradients. float32
-travels as Lossless frames.
+gradients are sent as Lossless frames.
 
 accuracy    held-out accuracy at the end in percent, mean over seeds
 vs float32  difference from float32's accuracy in percentage points, mean over seeds
@@ -36,7 +36,7 @@ CODECS = {"float32": codec.Lossless(), "Ternary, clip 2.5": codec.Ternary("base3
 
 
 def train(name: str, servers: int, seed: int, steps: int) -> dict[str, float] | None:
-    """Serve or train with a codec, by this rank; return the results on workers."""
+    """Run this rank as a server or a worker; return the results on workers, and None on servers."""
     rank, size = dist.get_rank(), dist.get_world_size()
     workers = size - servers
     if rank < servers:

@@ -1,6 +1,6 @@
-"""Trainings on local ranks, with a codec, an optimizer of codec.torch or neither: what happens in each step.
+"""Train on local ranks with a codec, an optimizer of codec.torch or neither, and record each step.
 
-:func:`train_all` does a list of jobs on new processes. bench/training/convergence.py and other benchmarks call it.
+:func:`train_all` runs a list of jobs on new processes. bench/training/convergence.py and other benchmarks call it.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from models import Task
 
 PLAIN, ORDERED = "float32", "float32 in order"
 ONE_BIT, ONE_BIT_SIGNS, ZERO_ONE = "OneBitAdam", "1-bit Adam", "0/1 Adam"
-ADAMS = (ONE_BIT, ONE_BIT_SIGNS, ZERO_ONE)  # methods that replace the optimizer; the second one sends signs of momenta
-FREEZE = 0.2  # part of the steps before the freeze of OneBitAdam
+ADAMS = (ONE_BIT, ONE_BIT_SIGNS, ZERO_ONE)  # methods that replace the optimizer; ONE_BIT_SIGNS sends signs of momenta
+FREEZE = 0.2  # fraction of steps before OneBitAdam's freeze
 EVALUATIONS = 20
 
 
 @dataclass(frozen=True)
 class Job:
-    """Training run to do."""
+    """Specification of a training run."""
 
     task: str
     codec: str  # PLAIN, ORDERED, one of ADAMS, a preset, or a spec as Python text
@@ -45,8 +45,8 @@ class Job:
     steps: int
     feedback: bool | None = None
     algorithm: str = "two_shot"
-    batch: int | None = None  # samples of a step on all ranks; None: the task's
-    every: int | None = None  # steps between evaluations; None: a twentieth of all, at least 20
+    batch: int | None = None  # samples per step on all ranks together; None: the task's default
+    every: int | None = None  # steps between evaluations; None: 1/20 of all steps, at least 20
 
 
 @dataclass
@@ -58,10 +58,10 @@ class Run:
     seed: int
     steps: int
     values: int = 0  # number of values of all trained parameters
-    nbytes: float = 0  # bytes sent per rank and step
-    cpu: float = 0  # CPU seconds per step of the busiest rank
+    nbytes: float = 0  # bytes sent, per rank and step
+    cpu: float = 0  # CPU seconds per step on the busiest rank
     residual: float = math.nan  # largest ||residual|| / ||gradient||
-    losses: list[float] = field(default_factory=list[float])  # training loss of each step, mean of the ranks
+    losses: list[float] = field(default_factory=list[float])  # training loss of each step, mean over ranks
     seconds: list[float] = field(default_factory=list[float])  # time of each step on the slowest rank
     cpu_seconds: list[float] = field(default_factory=list[float])  # CPU time of each step on the busiest rank
     sent: list[float] = field(default_factory=list[float])  # bytes that rank 0 sent in each step
@@ -161,7 +161,7 @@ def residual_ratio(hook: Any) -> float:
 
 
 def average_buffers(model: torch.nn.Module) -> None:
-    """Average the running statistics of batch norms, which each rank gathers from its own share of the batches."""
+    """Average the running statistics of batch norms over ranks, each of which has seen only its part of the batches."""
     for b in model.buffers():
         if b.is_floating_point():
             dist.all_reduce(b)
@@ -184,7 +184,7 @@ def any_rank(mine: bool) -> bool:
 
 
 def digest_of(model: torch.nn.Module, equal: bool = True) -> str:
-    """Return a digest of this rank's parameters; `equal`: after a check that all ranks have the same."""
+    """Return a digest of this rank's parameters; `equal`: check that all ranks have the same digest."""
     sha = hashlib.sha256()
     for p in model.parameters():
         sha.update(p.detach().contiguous().view(torch.uint8).numpy())
@@ -196,7 +196,7 @@ def digest_of(model: torch.nn.Module, equal: bool = True) -> str:
 
 
 def take_step(task: Task, model: DistributedDataParallel) -> tuple[float, str]:
-    """Return this rank's loss, and an error message if gradients were not finite on any rank."""
+    """Run a training step; return this rank's loss, and an error message if a gradient on any rank is not finite."""
     loss = task.loss(model, task.batch())
     task.optimizer.zero_grad()
     try:
@@ -215,7 +215,7 @@ def train(job: Job, report_steps: Callable[[int], None], hook_of: HookOf = add_h
     """Train on this rank, together with all others."""
     rank, world = dist.get_rank(), dist.get_world_size()
     task = TASKS[job.task](job.seed, job.steps, rank, world, **({} if job.batch is None else {"batch": job.batch}))
-    # evaluate() averages the buffers; without this argument rank 0 would broadcast its own in every step
+    # evaluate() averages the buffers; by default, rank 0 would broadcast its buffers in every step
     model = DistributedDataParallel(task.model, forward_sync_buffers=False)
     hook = hook_of(job, task, model)
     trained = [p for p in task.model.parameters() if p.requires_grad]
@@ -241,14 +241,14 @@ def train(job: Job, report_steps: Callable[[int], None], hook_of: HookOf = add_h
     report_steps(job.steps - reported)
     largest = max((r for r in residuals if not math.isnan(r)), default=math.nan)
     gather(run, largest, sum(p.nbytes for p in trained) / run.values)
-    run.digest = digest_of(task.model, job.codec != ZERO_ONE)  # whose ranks differ after local steps
+    run.digest = digest_of(task.model, job.codec != ZERO_ONE)  # ranks of 0/1 Adam differ after local steps
     return run
 
 
 def gather(run: Run, residual: float, itemsize: float) -> None:
-    """Fill in the fields of `run` that combine all ranks: maxima of bytes, times and residual, mean losses.
+    """Set the fields of `run` that combine all ranks: maxima of bytes, times and residuals, and mean losses.
 
-    `itemsize` is the mean size of a value in bytes, as it travels without a codec.
+    `itemsize` is the mean size of an uncompressed value in bytes.
     """
     world, steps = dist.get_world_size(), max(1, len(run.losses))
     of_rank = [sum(run.sent) / steps, sum(run.cpu_seconds) / steps, -1 if math.isnan(residual) else residual]
@@ -269,12 +269,12 @@ def gather(run: Run, residual: float, itemsize: float) -> None:
 
 
 def values_sent(values: int, world: int) -> float:
-    """Return how many values a rank sends in both phases of an all-reduce."""
+    """Return the number of values that a rank sends in both phases of an all-reduce."""
     return 2 * (world - 1) / world * values
 
 
 def rank_main(rank: int, world: int, jobs: list[Job], meet: str, reports: Any, hook_of: HookOf) -> None:
-    """Do all jobs in one process: to start one takes longer than some of the trainings."""
+    """Run all jobs in this process, because starting a process takes longer than some jobs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
     try:

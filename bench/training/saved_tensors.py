@@ -1,9 +1,9 @@
-"""Peak memory and time of a training step of a transformer, with activations saved as frames.
+"""Peak memory and time of a transformer's training step if saved activations are compressed.
 
     python bench/training/saved_tensors.py
 
-Each line is a process of its own, in which malloc returns freed memory to the system. Memory is the peak of the process
-above what it has before its first step.
+Each row is measured in a new process, in which malloc returns freed memory to the system. Memory is the process's peak
+minus its memory before the first step.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ def model():
 
 
 def resident():
-    """Return the bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def step(net, x, spec, autocast):
-    """Train one step; return the gradients."""
+    """Run forward and backward once; return the gradients."""
     with contextlib.nullcontext() if spec is None else codec.torch.saved_tensors(spec):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = net(x)
@@ -44,7 +44,7 @@ def step(net, x, spec, autocast):
 
 
 def measure(spec, autocast):
-    """Return peak bytes, seconds of the second of two steps, and the gradients."""
+    """Run two steps; return the peak memory in bytes, the seconds of the second step, and the gradients."""
     torch.manual_seed(0)
     net, x = model(), torch.randn(BATCH, LENGTH, WIDTH)
     torch.mm(x[0], x[0].T)  # loads the library of matrix products
@@ -62,7 +62,7 @@ def measure(spec, autocast):
 def main():
     """Print a table."""
     print("| forward pass | spec | peak MB | s a step | error of gradients |\n|---|---|---|---|---|")
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # for the processes that measure
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # inherited by the measuring processes
     for autocast in (False, True):
         exact = None
         for spec in SPECS:

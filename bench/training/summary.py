@@ -1,4 +1,4 @@
-"""Tables, plots and files of trainings (bench/training/runs.py)."""
+"""Tables, plots and files of training runs (bench/training/runs.py)."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from runs import ORDERED, PLAIN, Run, values_sent
 
-LOSSLESS = ("Lossless()", "lossless")  # must give the bits of ORDERED
+LOSSLESS = ("Lossless()", "lossless")  # these must be bit-identical to ORDERED
 LINKS = {"100 Mbit": 100e6, "1 Gbit": 1e9}
 MARKERS = "os^vD<>pP*Xhd8" * 2  # plot markers of methods
 
@@ -22,7 +22,7 @@ def deviation(values: list[float]) -> float:
 
 
 def steps_to_target(run: Run, plain: Run) -> float:
-    """Return the step of the first evaluation that is nearly as good as float32's last one, Inf if there is none."""
+    """Return the step of the first evaluation near float32's final result, or Inf if there is none."""
     for step, loss, accuracy in run.curve:
         if accuracy >= plain.accuracy - 0.01 if run.task.startswith("digits") else loss <= plain.loss + 0.05:
             return step
@@ -58,7 +58,7 @@ def summarize(runs: list[Run], world: int) -> list[dict[str, Any]]:
                     "loss": mean([r.loss for r in some]),
                     "loss_vs_float32": mean(apart),
                     "loss_vs_float32_deviation": deviation(apart),
-                    "within_noise": mean(apart) <= 2 * noise * math.sqrt(2 / len(some)),  # NaN is not
+                    "within_noise": mean(apart) <= 2 * noise * math.sqrt(2 / len(some)),  # False for NaN
                     "accuracy": mean([r.accuracy for r in some]),
                     "residual": max((r.residual for r in some if not math.isnan(r.residual)), default=math.nan),
                     "cpu_s": cpu,
@@ -72,7 +72,7 @@ def summarize(runs: list[Run], world: int) -> list[dict[str, Any]]:
 
 
 def same_bits(runs: list[Run]) -> dict[str, bool]:
-    """Return for each task True if lossless runs gave the same bits as uncompressed sums in rank order."""
+    """Return, for each task, True if lossless runs are bit-identical to uncompressed sums in rank order."""
     ordered = {(r.task, r.seed): r for r in runs if r.codec == ORDERED}
     found: dict[str, bool] = {}
     for r in runs:
@@ -83,7 +83,7 @@ def same_bits(runs: list[Run]) -> dict[str, bool]:
 
 
 def table(heads: list[str], lines: list[list[str]]) -> str:
-    """Return a Markdown table whose columns are aligned in plain text, too."""
+    """Return a Markdown table whose columns are also aligned as plain text."""
     widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
     rule = [":" + "-" * (w - 1) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     padded = [
@@ -142,7 +142,7 @@ def overview(rows: list[dict[str, Any]]) -> str:
 
 
 def write_page(path: Path, rows: list[dict[str, Any]], ranks: int) -> None:
-    """Replace the text between the two marks of a page by the overview.
+    """Replace the text between the page's two marks by the overview.
 
     Raises
     ------
@@ -191,7 +191,7 @@ def show(rows: list[dict[str, Any]], ranks: int) -> None:
 
 
 def plot(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw held-out loss over steps, and the final loss minus float32's over bits a value."""
+    """Plot held-out loss against steps, and final loss minus float32's against bits per value."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -215,12 +215,12 @@ def plot(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def short(name: str) -> str:
-    """Return a method's name for a plot: a long one keeps its last argument."""
+    """Return a method's name for a plot. Long names are shortened to the last argument."""
     return name if len(name) < 30 else f"{name.partition('(')[0]}(..., {name.rpartition(', ')[2]}"
 
 
 def plot_front(axis: Any, rows: list[dict[str, Any]], styles: dict[str, Any]) -> None:
-    """Draw final loss minus float32's over bits a value, with the standard deviation over seeds."""
+    """Plot final loss minus float32's against bits per value, with the standard deviation over seeds."""
     for r in rows:
         if r["codec"] == PLAIN or math.isnan(r["loss"]):
             continue
@@ -236,7 +236,7 @@ def plot_front(axis: Any, rows: list[dict[str, Any]], styles: dict[str, Any]) ->
 
 
 def without_nonfinite(value: Any) -> Any:
-    """Replace NaN and Inf by None: JSON has no such numbers."""
+    """Replace NaN and Inf, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {k: without_nonfinite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -259,8 +259,8 @@ def load(paths: list[Path]) -> tuple[int, list[Run]]:
     Raises
     ------
     ValueError
-        A file is not such a file, files differ in the number of ranks, two runs are the same training, or a task has a
-        seed without float32, with which all other runs are compared.
+        A file has another format, files differ in the number of ranks, two runs have the same job, or a seed of a task
+        lacks the float32 run for comparison.
     """
     runs: list[Run] = []
     ranks: set[int] = set()

@@ -1,11 +1,11 @@
-"""Measure the memory of weight synchronization beside the weights themselves.
+"""Measure the memory that weight synchronization needs besides the weights themselves.
 
     python bench/training/weight_memory.py --values 2e9
 
-A sender encodes an update between two versions of bfloat16 weights, one tensor of which has a quarter of all values. A
-receiver applies it, and copies the tensors that have changed into the served weights, by ``load=`` and by ``into=``.
-All weights are in mapped files: their pages can be reclaimed, and are not counted. What is printed is the peak of
-anonymous memory (RssAnon of /proc/self/status) above that before each step, in a process of its own for each side.
+A sender encodes an update between two versions of bfloat16 weights, in which one tensor has a quarter of all values. A
+receiver applies the update, and copies changed tensors into the served weights, by ``load=`` and by ``into=``. All
+weights are in memory-mapped files, whose pages can be reclaimed and are not counted. For each step, the script prints
+the peak increase of anonymous memory (RssAnon of /proc/self/status). Each side runs in its own process.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 
 import codec
 
-PART = 1 << 24  # values that are written at once
+PART = 1 << 24  # number of values written at once
 
 
 def anonymous() -> int:
@@ -55,13 +55,13 @@ def measured(name: str, call: Callable[[], Any]) -> Any:
 
 
 def shapes(values: int) -> dict[str, int]:
-    """Return the number of values of each tensor: an embedding with a quarter of all, and 24 equal ones."""
+    """Return the number of values by tensor: an embedding with a quarter of all values, and 24 equal tensors."""
     rest = 3 * values // (4 * 24)
     return {"embedding": values // 4} | {f"layer.{i}": rest for i in range(24)}
 
 
 def mapped(path: Path, values: int, mode: str) -> dict[str, Any]:
-    """Return tensors in a mapped file."""
+    """Map a file into memory, and return its tensors."""
     memory = np.memmap(path, np.uint16, mode, shape=(values,))
     tensors, at = {}, 0
     for name, n in shapes(values).items():
@@ -71,7 +71,7 @@ def mapped(path: Path, values: int, mode: str) -> dict[str, Any]:
 
 
 def write(old: Path, new: Path, values: int) -> None:
-    """Write two versions of the weights; about one value in a hundred differs."""
+    """Write two versions of the weights, in which about 1% of values differ."""
     rng = np.random.default_rng(0)
     one = (rng.standard_normal(PART, np.float32) / 50).astype(ml_dtypes.bfloat16).view(np.uint16)
     two = np.where(rng.random(PART, np.float32) < 0.01, one ^ 1, one)

@@ -1,25 +1,25 @@
-"""Train a language model by reinforcement learning in two processes, whose weights travel over a slow link.
+"""Train a language model by reinforcement learning in two processes that send weights over a slow link.
 
     python bench/training/weight_sync.py               # a minute and a half on two cores
     python bench/training/weight_sync.py --rate 100e6 --steps 50 --json FILE
 
 A trainer has float32 weights and AdamW; a rollout process generates with their bfloat16 values. In each step the
 trainer sends the new weights, the rollout generates bytes after random prompts, and the trainer takes a step of
-REINFORCE [1]_ with the mean reward as its baseline. The reward is the part of the bytes that are lowercase letters. The
-link, a TCP connection, is throttled to --rate bits per second by its sender.
+REINFORCE [1]_ with the mean reward as its baseline. The reward is the fraction of bytes that are lowercase letters. The
+link is a TCP connection, which the sender throttles to --rate bits per second.
 
     full       all bfloat16 values in each step
     updates    codec.WeightSender and codec.WeightReceiver
 
 Columns:
 
-sent         bytes of weights in a step, after the first one
-of full      the same, relative to all bfloat16 values
+sent         bytes of weights sent per step, the first step excluded
+of full      `sent` relative to the size of all bfloat16 values
 pause        seconds from the first byte of new weights until the rollout has loaded them: mean and largest
 step         seconds of a step, in which trainer and rollout take turns
 reward       mean reward of the last step
 
-The last line says if all losses and rewards of both methods are equal to the bit.
+The last line says whether all losses and rewards of both methods are bit-identical.
 
 .. [1] R. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
 """
@@ -58,7 +58,7 @@ def rounded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load(model: torch.nn.Module, tensors: Any) -> None:
-    """Write values of weights into a model."""
+    """Copy weights into a model."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, x in tensors:
@@ -66,7 +66,7 @@ def load(model: torch.nn.Module, tensors: Any) -> None:
 
 
 def send(link: socket.socket, data: Any, rate: float) -> None:
-    """Send bytes with their number before them, no faster than `rate` bits per second."""
+    """Send the number of bytes, then the bytes, at no more than `rate` bits per second."""
     link.sendall(len(data).to_bytes(8, "little"))
     begin = time.perf_counter()
     for at in range(0, len(data), CHUNK):
@@ -75,7 +75,7 @@ def send(link: socket.socket, data: Any, rate: float) -> None:
 
 
 def receive(file: Any) -> tuple[bytes, float]:
-    """Return the next bytes, and the time of the first one."""
+    """Receive bytes that :func:`send` sent; return them and the arrival time of the first byte."""
     n = int.from_bytes(file.read(8), "little")
     begin = time.perf_counter()
     return file.read(n), begin
@@ -94,7 +94,7 @@ def full_tensors(data: bytes, model: torch.nn.Module) -> Any:
 
 @torch.no_grad()
 def generate(model: torch.nn.Module, batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompts with answers, and the reward of each."""
+    """Generate answers to random prompts; return prompts with answers, and the reward of each."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randint(256, (batch, PROMPT), generator=g)
     for _ in range(ANSWER):
@@ -105,7 +105,7 @@ def generate(model: torch.nn.Module, batch: int, seed: int) -> tuple[torch.Tenso
 
 
 def roll_out(address: Any, method: str, width: int, layers: int, steps: int, batch: int) -> None:
-    """Generate with the weights that arrive, and send answers, rewards and pauses."""
+    """Receive weights, generate with them, and send answers, rewards and pauses to the trainer."""
     torch.set_num_threads(1)
     model = new_model(width, layers)
     receiver = codec.WeightReceiver(rounded(model))
@@ -124,7 +124,7 @@ def roll_out(address: Any, method: str, width: int, layers: int, steps: int, bat
 
 
 def train(method: str, rate: float, width: int, layers: int, steps: int, batch: int) -> dict[str, Any]:
-    """Return losses, rewards, bytes and times of a training."""
+    """Train, and return losses, rewards, bytes and times."""
     masters, model = new_model(width, layers), new_model(width, layers)
     sender = codec.WeightSender(rounded(model))
     optimizer = torch.optim.AdamW(masters.parameters(), lr=LR, weight_decay=0)

@@ -49,7 +49,7 @@ def test_every_truncation_is_rejected(name):
 
 @pytest.mark.parametrize("name", SMALL_FRAMES)
 def test_every_flipped_bit_is_rejected(name):
-    """One bit of every byte (nightly: every bit); instruction sets take turns."""
+    """A frame with one flipped bit in any byte (nightly: any bit) is rejected."""
     frame, dtype, n = SMALL_FRAMES[name]
     damaged, isas = bytearray(frame), codec.isas()
     for byte in range(len(frame)):
@@ -85,7 +85,7 @@ def test_trailing_bytes_are_rejected(name):
 
 
 def check_mutant(frame, dtype, n):
-    """Check that a mutant gives a tensor of the declared shape or FrameError, as the reference decoder does."""
+    """Check that a mutant gives the reference decoder's tensor, or a FrameError if the reference rejects it."""
     try:
         # A is theta / lr
         expected = oracle.decode(
@@ -115,7 +115,7 @@ def check_mutant(frame, dtype, n):
 
 @given(st.sampled_from(sorted(SMALL_FRAMES)), st.data())
 def test_mutants_with_valid_checksums(name, data):
-    """Recomputed checksums let mutants reach the checks of structure."""
+    """Mutants with recomputed checksums, which reach the checks of structure, are decoded safely."""
     frame, dtype, n = SMALL_FRAMES[name]
     mutant = bytearray(frame)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -127,7 +127,7 @@ def test_mutants_with_valid_checksums(name, data):
 
 
 def test_changed_bytes_with_valid_checksums():
-    """Each byte behind the header is set to a few values; the reference decoder agrees."""
+    """With any byte after the header changed and checksums valid, library and reference decoder agree."""
     for name in ("bfloat16-1000-mixed", "float64-600-mixed", "model"):
         frame, dtype, n = SMALL_FRAMES[name]
         info = codec.inspect(frame)
@@ -149,7 +149,7 @@ def test_random_bytes_are_rejected(data):
 
 
 def test_side_section_too_short_for_its_flags():
-    """inspect() must not rely on what flags and `coded` promise."""
+    """inspect() rejects a side section that is shorter than the flags and `coded` require."""
     frame = bytearray(SMALL_FRAMES["float64-600-mixed"][0])
     struct.pack_into("<I", frame, 12, 0)
     codec.inspect(bytes(frame))
@@ -201,7 +201,7 @@ def test_errors_report_offset_and_value():
 
 
 def test_inspect_reports_how_many_bytes_are_needed():
-    """The first 48 bytes determine the header's size, and the header determines the frame's size."""
+    """inspect() of a prefix reports the bytes needed: 48 for the header's size, then the header for the frame's size."""
     frame = codec.encode(np.arange(5000.0).reshape(5, 1000))
     for have, needed in ((0, 48), (47, 48), (48, 64), (63, 64)):
         with pytest.raises(codec.FrameError, match=rf"\({have} bytes, {needed} are needed\)") as caught:
@@ -214,7 +214,7 @@ def test_inspect_reports_how_many_bytes_are_needed():
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_bound_holds_for_adversarial_tensors(dtype):
-    """Uniform bytes, Fibonacci counts and escapes only; one byte less than the frame is too little room."""
+    """The bound holds for uniform bytes, Fibonacci counts and escapes only; `out` may not be smaller than the frame."""
     u = np.dtype(f"u{ITEMSIZE[dtype]}")
     fibonacci = [1, 1]
     while len(fibonacci) < 22:

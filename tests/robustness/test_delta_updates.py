@@ -1,4 +1,4 @@
-"""Updates by Delta that do not fit, come twice, are damaged or cut: each is refused and changes no weight."""
+"""A Delta update for another base, a repeated, damaged or truncated one is refused, and changes no weight."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +10,14 @@ import codec
 from support.tensors import ALL_DTYPES, random_bits
 from support.tiers import NIGHTLY
 
-N_UPDATES = 10_000 if NIGHTLY else 100  # of each kind of fault
+N_UPDATES = 10_000 if NIGHTLY else 100  # number of updates per kind of fault
 THREADS = [codec.options(threads=n) for n in (1, 3)]
 
 Bits = np.ndarray[Any, Any]
 
 
 def updates() -> Iterator[tuple[np.random.Generator, Bits, Bits, bytes]]:
-    """Return random numbers, the bits of a base and of new values, and the frame of an update."""
+    """Yield a random generator, the bits of base and new values, and the frame of the update."""
     for seed in range(N_UPDATES):
         rng = np.random.default_rng(seed)
         dtype = str(rng.choice(ALL_DTYPES))

@@ -1,4 +1,4 @@
-"""Encode and decode need at most 2.5% of the tensor plus 1 MiB beside input and output."""
+"""Encode and decode allocate at most 2.5% of the tensor's size plus 1 MiB, besides input and output."""
 
 import numpy as np
 import pytest

@@ -29,14 +29,14 @@ OTHER[-1] *= 1024  # changes the digest of the last block
 
 
 def how(spec, theta=THETA):
-    """Return the arguments that a spec needs beside the tensor."""
+    """Return the arguments that a spec needs besides the tensor."""
     if isinstance(spec, codec.Truncate) and spec.fixed_level is None:
         return {"optimizer": SGD, "state": {"theta": theta}}
     return {}
 
 
 def damaged_last_block(frame):
-    """Return the frame with an invalid last block under valid checksums; None if all bytes there are valid."""
+    """Return the frame with an invalid last block but valid checksums; None if any bytes are valid there."""
     info = codec.inspect(frame)
     begin = info.sections["directory"][0] + 8 * (info.nblocks - 2)
     start = 8 * int.from_bytes(frame[begin : begin + 4], "little")
@@ -60,12 +60,12 @@ DAMAGED = {name: damaged_last_block(frame) for name, frame in FRAMES.items()}
 
 
 def test_every_codec_has_an_invalid_last_block():
-    """If all bytes of a last block were valid, its codec would not be tested here."""
+    """For every codec, a frame with an invalid last block exists, so the tests of this file cover all codecs."""
     assert not [name for name, frame in DAMAGED.items() if frame is None]
 
 
 def bad_frames(name):
-    """Yield every fault of a frame: its name, the frame's bytes, and arguments to change."""
+    """Yield faulty frames: name of the fault, the frame's bytes, and arguments to change."""
     frame, spec = FRAMES[name], SPECS[name]
 
     def flipped(i):
@@ -118,7 +118,7 @@ def test_decoding_errors_change_nothing(name, threads):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("name", SPECS)
 def test_one_pass_decoding_gives_the_same_values(name, threads):
-    """verify_first=False differs only for damaged frames."""
+    """verify_first=False gives the same values for valid frames."""
     frame, keywords = FRAMES[name], {**how(SPECS[name]), "threads": threads}
     for call, given in (
         (flatcall.decode, [frame]),
@@ -134,7 +134,7 @@ def test_one_pass_decoding_gives_the_same_values(name, threads):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("small", [100, 5000])
 def test_reduce_checks_all_frames_before_it_writes(small, threads):
-    """All frames are checked first, also if frames with different blocks are added one after the other."""
+    """reduce() checks all frames before it writes, also if frames have different blocks."""
     x = values(2, small)
     noise = np.random.default_rng(3).integers(0, 2**31, small, dtype=np.int32).view(np.float32)
     noise[~np.isfinite(noise)] = 1
@@ -149,7 +149,7 @@ def test_reduce_checks_all_frames_before_it_writes(small, threads):
 
 @pytest.mark.parametrize("name", [*SPECS])
 def test_errors_do_not_depend_on_threads(name):
-    """The lowest block's fault is reported, for any threads, instruction set and destination."""
+    """Errors report the lowest faulty block, for any thread count, instruction set and destination."""
     frame, keywords = bytearray(DAMAGED[name]), how(SPECS[name])
     info = codec.inspect(bytes(frame))
     entries = info.sections["directory"][0]
@@ -174,7 +174,7 @@ def test_errors_do_not_depend_on_threads(name):
 
 
 def test_damage_is_reported_before_a_wrong_state():
-    """A flipped bit in the guard would ask for other levels."""
+    """Damage is reported before a wrong state, because a flipped bit in the guard would require other levels."""
     spec = TRUNCATES["truncate_bit"]
     frame = bytearray(FRAMES["truncate_bit"])
     frame[36] ^= 1
@@ -184,7 +184,7 @@ def test_damage_is_reported_before_a_wrong_state():
 
 
 def encode_errors(name):
-    """Yield each error of encoding that is found late: its name, tensor, spec and keyword arguments."""
+    """Yield encoding errors that are detected late: name, tensor, spec and keyword arguments."""
     spec = SPECS[name]
     size = len(FRAMES[name])
     for capacity in (0, 50, size // 2, size - 8, size - 1):
@@ -204,7 +204,7 @@ def encode_errors(name):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("name", SPECS)
 def test_encoding_errors_change_nothing(name, threads):
-    """The residual, in place or not, the tensor and the state are unchanged."""
+    """Encoding errors change neither the residual, in place or not, nor the tensor or the state."""
     for what, x, spec, other in encode_errors(name):
         keywords = {**how(spec), **other, "threads": threads}
         before, residual, theta = x.tobytes(), np.full(N, 7, np.float32), THETA.tobytes()
@@ -219,7 +219,7 @@ def test_encoding_errors_change_nothing(name, threads):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("name", SPECS)
 def test_residual_is_written_when_the_frame_just_fits(name, threads):
-    """Frames that fit only thanks to the entropy stage give the residual, in place too."""
+    """If a frame fits only because of the entropy stage, the residual is still written, in place too."""
     spec, frame = SPECS[name], FRAMES[name]
     keywords = {**how(spec), "threads": threads}
     expected = X - flatcall.decode(frame, **how(spec))
@@ -233,7 +233,7 @@ def test_residual_is_written_when_the_frame_just_fits(name, threads):
 
 
 def test_bound_holds_with_segments():
-    """No frame is larger than bound(), whatever the segments, and that room is always enough."""
+    """With any segments, no frame exceeds bound(), and an `out` of that size is always accepted."""
     rng = np.random.default_rng(0)
     for n in (1, 2, 63, 64, 1000, 4095, 4096, 4097, 20_000):
         x = rng.standard_normal(n).astype(np.float32)
@@ -258,7 +258,7 @@ def test_wrong_segments_are_rejected_for_every_dtype_and_size(dtype, n):
 
 
 def test_damaged_frame_allocates_less_than_a_megabyte():
-    """The frame declares half a gigabyte of zeros and is damaged in its last block."""
+    """A frame that declares 0.5 GB of zeros and is damaged in its last block allocates less than a megabyte."""
     code = """
 import numpy as np, codec
 one = codec.options(threads=1)

@@ -1,4 +1,4 @@
-"""Deltas in one pass: the frame of a - m and the new m equal those of separate calls, to the bit."""
+"""Encoding a delta in one pass gives the same frame of a - m and the same new m as separate calls."""
 
 import numpy as np
 import pytest

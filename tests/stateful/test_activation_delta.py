@@ -1,4 +1,4 @@
-"""ActivationDelta: both sides keep the same m, to the bit; disagreement is an error that raw samples heal."""
+"""ActivationDelta keeps m bit-identical on both sides; a difference is an error, which raw samples repair."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def exchange(sender, receiver, a, samples):
 
 @given(st.sampled_from(sorted(DTYPES)), st.sampled_from(["float32", "bfloat16", "8bit"]), st.sampled_from(SPECS), seeds)
 def test_both_sides_equal_a_reference_in_numpy(dtype, entries, spec, seed):
-    """Samples are new or seen, several in a batch and a step; values have NaN; steps are committed or rolled back."""
+    """Both sides equal the reference for new and known samples, several per batch, NaN, commits and rollbacks."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 300))
     sender, receiver = (codec.ActivationDelta(spec, first=LOSSLESS, dtype=entries, edge=5) for _ in range(2))
@@ -106,7 +106,7 @@ def test_evaluation_changes_nothing():
 
 
 def test_a_sample_advances_once_in_a_step():
-    """The second occurrence, as of gradient accumulation or recomputation, is a delta to the old m."""
+    """If a sample occurs twice in a step, as in gradient accumulation, both deltas refer to the old m."""
     sender, receiver = pair()
     exchange(sender, receiver, A, range(4))
     first = receiver.decode(sender.encode(A + 1, range(4)), like=A)
@@ -157,7 +157,7 @@ def test_state_dict_restores_m(through, entries):
 
 
 def test_state_dict_of_tensors_passes_torch_load(tmp_path):
-    """torch.load refuses numpy arrays by default. Files, which have checks only, and no samples at all work alike."""
+    """A state dict passes torch.load, which refuses numpy arrays, for m in memory, for m in files and without samples."""
     sender, receiver = pair()
     exchange(sender, receiver, A, range(4))
     in_files = codec.ActivationDelta(store=tmp_path / "store")

@@ -1,4 +1,4 @@
-"""Random faults of messages and state: no m differs unnoticed, and every refused step is healed by raw samples."""
+"""Under random faults of messages and state, no difference of m is undetected, and raw samples repair every step."""
 
 from collections import Counter
 
@@ -31,7 +31,7 @@ FAULTS = (
 
 
 class Edge:
-    """Two sides, whose faults a generator chooses."""
+    """Sender and receiver of an edge, with random faults."""
 
     def __init__(self, rng, **arguments):
         self.rng, self.arguments = rng, arguments
@@ -43,7 +43,7 @@ class Edge:
         return codec.ActivationDelta(**self.arguments)
 
     def fail(self, fault):
-        """Make a fault of the state of one side."""
+        """Damage the state of one side by the given fault."""
         name, _, what = fault.partition(" ")
         if what == "restarted":
             self.sides[name] = self.new()
@@ -53,7 +53,7 @@ class Edge:
             self.sides[name].forget(self.rng.integers(0, N_SAMPLES, 5).tolist())
 
     def transmit(self, message, fault):
-        """Return the messages that arrive."""
+        """Return the messages that arrive if `message` is sent with the given fault."""
         damaged = bytearray(message)
         if fault == "flipped":
             damaged[self.rng.integers(len(damaged))] ^= 1 << self.rng.integers(8)
@@ -63,7 +63,7 @@ class Edge:
         return {"lost": [], "repeated": [message, message]}.get(fault, [message])
 
     def attempt(self, messages, samples):
-        """Decode messages. Return what the first one gave, or None if it is refused; the others must be refused."""
+        """Decode the first message, and return the result, or None if it is refused. Check that later ones are refused."""
         receiver, result = self.sides["receiver"], None
         for i, message in enumerate(messages):
             try:
@@ -76,7 +76,7 @@ class Edge:
         return result
 
     def step(self, a, samples, fault):
-        """Take a step for a batch, and repeat it raw if it is refused. Return what the receiver got."""
+        """Send a batch, and repeat it raw if it is refused; return the activations that the receiver decoded."""
         sender, receiver = self.sides.values()
         message = bytes(sender.encode(a, samples))
         received = self.attempt(self.transmit(message, fault), samples)
@@ -98,7 +98,7 @@ class Edge:
 @pytest.mark.parametrize("budget", [None, 12 * VALUES * 4])
 @pytest.mark.parametrize("seed", [0, *(nightly(i) for i in range(1, 10))])
 def test_no_fault_makes_m_differ(entries, budget, seed):
-    """Most steps have a fault. Without faults, one visit of each sample heals all, and no step is refused any more."""
+    """No fault makes m differ undetected. Once faults stop, one more visit of each sample repairs all m."""
     rng = np.random.default_rng(seed)
     edge = Edge(rng, dtype=entries, budget=budget, spec=codec.Quantize(3, rounding="nearest"))
     a = rng.standard_normal((N_SAMPLES, VALUES)).astype(np.float32)

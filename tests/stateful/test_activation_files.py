@@ -1,4 +1,4 @@
-"""Stores in files: the same m as in memory, to the bit; after damage or a crash m is right or forgotten."""
+"""Stores in files hold the same m as stores in memory; after damage or a crash, each m is correct or missing."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ def side(folder, **arguments):
 
 
 def step(sender, receiver, a, samples, commit=True):
-    """Exchange activations, and return what was received. A refused message is healed."""
+    """Send activations, repeating a refused message raw; return the received activations."""
     try:
         received = receiver.decode(sender.encode(a, samples), samples)
     except codec.StateError:
@@ -47,7 +47,7 @@ def step(sender, receiver, a, samples, commit=True):
 
 @given(st.sampled_from(ENTRIES), st.sampled_from([None, 4000]), seeds)
 def test_files_hold_the_same_m_as_memory(tmp_path_factory, entries, budget, seed):
-    """Steps are committed or rolled back, samples forgotten and prefetched; the files are closed and opened again."""
+    """m in files equals m in memory, through commits, rollbacks, forgotten and prefetched samples, and reopening."""
     rng = np.random.default_rng(seed)
     folder = tmp_path_factory.mktemp("store")
     arguments = {"dtype": entries, "budget": budget, "edge": 3}
@@ -103,7 +103,7 @@ def test_collected_object_has_written_its_files(tmp_path):
         try:
             assert side(tmp_path).known(SAMPLES).all()
             break
-        except codec.StateError:  # the thread is not done
+        except codec.StateError:  # the store's thread has not finished
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -120,14 +120,14 @@ print("the end")
 
 
 def side_copy(folder):
-    """Return an object with a copy of a folder, which may be in use."""
+    """Copy a folder, which may be in use, and open the copy."""
     copy = folder.with_name(f"{folder.name} copy {random.random()}")
     shutil.copytree(folder, copy)
     return side(copy)
 
 
 def test_damaged_entries_are_forgotten_and_healed(tmp_path):
-    """A random byte of a file is changed: at most one sample is lost, all others are right."""
+    """A changed byte of a file loses at most one sample, which is then sent raw; all other m are correct."""
     sender, receiver = side(tmp_path / "a"), codec.ActivationDelta()
     step(sender, receiver, A, SAMPLES)
     expected = m_of(sender)
@@ -185,7 +185,7 @@ def test_truncated_file_loses_its_end_only(tmp_path, length):
 
 
 def test_file_that_shrinks_while_it_is_open_is_no_crash(tmp_path):
-    """Mapped memory would raise SIGBUS."""
+    """A file that shrinks while open is an error, not a crash by SIGBUS as with mapped memory."""
     sender, receiver = side(tmp_path), codec.ActivationDelta()
     step(sender, receiver, A, SAMPLES)
     sender.flush()
@@ -235,7 +235,7 @@ def test_folders_of_something_else_are_errors(tmp_path):
 
 
 def test_disk_that_is_full_makes_samples_raw(tmp_path):
-    """The size of files is limited to 3 of 8 entries, so that writes fail."""
+    """If the disk is full (here after 3 of 8 entries), samples are sent raw."""
     run(
         f"""
 sender, receiver = codec.ActivationDelta(store={str(tmp_path)!r}), codec.ActivationDelta()
@@ -293,7 +293,7 @@ print("the end")
     )
 
 
-# Both sides of an edge; all is computed from the seed, so that every m that has ever been committed is known.
+# Child process with both sides of an edge. The seed determines all activations, so the test knows every committed m.
 TRAINING = """
 import sys
 import numpy as np
@@ -323,7 +323,7 @@ train(*sides, 1 << 40, lambda i: print(i, flush=True))
 @pytest.mark.parametrize("entries", ENTRIES)
 @pytest.mark.parametrize("rounds", [3, nightly(30)])
 def test_killed_process_leaves_right_entries(tmp_path, entries, rounds):
-    """SIGKILL at a random time. Each entry that the files still have is an m that was committed with its check."""
+    """After SIGKILL at a random time, each entry in the files is an m that was committed, with its checksum."""
     generator = random.Random(0)
     space = {}
     exec(TRAINING, space)

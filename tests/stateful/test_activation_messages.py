@@ -1,4 +1,4 @@
-"""Messages of activations equal docs/spec/activation-messages.md, and hostile ones are errors that change nothing."""
+"""Activation messages follow docs/spec/activation-messages.md, and hostile messages are errors without effect."""
 
 import struct
 import zlib
@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 
 
 def parsed(message):
-    """Return the fields of a message, and its samples, checks and frames, by the page alone."""
+    """Parse a message by the specification; return its fields, samples, checksums and frames."""
     head = dict(zip(FIELDS, struct.unpack(HEAD, message[:64]), strict=False))
     n = head["count"]
     zeroed = message[:56] + bytes(8)
@@ -32,7 +32,7 @@ def parsed(message):
 
 
 def built(samples=(), checks=(), raw=b"", delta=b"", sizes=(), **head):
-    """Return a message by the page alone. `head` and `sizes` (of the frames) replace the values of fields."""
+    """Build a message by the specification. `head` and `sizes` (of frames) override fields."""
     fields = {
         "magic": b"CODA",
         "version": 1,
@@ -61,7 +61,7 @@ def mix(x):
 
 
 def next_check(row, frame, check):
-    """Return the check of m after a row of a frame; rows count from 1."""
+    """Return the checksum of m after row number `row` of a frame, counted from 1."""
     return mix(mix(row * 0x9E3779B97F4A7C15 + codec.inspect(frame).checksum & MASK) ^ check) or 1
 
 
@@ -118,7 +118,7 @@ def state_of(side):
 
 
 def refuse(receiver, message, samples=None, out=None):
-    """Check that a message is refused, and that neither state nor output changes."""
+    """Check that a message is refused, with state and output unchanged."""
     before = state_of(receiver)
     out = np.full_like(A, 7) if out is None else out
     with pytest.raises((codec.FrameError, codec.StateError, codec.ArgumentError)) as caught:
@@ -138,7 +138,7 @@ def sides():
 
 @pytest.mark.parametrize("kind", ["RAW", "DELTA", "MIXED"])
 def test_damaged_messages_change_nothing(sides, kind):
-    """Bytes are flipped, the message is cut, or followed by other bytes. The whole message is accepted afterwards."""
+    """A message with flipped, missing or additional bytes is refused; then the intact message is accepted."""
     sender, receiver = sides
     samples = {"RAW": [4, 5, 6], "DELTA": [1, 2, 3], "MIXED": [1, 9, 3]}[kind]
     message = sender.encode(A + 0.1, samples)
@@ -195,7 +195,7 @@ def test_hostile_messages_are_errors(sides, message):
 
 
 def test_small_message_with_a_huge_tensor_is_refused(sides):
-    """A frame of 0.3 MB holds 1 GiB of zeros. Without out= its values are not allocated."""
+    """A frame of 0.3 MB that declares 1 GiB of zeros is refused without out=, and not allocated."""
     message = built((1,), (0,), codec.encode(np.zeros((1, (1 << 28) + 1), np.float32)))
     before = state_of(sides[1])
     with pytest.raises(codec.LimitError, match="pass out="):

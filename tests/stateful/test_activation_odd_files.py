@@ -1,4 +1,4 @@
-"""Folders of activations with files that no ActivationDelta has written: one error, or an entry that is forgotten."""
+"""Activation folders with files that ActivationDelta did not write give one error, or a missing entry."""
 
 import os
 
@@ -10,11 +10,11 @@ from codec.stateful.activation.slots import SlotFile
 from support.processes import run
 
 A = np.random.default_rng(0).standard_normal((2, 500)).astype(np.float32)
-LARGE = 1 << 40  # bytes of a sparse file: looking at each of its slots takes hours
+LARGE = 1 << 40  # bytes of a sparse file: scanning all its slots would take hours
 
 
 def folder(path, dtype="float32"):
-    """Write the m of two samples to a folder."""
+    """Create a folder that stores m of two samples."""
     delta = codec.ActivationDelta(store=path, dtype=dtype)
     delta.encode(A, [7, 11])
     delta.commit()
@@ -61,7 +61,7 @@ def test_entry_behind_a_hole_is_found(tmp_path):
 
 
 def test_sparse_file_of_large_entries_takes_no_memory(tmp_path):
-    """The head of the file announces samples of 1 TiB, and a slot an entry of as many bytes."""
+    """A sparse file whose header declares samples of 1 TiB, with an entry of that size, takes no memory."""
     n = 1 << 38
     file = SlotFile(tmp_path / f"{n}.slots", "float32", 0, n)
     file.write(0, 5, 99, 0, A[0].view(np.uint8))
@@ -117,7 +117,7 @@ def test_file_that_ends_in_its_first_bytes_is_begun_anew(tmp_path, length):
     ],
 )
 def test_entry_of_another_size_is_forgotten(tmp_path, dtype, nbytes):
-    """Checksums are right: a program has written this entry. Memory behind it must not become m."""
+    """An entry of another size with valid checksums is dropped; memory after the entry is never read as m."""
     file = SlotFile(folder(tmp_path, dtype) / "500.slots", dtype, 0, 500)
     slot, head = next((s, h) for s, h in file.heads() if h and h.sample == 7)
     file.write(slot, 7, head.check, 0, np.full(nbytes, 65, np.uint8))
@@ -144,7 +144,7 @@ def _check_forgotten(path, dtype):
 
 
 def test_use_after_close_is_an_error(tmp_path):
-    """A folder that another object has opened since is not touched."""
+    """Using a closed object is an error, which leaves the folder, possibly opened by another object, unchanged."""
     delta = codec.ActivationDelta(store=folder(tmp_path))
     delta.close()
     delta.close()

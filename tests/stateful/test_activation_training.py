@@ -1,4 +1,4 @@
-"""Fine-tuning through ActivationDelta reaches the loss of uncompressed training, to the accuracy of its bits."""
+"""Fine-tuning through ActivationDelta reaches the loss of uncompressed training, within a tolerance by bits."""
 
 import functools
 import logging
@@ -29,13 +29,13 @@ def uncompressed(seed):
 
 
 def gap(seed, *args, **kwargs):
-    """Return the loss of the last epoch, less that of uncompressed training."""
+    """Return the loss of the last epoch minus that of uncompressed training."""
     return fine_tune(edges_of(*args, seed=seed, **kwargs), seed=seed, **SIZES)[-1] - uncompressed(seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_uncompressed_training_learns(seed):
-    """Runs first, so that the tests below do not pay for the pretraining."""
+    """Uncompressed training reduces the loss. This runs first, so that its CPU time includes the pretraining."""
     assert uncompressed(seed) < (1.4 if NIGHTLY else 2.4)
 
 
@@ -52,12 +52,12 @@ def test_deltas_of_2_bits_lose_little(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_direct_quantization_to_2_bits_loses_much(seed):
-    """Otherwise the tests above would say nothing."""
+    """Direct quantization to 2 bits has a much larger loss, so the tests of deltas above are sensitive."""
     assert gap(seed, False, 2, 4, rounding="stochastic") > (0.3 if NIGHTLY else 0.1)
 
 
 def test_divergence_is_reported(caplog):
-    """The error of 1 bit does not contract."""
+    """Divergence with 1 bit, whose error is no contraction, is logged."""
     with caplog.at_level(logging.WARNING, "codec"):
         fine_tune(edges_of(True, 1, 4), **SIZES)
     assert "may not contract" in caplog.text

@@ -23,7 +23,9 @@ def gradients(step, rank, spread=20):
 
 @given(st.integers(2, 3), st.integers(2, 6), st.data())
 def test_ranks_switch_to_the_same_codebook_at_the_same_step(ranks, interval, data):
-    """Sums arrive at different steps; frames in flight still decode."""
+    """Ranks switch to the same codebook at the same step, even if sums arrive at different steps; frames in flight
+    still decode.
+    """
     delay = data.draw(st.integers(1, interval - 1))
     rng = np.random.default_rng(data.draw(seeds))
     all_ranks = [codec.CodebookRefresher(interval=interval, delay=delay) for _ in range(ranks)]
@@ -65,7 +67,7 @@ def test_ranks_switch_to_the_same_codebook_at_the_same_step(ranks, interval, dat
 
 
 def proposed(tensors, **how):
-    """Return the codebook that the counts of one rank lead to."""
+    """Return the codebook that is proposed from the counts of one rank."""
     refresher = codec.CodebookRefresher(**how, interval=2, delay=1)
     for x in tensors:
         refresher.count(x)
@@ -105,7 +107,7 @@ def test_codebook_is_proposed_only_if_frames_become_smaller():
 
 
 def test_counts_are_scaled_to_the_number_of_values():
-    """Encoding samples large tensors."""
+    """Counts are scaled to the number of values, although large tensors are sampled."""
     x = random_values(np.random.default_rng(0), 1 << 20)
     refresher = codec.CodebookRefresher()
     refresher.count(x)
@@ -164,7 +166,7 @@ def test_wrong_arguments_are_rejected():
 
 
 def test_rollback_makes_ranks_agree():
-    """One rank has received a sum that another one has not."""
+    """After a rollback, ranks agree although only one of them had received a sum."""
     a, b = (codec.CodebookRefresher(interval=10, delay=5) for _ in range(2))
     for x in gradients(0, 0):
         a.count(x)
@@ -185,7 +187,7 @@ def test_rollback_makes_ranks_agree():
 
 @pytest.mark.parametrize("through", [dict, through_npz, through_torch_save])
 def test_training_resumes_from_a_checkpoint(through):
-    """A training resumes from its own checkpoint or from another rank's, including a pending switch."""
+    """Training resumes from this rank's checkpoint or another rank's, including a pending switch of the codebook."""
     a, b = (codec.CodebookRefresher(interval=10, delay=5) for _ in range(2))
     for step in (10, 20):
         for x in gradients(step, 0, 10):

@@ -33,7 +33,7 @@ REFUSING = {k: s for k, s in (LOSSY | TOPKS).items() if getattr(s, "nonfinite", 
     st.lists(st.sampled_from(["commit", "rollback", "nan"]), min_size=1, max_size=6),
 )
 def test_frames_and_residuals_add_up_to_the_gradients(name, sizes, seed, steps):
-    """Buckets and their cuts change in every step; failed steps leave the state bit-identical."""
+    """Decoded frames plus residuals equal all gradients, although buckets change in every step and steps fail."""
     spec, rng = REFUSING[name], np.random.default_rng(seed)
     feedback = codec.ErrorFeedback(spec)
     residuals = {k: np.zeros(n, np.float32) for k, n in sizes.items()}
@@ -85,7 +85,7 @@ def test_frames_and_residuals_add_up_to_the_gradients(name, sizes, seed, steps):
 
 @given(parameter_sizes, seeds)
 def test_residuals_are_assembled_for_any_layout(sizes, seed):
-    """Residuals outside the layout are kept."""
+    """begin() assembles residuals for any layout, and keeps those outside of the layout."""
     rng = np.random.default_rng(seed)
     feedback = random_feedback(rng, sizes)
     before = feedback.state_dict()
@@ -97,14 +97,14 @@ def test_residuals_are_assembled_for_any_layout(sizes, seed):
         assert equal_states(feedback.state_dict(), before)
         assert all(
             array.base is None for array in feedback._store.state.kept.values()
-        )  # no view that keeps a bucket alive
+        )  # a copy, so that no view keeps a bucket alive
     key, n = next(iter(sizes.items()))
     longer = feedback.begin([(key, n + 5)])  # new values have no residual
     assert longer.tobytes() == before[f"{key}[0:{n}]"].tobytes() + bytes(20)
 
 
 def test_range_cannot_be_begun_twice():
-    """A value belongs to one buffer at a time, whether its layout is known or not."""
+    """Beginning a range that a buffer already contains is an error, for known and new layouts."""
     feedback = codec.ErrorFeedback(codec.Sign())
     feedback.begin([("a", 10), ("b", 10)])
     for layout in ([("a", 10), ("b", 10)], [("b", 10)], [("c", 5), ("a", 9, 12)]):
@@ -159,7 +159,7 @@ def test_view_with_names_is_a_layout():
 
 
 def test_steady_state_alternates_between_two_buffers():
-    """Clean-up holds for steps that succeed and for steps that fail."""
+    """In steady state two buffers alternate, in steps that succeed and in steps that fail."""
     feedback = codec.ErrorFeedback(codec.Sign())
     layouts = [[("a", 1000), ("b", 10)], [("c", 1000)]]
     seen = {}
@@ -184,7 +184,7 @@ def test_steady_state_alternates_between_two_buffers():
 
 
 def test_encode_equals_begin_encode_and_commit():
-    """Other begun buffers are not committed."""
+    """encode() equals begin(), encode and commit of its own buffer; other begun buffers are not committed."""
     rng = np.random.default_rng(0)
     feedback, spec = codec.ErrorFeedback(codec.Quantize(4)), codec.Quantize(4)
     error = np.zeros(6000, np.float32)
@@ -206,7 +206,7 @@ def test_encode_equals_begin_encode_and_commit():
 
 
 def test_errors_of_encode_leave_residuals_unchanged(monkeypatch):
-    """NaN, too little room, wrong arguments, and Ctrl-C at any point; the next step works."""
+    """NaN, a small `out`, wrong arguments or Ctrl-C at any point leave residuals unchanged; the next step works."""
     rng = np.random.default_rng(0)
     feedback, x = codec.ErrorFeedback(codec.Sign()), random_values(rng, 1000)
     feedback.encode("w", x)
@@ -264,7 +264,7 @@ def test_wrong_arguments_are_rejected():
 
 @pytest.mark.parametrize("through", [dict, through_npz, through_torch_save])
 def test_training_resumes_from_a_checkpoint(through):
-    """A resumed training has the same bits, also with other buckets."""
+    """Resumed training is bit-identical, also with other buckets."""
     rng = np.random.default_rng(0)
     sizes = {"layer.weight": 3000, "layer.bias": 50, "[0:1]": 9}
     a, b = (codec.ErrorFeedback(codec.Float8(), role="server") for _ in range(2))
@@ -360,7 +360,7 @@ def test_rescale_multiplies_residuals_by_the_change_of_scale():
 
 
 def test_rollback_of_both_sides_undoes_pass_on():
-    """Whatever was begun meanwhile; a commit is final."""
+    """A rollback on both sides undoes pass_on(), even if buffers were begun since; a commit is final."""
     worker, server = (codec.ErrorFeedback(codec.Sign(), role=role) for role in ("worker", "server"))
     for feedback in (worker, server):
         feedback.begin([("a", 300), ("b", 50)])[:] = np.arange(350, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""ErrorFeedback.reshard: residuals for another number of ranks."""
+"""ErrorFeedback.reshard converts residuals to another number of ranks."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def test_resharded_workers_keep_the_mean_or_sum_of_residuals(old, new, sizes, se
 
 
 def random_owners(rng, sizes, ranks):
-    """Return a layout for each rank, which together hold every value once."""
+    """Return a layout for each rank, such that each value belongs to exactly one rank."""
     layouts = [[] for _ in range(ranks)]
     for r in itertools.chain.from_iterable(random_buckets(rng, sizes)):
         layouts[rng.integers(ranks)].append(r)

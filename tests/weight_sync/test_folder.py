@@ -1,4 +1,4 @@
-"""Weights in a folder: they survive the process, wherever an update was interrupted."""
+"""Weights in a folder survive the process, at whichever point an update was interrupted."""
 
 import os
 
@@ -10,8 +10,8 @@ from support.processes import run
 from support.tiers import NIGHTLY
 from support.weight_updates import equal, stepped, versions, weights
 
-# A child opens the folder and applies an update. It is killed at the given number of line events of the modules
-# that write, which a trace function counts. The parent then opens the folder as the next process would.
+# A child process opens the folder and applies an update. A trace function counts the executed lines of the modules that
+# write, and kills the child at a given line. The parent then opens the folder as the next process would.
 KILLED = """
 import shutil, tempfile
 sys.path.insert(0, {tests!r})
@@ -72,7 +72,7 @@ def test_process_killed_at_any_point_leaves_a_committed_version():
 
 @pytest.mark.parametrize("written", [0.0, 0.3, 1.0])
 def test_piece_torn_by_a_kill_is_restored(tmp_path, monkeypatch, written):
-    """A piece may be half written over its old value; the file ``piece`` then has it whole."""
+    """A piece that was half overwritten when the process was killed is restored from the file ``piece``."""
     all_weights, updates = versions(2)
     receiver = codec.WeightReceiver(all_weights[0], folder=tmp_path)
     original, calls = receiver._base.write, []
@@ -91,7 +91,7 @@ def test_piece_torn_by_a_kill_is_restored(tmp_path, monkeypatch, written):
     monkeypatch.setattr(receiver._base, "write", torn)
     with pytest.raises(SystemExit):
         receiver.apply(updates[0])
-    receiver._base.close()  # as if the process had ended
+    receiver._base.close()  # simulates the end of the process
     with codec.WeightReceiver(folder=tmp_path) as restored:
         assert restored.version == 1
         assert equal(all_weights[1], restored.tensors())

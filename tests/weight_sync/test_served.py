@@ -1,4 +1,4 @@
-"""Updates that are written into the served tensors piece by piece."""
+"""Updates are written into the served tensors piece by piece."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def copies(tensors):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Cut tensors into several pieces."""
+    """Make pieces so small that tensors have several."""
     for module in ("update", "weights", "served"):
         monkeypatch.setattr(f"codec.weight_sync.{module}.PIECE_NBYTES", 1 << 9)
 
@@ -53,7 +53,7 @@ def test_parameters_of_a_module_are_written():
 
 
 def test_torch_tensors_on_a_device_are_written_by_copies(chain, monkeypatch):
-    """Tensors in host memory stand for those on a device."""
+    """Served tensors on a device, emulated by tensors in host memory, are updated by copies."""
     all_weights, updates = chain
     served = dict(codec.WeightReceiver(all_weights[0]).tensors(like=torch.empty(0)))
     expected = dict(codec.WeightReceiver(all_weights[1]).tensors(like=torch.empty(0)))
@@ -69,7 +69,7 @@ def test_torch_tensors_on_a_device_are_written_by_copies(chain, monkeypatch):
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_failure_and_interruption_leave_a_committed_version(chain, folder, tmp_path, monkeypatch):
-    """Whichever piece fails, the served tensors have the version of the receiver."""
+    """If any piece fails or is interrupted, the served tensors have the receiver's version."""
     all_weights, updates = chain
     reached = set()
     for stop in range(1, 60, 7):
@@ -83,7 +83,7 @@ def test_failure_and_interruption_leave_a_committed_version(chain, folder, tmp_p
                 raise KeyboardInterrupt
 
         receiver.stage(updates[0])
-        monkeypatch.setattr(receiver._base, "check", lambda update: None)  # so that writing is what is interrupted
+        monkeypatch.setattr(receiver._base, "check", lambda update: None)  # so that the interruption hits the writing
         monkeypatch.setattr(receiver._base, "decode", decode)
         with pytest.raises(KeyboardInterrupt):
             receiver.apply(updates[0], into=served)

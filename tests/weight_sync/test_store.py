@@ -112,7 +112,7 @@ def test_failed_load_is_repeated_by_the_next_pull(publisher):
 
 @pytest.mark.parametrize("killed", ["staged", "published", "committed"])
 def test_trainer_continues_after_it_was_killed(tmp_path, killed):
-    """The base in a folder catches up with what the process before had published."""
+    """A restarted trainer, with its base in a folder, first applies the updates that the killed process published."""
     receiver = codec.WeightReceiver()
     first = Publisher(tmp_path / "store", base=tmp_path / "base")
     all_weights = published(first, 3)
@@ -190,7 +190,7 @@ def test_server_offers_updates_only(tmp_path):
 
 
 def test_connection_that_is_cut_or_lies_changes_nothing(tmp_path):
-    """A server that stops inside a file, or that sends more than the list says, is an error."""
+    """A server that stops within a file, or sends more bytes than the list declares, is an error without effect."""
     with Publisher(tmp_path) as publisher:
         published(publisher, 1)
     snapshot = (tmp_path / f"{0:020d}.snapshot").read_bytes()

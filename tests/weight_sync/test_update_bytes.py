@@ -1,4 +1,4 @@
-"""Bytes of updates of weights follow their specification; damaged and hostile ones are rejected."""
+"""Weight updates follow their specification, and damaged or hostile ones are rejected."""
 
 import hashlib
 import struct
@@ -17,7 +17,7 @@ def chain():
 
 
 def rebuilt(update, change):
-    """Return an update whose header and index were changed, with a right digest."""
+    """Return an update with header and index changed, and the digest recomputed."""
     data = bytearray(update)
     size = struct.unpack_from("<Q", data, 16)[0]
     index = data[96 : 96 + size]
@@ -28,7 +28,7 @@ def rebuilt(update, change):
 
 
 def test_update_is_as_its_specification_says(chain):
-    """Read an update by docs/spec/weight-updates.md alone."""
+    """An update, read by docs/spec/weight-updates.md only, has the specified contents."""
     all_weights, updates = chain
     data = updates[0]
     magic, form, count, size, nbytes, version, base = struct.unpack_from("<8sIIQQQQ", data)
@@ -83,7 +83,7 @@ def test_truncated_and_longer_updates_are_found(chain):
 
 
 def hostile():
-    """Yield names and changes of header and index that no sender makes."""
+    """Yield names and hostile changes of header and index."""
 
     def put(form, at, value):
         return lambda head, index: struct.pack_into(form, head, at, value)

@@ -16,7 +16,7 @@ NAMES |= {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "complex64": 
 
 
 def save(path, tensors, metadata=True):
-    """Write a .safetensors file. An entry (dtype, shape, bytes) has a dtype that numpy lacks."""
+    """Write a .safetensors file. A tensor of a dtype that numpy lacks is given as (dtype, shape, bytes)."""
     header, values = {"__metadata__": {"format": "pt"}} if metadata else {}, b""
     for name, x in tensors.items():
         dtype, shape, data = x if isinstance(x, tuple) else (NAMES[x.dtype.name], x.shape, x.tobytes())
@@ -30,7 +30,7 @@ def save(path, tensors, metadata=True):
 
 @pytest.fixture
 def files(tmp_path):
-    """Three versions of a model in files, one tensor of packed FP4 and one of complex numbers among them."""
+    """Write three versions of a model, which includes a packed FP4 tensor and a complex one."""
     more = {"fp4": ("F4", (6, 10), bytes(range(30))), "c": np.ones(3, np.complex64)}
     one = weights()
     two = stepped(one, 1)

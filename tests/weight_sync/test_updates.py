@@ -1,4 +1,4 @@
-"""Updates of weights: values, versions and failures."""
+"""WeightSender and WeightReceiver: values, versions and failures."""
 
 import numpy as np
 import pytest
@@ -56,14 +56,14 @@ def test_loaded_tensors_do_not_alias_the_base(chain):
 
 
 def test_base_advances_only_with_commit():
-    """The changes of an update that was lost are in the next one."""
+    """The sender's base advances only with commit(), so the next update includes the changes of a lost one."""
     first, second, third = (weights(), stepped(weights(), 1), stepped(stepped(weights(), 1), 2))
     sender, receiver = codec.WeightSender(first), codec.WeightReceiver(first)
     lost = sender.diff(second)
     assert (sender.version, sender.pending) == (0, lost)
     sender.abandon()
     update = sender.diff(third)
-    assert (update.base, update.version) == (0, 2)  # the version of the lost update is not used again
+    assert (update.base, update.version) == (0, 2)  # the lost update's version is not reused
     receiver.apply(update)
     sender.commit(2)
     assert equal(third, receiver.tensors())
@@ -171,7 +171,7 @@ def test_update_for_the_same_version_of_other_weights_is_rejected(chain):
 
 
 def test_failure_of_load_restores_the_version_before(chain):
-    """A server that fails while it loads gets the tensors of the version that it served."""
+    """If load= fails, it is called again with the tensors of the version served before."""
     all_weights, updates = chain
     receiver = codec.WeightReceiver(all_weights[0])
     served = dict(all_weights[0])
@@ -212,7 +212,7 @@ def test_staging_writes_nothing_until_commit(chain):
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_interrupted_commit_is_completed(chain, folder, tmp_path, monkeypatch):
-    """Ctrl-C inside a commit leaves a receiver that completes the update at its next use."""
+    """After Ctrl-C within a commit, the receiver completes the update at its next use."""
     all_weights, updates = chain
     for stop in range(1, 8, 3):
         path = tmp_path / str(stop) if folder else None
