@@ -284,7 +284,7 @@ def test_reduce_of_many_frames_with_equal_blocks(name, device):
     segments = [(0, (40, 90)), (3600, (13, 80)), (4641, (7,))]
     coded = getattr(
         ROWS[name], "entropy", name == "ternary_entropy"
-    )  # entropy-coded frames are added one at a time
+    )  # entropy-coded frames are added one after the other
     for n, count, how in ((20_001, 3, {}), (600, 70, {}), (5000, 3, {"segments": segments}), (9, 2, {})):
         dtype = LOSSY_DTYPES[(n + count) % 3]
         xs = [sample_bits(dtype, n, seed=i, odd=3) for i in range(count)]

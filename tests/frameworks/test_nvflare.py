@@ -45,7 +45,7 @@ class Site:
 
 
 def sent(shareable):
-    """Return a shareable as the other side gets it, and its size in bytes."""
+    """Serialize a shareable; return the one that the receiver deserializes, and the size in bytes."""
     dxo = from_shareable(shareable)
     data = fobs.dumps(dxo.to_dict())
     d = fobs.loads(data)

@@ -1,4 +1,4 @@
-"""slime's delta folders. Its writer and reader are made again from their description, because no index has slime."""
+"""slime's delta folders, with a reimplementation of slime's writer and reader, since no package index has slime."""
 
 import argparse
 import concurrent.futures
@@ -62,7 +62,7 @@ def apply_as_slime(folder, local, version):
 
 
 class Run:
-    """A trainer and an engine with disk dirs of their own, and a store between them."""
+    """A trainer and an engine, each with its own disk dir, connected by a store."""
 
     def __init__(self, path, monkeypatch):
         self.path, self.trainer, self.engine, self.store = path, path / "trainer", path / "engine", path / "store"

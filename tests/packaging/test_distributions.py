@@ -1,4 +1,4 @@
-"""The sdist and the wheel hold every file that they need, once, and no others.
+"""The sdist and the wheel contain every required file once, and no other files.
 
 Both are built from a copy of the tracked files, without optimization: 5 s of CPU time a wheel.
 """

@@ -1,4 +1,4 @@
-"""Calls that cannot have the threads, memory or stack that they need: the same result, or an error without effect."""
+"""Calls without the threads, memory or stack that they need give the same result, or an error without effect."""
 
 import pytest
 

@@ -201,7 +201,7 @@ def test_errors_report_offset_and_value():
 
 
 def test_inspect_reports_how_many_bytes_are_needed():
-    """inspect() of a prefix reports the bytes needed: 48 for the header's size, then the header for the frame's size."""
+    """inspect() of a prefix reports the bytes needed: 48 for the header's size, the header for the frame's size."""
     frame = codec.encode(np.arange(5000.0).reshape(5, 1000))
     for have, needed in ((0, 48), (47, 48), (48, 64), (63, 64)):
         with pytest.raises(codec.FrameError, match=rf"\({have} bytes, {needed} are needed\)") as caught:

@@ -157,7 +157,7 @@ def test_state_dict_restores_m(through, entries):
 
 
 def test_state_dict_of_tensors_passes_torch_load(tmp_path):
-    """A state dict passes torch.load, which refuses numpy arrays, for m in memory, for m in files and without samples."""
+    """A state dict passes torch.load, which refuses numpy arrays: with m in memory, in files, and without samples."""
     sender, receiver = pair()
     exchange(sender, receiver, A, range(4))
     in_files = codec.ActivationDelta(store=tmp_path / "store")

@@ -63,7 +63,7 @@ class Edge:
         return {"lost": [], "repeated": [message, message]}.get(fault, [message])
 
     def attempt(self, messages, samples):
-        """Decode the first message, and return the result, or None if it is refused. Check that later ones are refused."""
+        """Decode the first message; return the result, or None if it is refused. Check that others are refused."""
         receiver, result = self.sides["receiver"], None
         for i, message in enumerate(messages):
             try:

@@ -8,7 +8,7 @@ from codec.torch.auto.meter import Meter
 from codec.torch.auto.selector import Selector
 from codec.torch.network.info import ConnectionInfo
 
-# Bytes and seconds of coding of four levels: raw, lossless frames, 8 bits, 4 bits.
+# Frame sizes in bytes and coding times in seconds of four levels: raw, lossless frames, 8 bits, 4 bits.
 NBYTES, COMPUTE = (3.3e6, 2.7e6, 0.85e6, 0.46e6), (0.0, 0.030, 0.010, 0.015)
 LINKS = {"100mbit": 12.5e6, "1gbit": 125e6, "fast": 5e9}
 
@@ -18,7 +18,7 @@ def predicted(rate, rtt=0.0):
 
 
 def run(selector, steps, truth, shown, noise=None, rest=0.02):
-    """Take steps; return the mean seconds of one, and the number of switches."""
+    """Simulate steps; return the mean seconds per step, and the number of switches between levels."""
     total = switches = 0
     for _ in range(steps):
         seconds = (rest + truth[selector.level]) * (1 if noise is None else noise())
@@ -79,7 +79,7 @@ def test_equal_times_choose_the_least_lossy_level():
 
 
 def measure(meter, steps, rate, nbytes, rtt, pause=0.05, start=(0, 0.0)):
-    """Send messages of a size over a link; return the totals of the connection."""
+    """Simulate messages of `nbytes` bytes over a link; return the connection's acknowledged bytes and busy seconds."""
     acked, busy = start
     for _ in range(steps):
         meter.begin([ConnectionInfo(rtt, acked, busy)])

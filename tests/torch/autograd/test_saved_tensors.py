@@ -14,7 +14,7 @@ X = torch.randn(8, 32, 64, generator=torch.Generator().manual_seed(3))
 
 
 class Block(torch.nn.Module):
-    """Attention with a mask, a convolution, GELU and dropout: views, expanded tensors, masks and -Inf are saved."""
+    """Block of masked attention, convolution and dropout: autograd saves views, expanded tensors, masks and -Inf."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ def model():
 
 
 def gradients(net, context, forward=None, autocast=False):
-    torch.manual_seed(1)  # of dropout
+    torch.manual_seed(1)  # for dropout
     with context, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = (forward or net)(X.clone()).float().square().mean()
     loss.backward()
@@ -101,7 +101,9 @@ def test_second_derivatives_and_retained_graphs_are_exact():
 
 
 def test_values_at_the_time_of_saving_count():
-    """An activation is changed in place afterwards: without frames autograd refuses the backward pass."""
+    """Backward uses values at the time of saving, even if an activation is later changed in place, which autograd
+    refuses without saved_tensors.
+    """
     w = torch.nn.Parameter(torch.ones(64))
     with codec.torch.saved_tensors(min_nbytes=1):
         y = torch.exp(X * w)

@@ -1,4 +1,4 @@
-"""The backend `codec`: torch.distributed's collectives give the sum in the order of ranks, bit for bit."""
+"""Collectives of torch.distributed over the backend `codec` return sums in rank order, bit for bit."""
 
 import copy
 import os
@@ -24,13 +24,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def calls():
-    """Return the number of collectives that were sent as frames."""
+    """Return the number of collectives so far that sent frames."""
     counters = communicator.communicator_of(dist.group.WORLD).channel.counters
     return counters.frame_collectives + counters.raw_collectives
 
 
 def _reduced(rank, size):
-    """All-reduce and reduce-scatter in every form of torch.distributed."""
+    """All-reduce and reduce-scatter give sums in rank order, in every form of torch.distributed."""
     n = 9000
     ops = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
     begun = calls()
@@ -88,7 +88,7 @@ def _gathered(rank, size):
 
 
 def _passed_on(rank, size):
-    """Small tensors and other dtypes are passed on to Gloo."""
+    """Small tensors and unsupported dtypes are passed on to Gloo."""
     begun = calls()
     n = 9000
     for dtype in (torch.int64, torch.float64):
@@ -119,7 +119,7 @@ def _passed_on(rank, size):
 
 
 def _many(rank, size):
-    """Run all collectives on two groups, asynchronously and by torch's functional collectives."""
+    """All collectives work on two groups, asynchronously and by torch's functional collectives."""
     assert dist.get_backend() == "codec"
     group = dist.new_group()
     assert isinstance(group, codec.torch.ProcessGroup)
@@ -187,7 +187,7 @@ def test_ddp_is_the_sum_in_the_order_of_ranks(size):
 
 
 def _diloco(rank, size):
-    """Ranks train alone, and sometimes average how far they have come."""
+    """DiLoCo over the backend: ranks train separately, and sometimes average their changes."""
     net, start = model(), model()
     inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
     outer = torch.optim.SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -215,7 +215,7 @@ def test_diloco_outer_steps():
 
 
 def _lossy(rank, size):
-    """Specs for a group, for gathers and for all groups; operations other than sums stay exact."""
+    """Specs can be set per group, for gathers and for all groups; operations other than sums are exact."""
     every = [rank_values(r, (30_000,)) for r in range(size)]
     want, errors = sum_in_order(every), []
     usual = dist.new_group()
@@ -306,7 +306,7 @@ GLOO_LOG = re.compile(r"^\[Gloo\] .*\n", re.MULTILINE)  # torch 2.9 prints it to
 
 @pytest.mark.parametrize("way", [nightly("leave"), nightly("destroy"), nightly("abort"), "callbacks"])
 def test_processes_exit_cleanly(way, tmp_path):
-    """However a script leaves its group, the thread of the collectives ends between collectives."""
+    """A process exits cleanly, however its script leaves the group: the thread of collectives ends between two."""
     command = [sys.executable, "-P", "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

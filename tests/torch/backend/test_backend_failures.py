@@ -19,7 +19,7 @@ from support.ranks import run_ranks
 
 
 def _lost(rank, size, how, path):
-    """Without a default group, as torchft: after a loss the remaining ranks form a group through the store."""
+    """After a loss, the remaining ranks form a new group through the store, without a default group, as in torchft."""
     dist.destroy_process_group()
     store = dist.FileStore(path, size)
     timeout = timedelta(seconds=4)
@@ -56,7 +56,7 @@ def test_remaining_ranks_form_a_new_group_after_a_loss(how, tmp_path):
 
 
 def _aborted(rank, size):
-    """One rank aborts during a collective: it raises on all, and nothing is written."""
+    """If one rank aborts during a collective, all ranks raise, and no tensor is written."""
     t = rank_values(rank, (20_000,))
     before = t.clone()
     communicator.communicator_of(dist.group.WORLD)  # connects all ranks
@@ -76,7 +76,7 @@ def test_abort_during_a_collective_raises_on_all():
 
 
 def _aborted_before_results_are_stored(rank, size):
-    """The group is aborted after all ranks have succeeded and before results are stored."""
+    """An abort after all ranks have succeeded, but before results are stored, writes no tensor."""
     group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
     agree = Collective.agree
 

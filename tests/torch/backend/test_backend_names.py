@@ -1,4 +1,4 @@
-"""Collectives of the backend `codec` by the names of older releases of torch, and their futures."""
+"""The backend `codec` supports the names of collectives in older torch releases, and their futures."""
 
 import torch
 import torch.distributed as dist

@@ -70,7 +70,7 @@ def test_short_names_of_codecs_differ():
 
 
 def test_page_has_ranges_over_tasks_and_losses_by_task(tmp_path):
-    """A loss is marked that exceeds float32's by more than its standard deviation over seeds."""
+    """The page has ranges over tasks, and losses by task, marked if they exceed float32's by more than the noise."""
     runs = [run_of(PLAIN, seed, loss, task) for task in ("vit", "lstm") for seed, loss in enumerate((2.0, 2.1, 2.2))]
     runs += [run_of("near", 0, 2.05, "vit"), run_of("near", 0, 1.5, "lstm"), run_of("smallest", 0, 2.5, "vit")]
     rows = summary.summarize(runs, 2)
@@ -113,7 +113,7 @@ def test_methods_are_presets_specs_and_optimizers(monkeypatch, capsys):
 
 @pytest.mark.parametrize("task", ["gpt-tied", "gpt-bfloat16", "lora", "lstm", "vit", "diffusion"])
 def test_tasks_of_other_architectures_train(task, monkeypatch):
-    """The loss of a batch falls when the model trains on it, and the seed determines all."""
+    """Each task's loss on a batch falls when the model trains on the batch, and the seed determines all results."""
     import architectures
 
     if task in ("vit", "diffusion"):

@@ -1,4 +1,4 @@
-"""bench/gcomp: its baselines, Huffman codes, model of an iteration and measurements agree with what they stand for."""
+"""bench/gcomp: baselines, Huffman codes, the model of an iteration, and measurements agree with their definitions."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def test_exponents_without_a_code_are_escaped():
 
 
 def train_all(rank, size):
-    """Return the run of each method and how many values PowerSGD sends by the formula of `sizes`."""
+    """Train by each method; return the runs, and the number of values that PowerSGD should send by its formula."""
     runs = {m: train(Job("text-adamw", m, 0, STEPS, batch=4), lambda _: None, methods.add_hook) for m in TRAINED}
     model = sizes.TASKS["text-adamw"](0, STEPS).model
     return runs, methods.power_sgd_values([tuple(p.shape) for p in model.parameters()])
@@ -65,7 +65,7 @@ def train_all(rank, size):
 
 @pytest.fixture(scope="module")
 def trained():
-    """Return the results of all trainings for each of two ranks."""
+    """Return the results of train_all on each of two ranks."""
     with RankPool(2, timeout=300) as ranks:
         ranks.new_group()
         return ranks.run(train_all)
@@ -85,7 +85,7 @@ def test_lossless_baseline_is_bit_identical_to_no_compression(trained):
 
 def test_baselines_count_the_bytes_that_they_send(trained):
     runs, power_sgd_values = trained[0]
-    plain = runs[PLAIN].values * 4  # an all-reduce of two ranks sends the tensor once
+    plain = runs[PLAIN].values * 4  # bytes: with two ranks, an all-reduce sends the tensor once
 
     def sent(method):
         return {round(n) for n in runs[method].sent}
@@ -150,7 +150,7 @@ def test_distributions_of_a_short_training():
 
 
 def timed(method, ranks, seconds, sent, cpu=0.0, curve=((20, 1.0, 0.9),)):
-    """Return the record of a training of 20 equal steps over a link of 8 Mbit/s, 1 MB a second."""
+    """Return the record of a run with 20 equal steps over a link of 8 Mbit/s (1 MB per second)."""
     n, values = 20, 1000
     run = Run("digits-sgd", method, 0, n, values, nbytes=sent, curve=list(curve))
     run.seconds, run.sent, run.cpu_seconds, run.losses = [seconds] * n, [sent] * n, [cpu] * n, [1.0] * n

@@ -1,4 +1,4 @@
-"""bench/network: links have the round-trip time that was asked for, and the model of a step is what its page says."""
+"""bench/network: links have the requested round-trip time, and the model of a step follows its documentation."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""bench/pipeline: its coder of TAH-Quant, model of times and command line agree with what they stand for."""
+"""bench/pipeline: its TAH-Quant coder follows the paper, and its time model and command line work as documented."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ def test_tah_quant_rotates_tiles_with_an_outlier():
     plain, _ = round_trip(x)
     x[0, 4, 17] = 100
     message, y = round_trip(x)
-    assert len(message) == len(plain) + 6  # the places of up to 8 outliers
+    assert len(message) == len(plain) + 6  # 6 bytes: positions of up to 8 outliers
     tile, other = x[0, 4], y[0, 4]
     unrotated = np.rint(tile * 7 / 100) * 100 / 7
     assert np.linalg.norm(other - tile) < 0.7 * np.linalg.norm(unrotated - tile)

@@ -1,4 +1,4 @@
-"""bench/network/presets.py: an interrupted run goes on, and tables of pages are replaced where rows exist."""
+"""bench/network/presets.py continues an interrupted run, and replaces a page's tables for which rows exist."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Ranks with tensors on a GPU, for test_cuda_*.py."""
+"""Fixtures of test_cuda_*.py: ranks whose tensors are on a GPU."""
 
 import pytest
 
@@ -10,9 +10,9 @@ from support.tiers import nightly
 
 @pytest.fixture(params=["emulated", pytest.param("real", marks=pytest.mark.gpu)], scope="module")
 def kind(request):
-    """Kernels compiled for the CPU, or with ``-m gpu`` a GPU."""
+    """Kind of GPU: emulated, with kernels compiled for the CPU, or with ``-m gpu`` real."""
     if request.param == "emulated":
-        build()  # once, before ranks need it
+        build()  # compile once, before ranks need the kernels
     return request.param
 
 
@@ -21,7 +21,7 @@ WAYS = [(2, "host"), (3, "gpus"), nightly((4, "host")), nightly((4, "gpus"))]
 
 @pytest.fixture(scope="package", params=[(2, "gpus"), (4, "gpus")] if NCCL else WAYS)
 def ranks(request):
-    """Ranks whose frames cross to host memory, or stay on GPUs."""
+    """Two ranks whose frames are copied to host memory, or stay on GPUs."""
     size, way = request.param
     with RankPool(size) as ranks:
         if way == "gpus":
@@ -33,7 +33,7 @@ def ranks(request):
 
 @pytest.fixture(scope="package")
 def pair():
-    """Two ranks whose frames cross to host memory, which no test may break."""
+    """Two ranks whose frames are copied to host memory. Tests share the ranks, and must leave them working."""
     with RankPool(2, timeout=5) as ranks:
         ranks.new_group()
         yield ranks

@@ -1,4 +1,4 @@
-"""The table of algorithms: names that users and ranks see."""
+"""The table of algorithms: names for users, and names in signatures between ranks."""
 
 from typing import get_args
 
@@ -16,7 +16,7 @@ def test_cost_model_uses_names_of_the_table():
 
 
 def test_variants_on_gpus_differ_in_name_only_by_a_suffix():
-    """Ranks hash these names into signatures (docs/spec/protocol.md, section 5.1)."""
+    """Names of GPU variants differ only by a suffix; ranks hash the names (docs/spec/protocol.md, section 5.1)."""
     everything = [*table.ALL_REDUCES.values(), table.REDUCE_SCATTER, table.GATHER, table.ALL_TO_ALL]
     names = {each.name: each.on_device and each.on_device.name for each in everything}
     assert names == {

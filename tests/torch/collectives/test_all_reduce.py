@@ -1,4 +1,4 @@
-"""All-reduces between processes: bit-identical results on all ranks, and unchanged tensors after any failure."""
+"""All-reduces between processes give bit-identical results on all ranks, and any failure leaves tensors unchanged."""
 
 import warnings
 
@@ -35,7 +35,7 @@ ALGORITHMS = ["two_shot", "all_gather", "ring", "raw"]
 
 
 def _exact(rank, size):
-    """Lossless and raw: sums in the order of ranks for every shape, dtype and operation."""
+    """Lossless and raw all-reduces are sums in rank order, for every shape, dtype and operation."""
     found = []
     for shape in [(), (1,), (5,), (0,), (1000,), (300, 100), (3, 5, 7, 11), (1100, 1000)]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -90,7 +90,7 @@ def test_lossless_all_reduce_is_the_sum_in_the_order_of_ranks(size):
 
 
 def _nans(rank, size):
-    """Reduce NaNs with other bits on each rank."""
+    """NaNs whose bits differ by rank give identical results on all ranks."""
     found = []
     for dtype, quiet in ((torch.float32, 0x7FC00001), (torch.bfloat16, 0x7FC1), (torch.float16, 0x7E01)):
         for n in (1000, 100_000):
@@ -153,7 +153,7 @@ def _lossy(rank, size):
 
 
 def test_lossy_results_are_identical_on_all_ranks():
-    """Every codec with every algorithm; the error is what the codec allows."""
+    """For every codec and algorithm, results are identical on all ranks, with an error that the codec allows."""
     results = run_ranks(4, _lossy)
     limits = {
         "Lossless": 1e-6,
@@ -209,7 +209,7 @@ def _of_bfloat16(rank, size):
 
 
 def test_optimizer_state_may_be_bfloat16():
-    """numpy has no such dtype."""
+    """The optimizer state for Truncate may be bfloat16, which numpy lacks."""
     run_ranks(2, _of_bfloat16)
 
 
@@ -244,7 +244,7 @@ SEVERAL = [
 
 
 def _together(rank, size):
-    """Several reductions of one collective give the bits of single ones; no message waits for another reduction."""
+    """Several tensors reduced in one collective equal single reductions, and their messages overlap."""
     line, events, terms, found = communicator.communicator_of(None), [], [], []
     send, call_when_done = Mesh.send, Wait.call_when_done
     Mesh.send = lambda *args: events.append("send") or send(*args)
@@ -273,7 +273,7 @@ def _together(rank, size):
         return line.run(reduced)
 
     def sent():
-        """How many messages, before this rank had nothing to do but to wait."""
+        """Return the number of messages that this rank sent before it first had to wait."""
         return [*events, "wait"].index("wait")
 
     for algorithm in ("two_shot", "all_gather", "ring", "raw", "auto"):
@@ -297,7 +297,7 @@ def test_list_of_tensors_is_reduced_with_overlapping_messages():
 
 
 def _large(rank, size):
-    """Large tensors in place: results are stored when all ranks have succeeded; errors change nothing."""
+    """Large tensors are reduced in place, but stored only after all ranks have succeeded; errors change nothing."""
     found = []
     for algorithm in ("two_shot", "all_gather", "ring"):
         for spec, dtype, high in (
@@ -328,7 +328,7 @@ def test_large_tensors_in_place():
 
 
 def test_partition_covers_all_values_and_keeps_rows():
-    """The partition depends on sizes only; each value is in one piece, and segments of pieces have whole rows."""
+    """The partition assigns each value to one piece, and the segments of pieces have whole rows."""
     shapes = [(64, 100), (64,), (128, 64, 3, 3), (1000,), (3000, 1100), (2, 500_000), ()]
     inside = codec.segments(shapes)
     n = inside[-1][0] + 1

@@ -1,4 +1,4 @@
-"""Errors of all-reduces: an error on one rank raises on all, changes no tensor, and the next collective works."""
+"""An error of an all-reduce on one rank raises on all ranks, changes no tensor, and the next collective works."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ def test_error_on_one_rank_raises_on_all():
 
 
 def _not_finite(rank, size):
-    """Non-finite values are rejected by the same rank, as frames and uncompressed."""
+    """NaN and Inf raise on the same rank, whether values are sent as frames or uncompressed."""
     found = []
     for algorithm in ("two_shot", "raw", "all_gather"):
         for spec in (codec.Float8(), codec.Float8(nonfinite="propagate"), codec.Truncate(2), codec.Lossless()):
@@ -86,10 +86,10 @@ def _not_finite(rank, size):
 
 
 def _check_parts(rank, size):
-    """Check that reduce_scatter rejects a sum that overflows, on the rank that sums and so on all."""
+    """Check that a sum of reduce_scatter that overflows raises on the rank that sums, and thereby on all ranks."""
     for value, dtype in ((6e4, torch.float16), (3e38, torch.float32), (3e38, torch.bfloat16)):
         x, part = torch.ones(3000 * size, dtype=dtype), torch.zeros(3000, dtype=dtype)
-        x[3007] = value  # of the part of rank 1
+        x[3007] = value  # a value in rank 1's part
         for spec in (codec.Float8(), codec.Quantize(4)):
             with pytest.raises(codec.ArgumentError if rank == 1 else codec.PeerError) as e:
                 codec.torch.reduce_scatter(part, x, spec)
@@ -112,7 +112,7 @@ def test_raw_and_frames_reject_the_same_values():
 
 
 def _wrong(rank, size):
-    """A wrong argument on one rank raises on all; the next call works."""
+    """A wrong argument on one rank raises on all ranks; the next call works."""
     x, wrong = rank_values(rank, (3000,)), rank == 1
     reduce, scatter, exchange = codec.torch.all_reduce, codec.torch.reduce_scatter, codec.torch.exchange
     part = torch.zeros(3000 // size)
@@ -153,7 +153,7 @@ def _wrong(rank, size):
 
 
 def distributed(x):
-    """Return a tensor as a DTensor, whose values lie in another tensor."""
+    """Return a tensor wrapped as a DTensor, whose values are in an inner tensor."""
     from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
     return distribute_tensor(x, DeviceMesh("cpu", list(range(dist.get_world_size()))), [Replicate()])
@@ -224,11 +224,11 @@ def _lost(rank, size, how, moment):
 @pytest.mark.parametrize(("how", "moment"), [(signal.SIGKILL, 0), (signal.SIGKILL, 17), (signal.SIGSTOP, 9)])
 def test_lost_rank_raises_on_all_others(how, moment):
     took = run_ranks(3, _lost, how, moment, timeout=3, killed=(1,))
-    assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took  # margin for shared CPUs
+    assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took  # last term: margin for shared CPUs
 
 
 def _odd(rank, size):
-    """Tensors that cannot be used, and a rank outside the group."""
+    """Unsupported tensors raise an error, and so does a rank outside of the group."""
     x, metric, state = torch.ones(600, 500), codec.optimizers.SGD(lr=0.1), {"theta": np.ones(300_001, np.float32)}
     wide = torch.zeros(600, 1000)
     for tensor, kwargs in (

@@ -1,4 +1,4 @@
-"""Collectives of tensors on a GPU fail on all ranks: NaN, damaged frames, lost and silent ranks, no memory."""
+"""Collectives of GPU tensors fail on all ranks after NaN, damaged frames, lost or silent ranks, or lack of memory."""
 
 import contextlib
 
@@ -41,7 +41,7 @@ def test_nan_on_one_rank_is_an_error_on_all_ranks(ranks, kind):
 
 
 def _nan_later(rank, size, kind):
-    """Reduce three times, in the third one with NaN on rank 1, when no rank waits for the heads of frames."""
+    """All-reduce three times, with NaN on rank 1 in the third call, in which no rank waits for heads of frames."""
     found = []
     with gpu(kind) as put:
         for algorithm in ("two_shot", "all_gather"):
@@ -63,7 +63,7 @@ def test_nan_is_an_error_on_all_ranks_if_the_host_does_not_wait_for_frames(ranks
 
 
 def _damaged(rank, size, kind):
-    """Rank 1 sends damaged frames; return the outcome and whether the tensor is unchanged."""
+    """Let rank 1 send damaged frames; return the outcome, and True if the tensor is unchanged."""
     found = []
 
     def damage(frame, to):
@@ -97,7 +97,7 @@ def _killed(rank, size, kind, spec, point):
 
 
 def _silent(rank, size, kind, cancel):
-    """Let rank 1 keep rank 0 waiting for its frame until a timeout, or until rank 0 cancels the collective."""
+    """Let rank 1 send no frame until rank 0 times out or cancels the collective."""
     comm = communicator.communicator_of(None, timeout=60 if cancel else 0.5)
     device = comm.channel.device
 
@@ -177,7 +177,7 @@ def test_tensor_is_unchanged_if_a_rank_dies(kind, point):
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("point", [0, 2, 5])  # before it sends heads, before it waits for them, in the second phase
+@pytest.mark.parametrize("point", [0, 2, 5])  # before sending heads, before waiting for heads, in the second phase
 def test_tensor_is_unchanged_if_a_rank_dies_while_heads_are_sent(gpus, kind, point):
     gpus.start(_killed, kind, codec.Lossless(), point)
     assert gpus.results() == ["PeerError", KILLED]

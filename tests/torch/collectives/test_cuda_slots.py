@@ -1,4 +1,4 @@
-"""Frames that stay on GPUs: what crosses to host memory, slots and heads between GPUs, wrong heads."""
+"""Frames that stay on GPUs: bytes copied to host memory, slots and heads sent between GPUs, wrong heads."""
 
 import struct
 from functools import partial
@@ -20,7 +20,7 @@ from support.gpu_collectives import SHAPE, how, outcome
 
 
 def _bytes_by_way(rank, size):
-    """Return the bytes that an all-reduce sends from GPU to GPU and from host memory, and copies to host memory."""
+    """Yield the bytes that an all-reduce sends; check that only integers and heads of frames pass through the host."""
     with gpu("emulated") as put:
         for spec in (codec.Float8(), codec.Lossless()):
             codec.torch.all_reduce(x := put(rank_values(rank, (70_000,))), spec, options=how())
@@ -48,7 +48,7 @@ def test_only_headers_are_copied_to_host_memory_if_frames_stay_on_gpus(gpus):
 
 
 def _slots(rank, size):
-    """Return the rows of both phases of a two-shot all-reduce, the messages before them, and this rank's values."""
+    """Run a two-shot all-reduce; return the rows of both phases, the messages before them, and this rank's values."""
     channel, rows, messages = communicator.communicator_of(None).channel, [], []
     device, send = channel.device, channel.mesh.send
     channel.mesh.send = lambda *args: messages.append(b"".join(bytes(b) for b in args[-1])) or send(*args)
@@ -86,11 +86,11 @@ def test_slots_between_gpus_are_as_specified(gpus):
         (first, second), head = messages, codec.inspect(want[0]).sections["directory"][0]
         assert first == struct.pack("<4q", terms_most, len(want[1 - r]), head, 1) + want[1 - r][:head]
         assert second[:56] == struct.pack("<4q", len(want[2]), len(want[2]), head, 0) + want[2][:24]
-        assert second[64:] == want[2][32:head]  # behind the checksum, which the sender does not know
+        assert second[64:] == want[2][32:head]  # after the checksum, which the sender's host does not know
 
 
 def _altered(rank, size, kind):
-    """Alter what rank 0 gets from rank 1; return the outcomes and whether all tensors are unchanged."""
+    """Alter bytes that rank 0 receives from rank 1; return the outcomes, and True if all tensors are unchanged."""
     device, found = communicator.communicator_of(None).channel.device, []
 
     def altering(name, at, value):
@@ -126,7 +126,7 @@ def test_altered_frame_between_gpus_is_an_error_on_all_ranks(gpus, kind):
 
 
 def _announcing(rank, size, kind):
-    """Have rank 1 send wrong heads; return the outcomes and whether all tensors are unchanged."""
+    """Let rank 1 send wrong heads; return the outcomes, and True if all tensors are unchanged."""
     found, pack = [], heads.pack
 
     def damaged(largest, row, at):
@@ -164,7 +164,7 @@ def test_wrong_heads_of_frames_are_errors_on_all_ranks(gpus, kind):
 
 
 def _malformed(rank, size, how_many):
-    """Have rank 1 send `how_many` bytes more than it should about its frames."""
+    """Let rank 1 send `how_many` bytes too many in its message about its frames."""
     pack = heads.pack
 
     def changed(largest, row):
@@ -190,7 +190,7 @@ def test_malformed_message_about_frames_ends_the_group_at_once(gpus, how_many):
 
 
 def _large_frame(rank, size):
-    """Announce a frame on rank 1 that is larger than possible."""
+    """Let rank 1 announce a frame that exceeds the largest possible size."""
     pack = heads.pack
     if rank == 1:
         heads.pack = lambda largest, row: pack(1 << 40, row)
@@ -211,7 +211,7 @@ def _connect(rank, size):
 
 
 def _cannot_encode(rank, size):
-    """Let rank 1 have no CUDA engine; return whether frames stay on GPUs."""
+    """Disable the CUDA engine on rank 1; return True if frames stay on GPUs."""
     nccl.engine_is_usable = lambda: rank == 0
     with gpu("emulated") as put:
         codec.torch.all_reduce(x := put(torch.ones(SHAPE)), codec.Float8(), options=how())

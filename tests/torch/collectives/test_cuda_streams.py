@@ -1,4 +1,4 @@
-"""Collectives follow the streams in which the caller computes, on a fake CUDA."""
+"""Collectives are ordered after the caller's CUDA streams, checked with a fake torch.cuda."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 
 
 class _FakeCuda:
-    """Part of torch.cuda that notes the order of calls."""
+    """Fake of the used part of torch.cuda, which records the order of calls."""
 
     def __init__(self):
         self.calls = []
@@ -84,7 +84,7 @@ def test_collective_waits_for_work_of_the_caller_and_returns_after_its_own(fake_
         fake_cuda.calls.append("collective")
 
     task = Task(Work(None), collective, streams.StreamOrder.of_this_thread(), alone=False, of_callback=False)
-    assert fake_cuda.calls == [("caller", "record")]  # when the collective is submitted, not when its turn comes
+    assert fake_cuda.calls == [("caller", "record")]  # recorded at submission, not when the collective starts
     assert task.step()
     assert fake_cuda.calls[1:] == [
         "enter",
@@ -103,7 +103,7 @@ def test_collective_is_refused_while_its_stream_is_captured(fake_cuda):
 
 
 def _streams(rank, size):
-    """Compute gradients in a stream of the caller, and reduce while it is captured; return the calls of the hook."""
+    """Compute gradients in the caller's stream, and reduce during a capture; return the hook's recorded calls."""
     with pytest.MonkeyPatch.context() as m:
         model = wrapped(torch.nn.Linear(64, 64))
         codec.torch.ddp_hook(codec.Quantize(4)).register(model)
@@ -122,7 +122,7 @@ def _streams(rank, size):
 
 def test_hook_follows_the_stream_in_which_gradients_were_computed():
     for calls in run_ranks(2, _streams):
-        assert calls[0] == ("producer", "record")  # when the first bucket is ready
+        assert calls[0] == ("producer", "record")  # recorded when the first bucket is ready
         assert calls[1] == ("side", "wait for", "event of producer")
         assert calls[-1] == ("side", "synchronize")
 

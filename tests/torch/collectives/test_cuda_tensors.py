@@ -1,7 +1,7 @@
-"""Collectives of tensors on a GPU: the CUDA engine encodes them in place, and results are those of host memory.
+"""Collectives of GPU tensors: the CUDA engine encodes on the device, and results equal those of host tensors.
 
-Without a GPU the kernels run on the CPU (`support.cuda_tensors`); ``make gpu-tests`` runs the file on a GPU, which all
-ranks share, and ``make gpu-nccl`` those tests in which NCCL carries frames from GPU to GPU, with NCCL itself.
+Without a GPU, kernels run on the CPU (`support.cuda_tensors`). ``make gpu-tests`` runs this file with a GPU, which all
+ranks share. ``make gpu-nccl`` runs the tests of frames between GPUs with NCCL itself.
 """
 
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_all_reduce_equals_that_of_host_memory_for_every_codec(ranks, kind, part
 
 
 def _engine(rank, size, kind):
-    """Return the kernels that each way to reduce has launched, and the bytes of the tensor that it copied."""
+    """Return, for each way to reduce, the launched kernels, and the bytes of the tensor copied to the host."""
     found = {}
     with gpu(kind) as put:
         for name, settings in (("default", {}), ("native", {"engine": "native"})):
@@ -117,7 +117,7 @@ def test_ranks_with_and_without_a_gpu_reduce_together(pair, kind):
 
 
 def _arguments(rank, size, kind):
-    """Layouts, views, outputs, callers in the background, and state of an optimizer."""
+    """GPU tensors give host results for all layouts, views, outputs, asynchronous calls and optimizer states."""
     x = rank_values(rank, (40, 300))
     with gpu(kind) as put:
         compare(put, lambda t: codec.torch.all_reduce(t.t(), codec.Float8(), options=how()), x)
@@ -155,7 +155,7 @@ def test_all_reduce_takes_views_outputs_and_optimizer_state_on_the_gpu(pair, kin
 
 
 def _feedback(rank, size, kind):
-    """Reduce tensors with error feedback, on a GPU in most steps, and with residuals from a checkpoint in others."""
+    """Error feedback on a GPU equals that on the host, also if residuals come from a checkpoint or the host."""
     with gpu(kind) as put:
         for algorithm in ("two_shot", "all_gather", "raw"):
             spec = TOPKS["topk_2"] if algorithm == "all_gather" else codec.Sign()
@@ -181,7 +181,7 @@ def test_error_feedback_equals_that_of_host_memory(ranks, kind):
 
 
 def _waits(rank, size):
-    """Return how often the host waits in the third call, by codec and algorithm."""
+    """Return the number of host waits in the third call, by codec and algorithm."""
     found = {}
     with counted_gpu() as (_, traffic):
         for name in ("lossless", "quantize_4", "sign_l1"):
@@ -202,14 +202,14 @@ def test_host_waits_for_few_things(pair):
 
 def test_host_waits_for_own_frames_once_a_phase_if_they_stay_on_gpus(gpus):
     for found in gpus.run(_waits):
-        assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2  # the verdict, and the result
+        assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2  # verdict, result
         for name in ("lossless", "sign_l1"):  # besides, sizes and heads of this rank's frames in each phase
             assert found[name, "two_shot"] == 4
             assert found[name, "all_gather"] == 3
 
 
 def _residual_copies(rank, size):
-    """Return the bytes that error feedback copies to the host, for a tensor that is reduced again and again."""
+    """Return the bytes that error feedback copies to the host in repeated all-reduces of a tensor."""
     with gpu("emulated") as put:
         feedback = codec.torch.Feedback(codec.Quantize(4))
         for step in range(3):
@@ -224,7 +224,7 @@ def test_residuals_stay_on_the_gpu(pair):
 
 
 class _BucketOnGpu:
-    """Bucket of DistributedDataParallel whose gradients lie on a GPU."""
+    """Bucket of DistributedDataParallel with its gradients on a GPU."""
 
     def __init__(self, bucket, buffer):
         self._bucket, self._buffer = bucket, buffer
@@ -237,7 +237,7 @@ class _BucketOnGpu:
 
 
 def _register(model, hook, place):
-    """Register a hook for buckets that `place` puts on a GPU."""
+    """Register a hook whose buckets `place` moves to a GPU."""
 
     def reduce(hook, bucket):
         future = hook.reduce(_BucketOnGpu(bucket, place(bucket.buffer())))
@@ -248,14 +248,14 @@ def _register(model, hook, place):
 
 
 def _by_kind(name, parameter):
-    """Return other specs for biases and norms than for matrices."""
+    """Policy with different specs for biases and norms than for matrices."""
     if parameter.dim() > 1:
         return None
     return codec.Lossless() if name.startswith("1.") else codec.Quantize(8)
 
 
 def _train(rank, size, kind, name, feedback, choose=None):
-    """Train by a hook with gradients in host memory and on a GPU; return whether parameters and residuals are equal."""
+    """Train with gradients on the host and on a GPU; return True if parameters and residuals are equal."""
     spec, found = (SPECS | TOPKS | TRUNCATES)[name], []
     policy = replace(ENCODE_ALL, choose=choose)
     with gpu(kind) as put:
@@ -289,7 +289,7 @@ def test_ddp_hook_with_several_specs_trains_as_with_gradients_in_host_memory(ran
 
 
 def _launched_by_parts(rank, size):
-    """Return the kernels and the waits of steps over one bucket of one part, and of three parts."""
+    """Return kernels and waits of steps with one bucket, of one part and of three parts."""
     found = []
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
     with counted_gpu() as (device, traffic):
@@ -315,7 +315,7 @@ def test_parts_of_a_bucket_share_launches_and_waits(pair, gpus):
 
 
 def _several(rank, size, kind):
-    """Reduce tensors side by side, by algorithms with other numbers of phases; an error of one is an error of all."""
+    """Concurrent reductions by algorithms with different numbers of phases succeed, or all fail if one fails."""
     comm, found = communicator.communicator_of(None), []
     cases = [
         (600_000, torch.float32, codec.Quantize(4), TWO_SHOT),

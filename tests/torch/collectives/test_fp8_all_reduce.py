@@ -24,12 +24,12 @@ FACTORS = (1.0, 100.0, 1000.0)
 OPS = ("mean", "sum")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONFIGURATIONS = list(itertools.product(N_VALUES, FACTORS, OPS, DTYPES))
-LARGEST_ERROR = 0.04  # of the mean of abs(error / value)
+LARGEST_ERROR = 0.04  # limit of the mean of abs(error / value)
 TWO_SHOT = codec.options(algorithm="two_shot")
 
 
 def shapes_of(n):
-    """Return all matrices of `n` values that torchft's tests use: any divisor of rows but `n` itself."""
+    """Return all shapes of matrices with `n` values in torchft's tests: every divisor of n as rows, n excluded."""
     return [(rows, n // rows) for rows in range(1, n) if n % rows == 0]
 
 
@@ -40,7 +40,7 @@ def values_of(rank, n, factor, dtype):
 
 
 def exact_result(size, n, factor, op, dtype):
-    """Return the result in float64."""
+    """Return the exact result, computed in float64."""
     total = sum(values_of(rank, n, factor, dtype).double() for rank in range(size))
     return total / size if op == "mean" else total
 
@@ -51,7 +51,7 @@ def mean_relative_error(result, exact):
 
 
 def _matrices(rank, size):
-    """Return the largest error of each configuration over all shapes, and whether results equal those in steps."""
+    """Return each configuration's largest error over all shapes, and True if results equal those in steps."""
     in_steps = runpy.run_path(str(SCRIPT))["all_reduce_in_steps"]
     found = []
     for n, factor, op, dtype in CONFIGURATIONS:
@@ -115,14 +115,14 @@ def _reduce_scattered(rank, size):
 
 
 def test_reduce_scatter_quantizes_once_and_has_a_smaller_error():
-    """torchft quantizes the sum, too, and allows 0.05 here."""
+    """Reduce-scatter quantizes once, with a smaller error than torchft, which quantizes the sum and allows 0.05."""
     for found in run_ranks(2, _reduce_scattered):
         for configuration, error in zip(CONFIGURATIONS, found, strict=True):
             assert 0 < error <= 0.025, configuration
 
 
 def _sparse_rows(rank, size):
-    """Reduce rows that are zero, tiny, or hold one value; return the results."""
+    """Reduce rows that are zero, tiny, or have one nonzero value; return the results."""
     matrix = torch.zeros(8, 640)
     matrix[1, 5] = 3.0 * (rank + 1)
     matrix[2] = 1e-42  # 448 / 1e-42 overflows, so the scale is 1
@@ -141,7 +141,7 @@ def test_rows_of_zeros_and_extreme_rows():
 
 
 def _one_bad_rank(rank, size):
-    """Return the error that a NaN on rank 1 raises, and whether the tensor is as before."""
+    """Return the error that a NaN on rank 1 raises, and True if the tensor is unchanged."""
     matrix = torch.rand(64, 128, generator=torch.Generator().manual_seed(rank))
     if rank == 1:
         matrix[63, 127] = torch.nan
@@ -156,7 +156,7 @@ def test_nan_on_one_rank_is_refused_on_all():
 
 
 def _row_bytes(rank, size):
-    """Return bytes a value, for a tensor of rank 1 and for a matrix."""
+    """Return the bytes sent per value, for a 1-D tensor and for a matrix."""
     found = []
     for shape in ((1 << 18,), (1 << 8, 1 << 10)):
         before = codec.torch.group_stats().sent_nbytes
@@ -166,7 +166,7 @@ def _row_bytes(rank, size):
 
 
 def test_tensors_of_rank_one_are_sent_in_rows_of_1024():
-    """One frame of a slice to the other rank in each phase: a byte a value, and 4 bytes a row."""
+    """1-D tensors are sent in rows of 1,024: in each phase 1 byte per value of a slice, and 4 bytes per row."""
     for found in run_ranks(2, _row_bytes):
         assert all(1.0 < nbytes < 1.01 for nbytes in found)
     frame = codec.encode(torch.rand(5000), codec.Float8())
@@ -179,7 +179,7 @@ def _example(rank, size):
 
 
 def test_example_gives_equal_bits_in_steps_and_in_one_call():
-    """Three ranks, so that rows do not divide evenly; with three rows each rank has one."""
+    """The example gives equal bits in steps and in one call, on three ranks, for rows that divide evenly and not."""
     results = run_ranks(3, _example)
     for equal, error, ratio in itertools.chain.from_iterable(results):
         assert equal

@@ -26,7 +26,7 @@ def test_exchange():
 
 
 def _announced(rank, size):
-    """Impossible sizes and missing memory on one rank raise on all."""
+    """Impossible announced sizes and a lack of memory on one rank raise on all ranks."""
     raised = []
     for lie in (1 << 60, -1, None):
         group = dist.new_group()
@@ -88,5 +88,5 @@ def _others(rank, size):
 
 
 def test_reduce_scatter_all_gather_and_all_to_all_equal_torch():
-    """Lossless: sums in the order of ranks."""
+    """With Lossless, reduce-scatter, all-gather and all-to-all equal torch's, with sums in rank order."""
     run_ranks(3, _others)

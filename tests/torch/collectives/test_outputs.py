@@ -106,7 +106,7 @@ def test_output_that_cannot_be_written_is_an_error_on_all_ranks(ranks):
 
 
 def _refused_by_backend(rank, size):
-    """Pass lists of outputs, one of which is bad on one rank."""
+    """A list of outputs, one of which is unusable on one rank, raises on all ranks."""
     n, bad = N, rank == 0
 
     def listed(make):
@@ -169,9 +169,9 @@ def _in_inference_mode(rank, size):
         codec.torch.all_gather(gathered, torch.full((n,), rank + 1.0))
         assert [row.unique().tolist() for row in gathered] == [[1.0], [2.0]]
     outside = torch.full((128, 256), 1.0).T
-    codec.torch.all_reduce(transposed, op="mean")  # an inference tensor, outside of inference mode
+    codec.torch.all_reduce(transposed, op="mean")  # an inference tensor outside of inference mode is accepted
     with torch.inference_mode():
-        codec.torch.all_reduce(outside, op="sum")  # an ordinary tensor, in inference mode
+        codec.torch.all_reduce(outside, op="sum")  # an ordinary tensor in inference mode is accepted
     assert outside.unique().tolist() == [2.0]
     leaf = torch.ones(100, 50, requires_grad=True)
     for t in (leaf, leaf.T, leaf[:, ::2]):
@@ -216,7 +216,7 @@ TIMEOUTS = (0, -1, 1e-9, 1e12, float("nan"), float("inf"), "5", True, [1], timed
 
 
 def _timeouts(rank, size):
-    """Pass a bad timeout to the first call on one rank."""
+    """An invalid timeout on one rank, in the group's first call, raises on all ranks."""
     for bad in TIMEOUTS:
         group = dist.new_group(timeout=timedelta(seconds=5))
         options = codec.CallOptions(timeout=bad if rank == 0 else 4)  # not checked, unlike those of codec.options()

@@ -1,4 +1,4 @@
-"""All-to-all of rows: the values and gradients of torch.distributed's, for experts with many rows, few and none."""
+"""All-to-all of rows has torch.distributed's values and gradients, for experts with many, few and no rows."""
 
 import numpy as np
 import pytest
@@ -12,11 +12,11 @@ from support.ranks import run_ranks
 
 
 def counts(rank, size, case):
-    """Return the rows that each rank sends to each other one: [from][to]."""
+    """Return the number of rows that each rank sends to each rank, indexed [from][to]."""
     if case == "none":
         return np.zeros((size, size), int)
     table = np.random.default_rng(7).integers(0, 40, (size, size))
-    table[:, -1] = 0 if case == "unused" else 700  # nobody uses the last rank's experts, or all do
+    table[:, -1] = 0 if case == "unused" else 700  # no rank or every rank uses the last rank's experts
     return table
 
 
@@ -55,7 +55,7 @@ def _lossy(rank, size):
     for source, n in enumerate(theirs):
         before = sum(table[source][:rank])
         sent = rows(source, sum(table[source]), torch.float32)[before : before + n]
-        if n:  # a token's values depend on this token alone
+        if n:  # a token's values do not depend on other tokens
             alone = codec.decode(codec.encode(sent[-1:].reshape(-1, 48).numpy(), spec))
             np.testing.assert_array_equal(y[begin + n - 1].detach().numpy().reshape(-1, 48), alone)
         begin += n
@@ -68,7 +68,7 @@ def test_lossy_rows_keep_scales_of_their_own():
 
 
 def _refused(rank, size):
-    """Errors of one rank are errors of all, and the next call succeeds."""
+    """An error on one rank raises on all ranks, and the next call succeeds."""
     x = torch.ones(4, 8)
     wrong = [
         (x, [2, 2], [2, 1 + rank]),  # rank 0: do not add up

@@ -1,4 +1,4 @@
-"""Ternary all-reduces with scales shared by all ranks: exact sums, identical bits, and no effect of failures."""
+"""Ternary all-reduces with scales shared by all ranks: exact sums of codes, identical bits, failures without effect."""
 
 import itertools
 from dataclasses import replace
@@ -23,7 +23,7 @@ from support.ranks import run_ranks
 from support.tiers import every
 
 SHAPES = [(40, 100), (), (3, 5, 7), (0, 4), (6000,), (300, 500)]
-LEFT_OUT = 777  # values after the last parameter
+LEFT_OUT = 777  # number of values after the last parameter
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -32,13 +32,13 @@ def bits(t):
 
 
 def bounds():
-    """Return the begin and end of each parameter in the flat bucket, and of the LEFT_OUT values behind the last one."""
+    """Return begin and end of each parameter in the flat bucket, and of the LEFT_OUT values after the last one."""
     edges = np.cumsum([0, *[int(np.prod(s)) for s in SHAPES], LEFT_OUT]).tolist()
     return list(itertools.pairwise(edges))
 
 
 def values(rank, factors, dtype=torch.float32):
-    """Return parameters of very different sizes; no rank has the largest of each."""
+    """Return parameters of very different magnitudes. Each parameter's largest value may be on another rank."""
     g = torch.Generator().manual_seed(5 + rank)
     parts = []
     for i, (begin, end) in enumerate(bounds()):
@@ -48,7 +48,7 @@ def values(rank, factors, dtype=torch.float32):
 
 
 def sum_range(terms, scale):
-    """Return the least and largest possible sums of ternary terms: x / scale is rounded up or down."""
+    """Return the least and the largest possible sum of ternary terms, as x / scale is rounded down or up."""
     least = sum(torch.where(x.abs() >= scale, x.sign(), x.sign().clamp(max=0)) for x in terms)
     most = sum(torch.where(x.abs() >= scale, x.sign(), x.sign().clamp(min=0)) for x in terms)
     return least, most
@@ -65,7 +65,7 @@ CASES = [
 
 
 def _exact(rank, size):
-    """Each result is a multiple of its parameter's scale, and a possible sum of rounded values."""
+    """Each result is a multiple of its parameter's scale, and within the range of sums of rounded values."""
     found = []
     for spec, op, dtype, factors in CASES:
         divide = size if op == "mean" else 1
@@ -148,7 +148,7 @@ def test_results_are_unbiased_and_ranks_use_independent_streams():
 
 
 def _refused(rank, size):
-    """An error on one rank raises on all and leaves tensors unchanged; the next collective works."""
+    """An error on one rank raises on all ranks and leaves tensors unchanged; the next collective works."""
     raised = []
     for case in range(8):
         x = torch.linspace(-1, 2, 50_000) * (1 + rank)
@@ -191,7 +191,7 @@ def test_error_on_one_rank_raises_on_all():
 
 
 def _damaged(rank, size):
-    """Damage each message of one rank, one after the other, in all three phases."""
+    """A damaged message, any one of a rank's messages in the three phases, raises on all ranks and changes nothing."""
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     raised = []
     for which in range(3 * (size - 1)):
@@ -219,7 +219,7 @@ def test_damaged_frame_raises_on_all():
 
 
 def _lied(rank, size):
-    """Send valid frames with impossible contents."""
+    """Valid frames with impossible contents raise on all ranks."""
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     shared, signs = shared_scale._Shared, shared_scale._Shared.encode
     sums, magnitude = shared.encode_sum, shared_scale.magnitude
@@ -272,9 +272,9 @@ def test_valid_frames_with_impossible_contents_raise_on_all():
     st.sampled_from(["mean", "sum"]),
     st.sampled_from([None, np.nan, 0.5, -1e30, "more", "less"]),
 )
-@example(7, 1, 72, "mean", None)  # rounded to -0
+@example(7, 1, 72, "mean", None)  # a sum that is rounded to -0
 def test_sums_of_codes_are_exact(size, n, seed, op, wrong):
-    """Any number of ranks and segments: scale times the sum, divided by N for a mean, rounded once."""
+    """For any ranks and segments, the result is scale * sum of codes, divided by N for a mean, and rounded once."""
     rng = np.random.default_rng(seed)
     edges = [0, *sorted(rng.integers(0, n + 1, 3).tolist()), n]
     parts = [(a, b, i) for i, (a, b) in enumerate(itertools.pairwise(edges)) if a < b]
@@ -338,7 +338,7 @@ def _trained(rank, size):
 
 
 def test_ddp_with_shared_scales():
-    """Replicas stay identical without feedback, whatever else a bucket holds; NaN changes nothing."""
+    """DDP replicas with shared scales stay identical, for mixed buckets and without feedback; NaN changes nothing."""
     results = run_ranks(3, _trained)
     for i, (mine, losses) in results[0].items():
         assert all(r[i][0] == mine for r in results), i
@@ -356,7 +356,7 @@ def test_wrong_arguments_are_rejected():
 
 
 def _backend(rank, size):
-    """Sums use shared scales, and maxima are exact."""
+    """In the backend, sums use shared scales, and maxima are exact."""
     options = codec.torch.Options(codec.Ternary(), algorithm="shared_scale")
     group = dist.new_group(backend="codec", pg_options=options)
     x = torch.full((10_000,), 2.0)
@@ -376,5 +376,5 @@ def _backend(rank, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_backend_with_shared_scales(size):
-    """A list of tensors follows the same rules as one tensor."""
+    """The backend reduces a list of tensors by shared scales as it does a single tensor."""
     run_ranks(size, _backend)

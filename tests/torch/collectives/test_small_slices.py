@@ -1,4 +1,4 @@
-"""Rows keep their scales in slices of any size: results do not depend on the number of ranks."""
+"""Rows keep their scales in slices of any size, so results do not depend on the number of ranks."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ SPECS = (codec.Float8(), codec.Sign("two_mean", group_size="row"))
 
 
 def _rows(rank, size):
-    """Return the sums of a matrix whose rows have very different sizes, as a tensor, in a view and in a hook."""
+    """Reduce a matrix whose rows differ in magnitude as a tensor, in a view and in a hook; return the results."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(64, 128, generator=g) * 10.0 ** torch.linspace(-4, 4, 64)[:, None]
     bucket = torch.cat([x.flatten(), torch.ones(100), x[:20, :90].flatten()])
@@ -47,7 +47,7 @@ def test_rows_have_the_same_scales_on_any_number_of_ranks():
 
 
 def test_room_for_a_piece_is_the_size_of_its_frame():
-    """Pieces with few rows take no memory for the records of parts that only other segments could cause."""
+    """Memory for a piece is the size of its frame, without records of parts that the piece cannot have."""
     x = np.random.default_rng(0).standard_normal(8192).astype(np.float32)
     segments = pack([(0, (20, 100)), (2000, (100,)), (2100, (30, 200))])
     for given_segments in (None, segments):
@@ -59,7 +59,7 @@ def test_room_for_a_piece_is_the_size_of_its_frame():
 
 
 def test_slices_and_frames_of_more_than_2_31_values():
-    """Computed from sizes, without data: pieces cover all values in order, and messages announce sizes of frames."""
+    """For more than 2^31 values, without allocating these, pieces cover all values, and frame sizes are announced."""
     n, rows = (1 << 34) + 5, 1 << 21
     x = np.broadcast_to(np.float32(0), (n,))  # of 4 bytes
     for segments in (None, pack([(0, (rows, (1 << 13) - 1)), (1 << 34, (5,))])):

@@ -1,4 +1,4 @@
-"""ddp_hook("auto"): equal choices on all ranks, floors, checkpoints, failures, and the result of a training."""
+"""ddp_hook("auto"): equal choices on all ranks, quality floors, checkpoints, failures, and results of training."""
 
 import json
 
@@ -21,7 +21,7 @@ from support.ddp_training import (
 from support.ranks import RankPool
 
 Auto = codec.torch.Auto
-SLOW = codec.Link(1e6, rtt=0.0)  # on which small frames are predicted to be the fastest
+SLOW = codec.Link(1e6, rtt=0.0)  # a link for which the smallest frames are predicted to be fastest
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def hooked(model=None, auto="auto", **how):
 
 
 def _trained(rank, size, steps, how):
-    """Return the parameters and the loss of a training, and the statistics of its hook."""
+    """Train; return the parameters, the loss, and the hook's statistics."""
     model = DistributedDataParallel(net(), bucket_cap_mb=0.03)
     hook = None if how is None else codec.torch.ddp_hook(**how).register(model)
     losses = train(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), rank, steps)
@@ -64,7 +64,7 @@ def test_a_training_ends_near_plain_ddp_and_is_exact_by_default(ranks):
 
 
 def _limited(rank, size):
-    """A tensor of which 4 bits lose more than the quality allows gets a less lossy spec."""
+    """A tensor whose error in 4 bits exceeds the quality floor gets a less lossy spec."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 128, bias=False))
     weight = 1e-3 * torch.ones(128, 128)
@@ -90,7 +90,7 @@ def test_errors_of_tensors_limit_their_specs_equally_on_all_ranks(ranks):
 
 
 def _slowed(rank, size):
-    """Every rank measures other times; the choices are equal, and no spec is beyond the floor."""
+    """If ranks measure different times, their choices are still equal, and within the quality floor."""
     real = gradients.costs.numbers_of
     gradients.costs.numbers_of = lambda *a: [n * (3 + rank) // 3 for n in real(*a)]
     try:
@@ -110,7 +110,7 @@ def test_ranks_that_measure_other_times_choose_alike(ranks):
 
 
 def _resumed(rank, size):
-    """A checkpoint holds the choice and the residuals; a resumed hook begins with both."""
+    """A hook resumed from a checkpoint begins with the saved choice and residuals."""
     auto = Auto("smallest", SLOW)
     model, hook = hooked(small_net(), auto)
     for _ in range(5):
@@ -155,7 +155,7 @@ def test_checkpoints_hold_the_choice(ranks):
 
 
 def _replaced(rank, size):
-    """If a rank is new, all ranks measure again."""
+    """If a rank's hook is new, all ranks measure again."""
     model, hook = hooked(small_net(), Auto("small", SLOW))
     for _ in range(3):
         take_step(model, rank, small_forward)
@@ -173,7 +173,7 @@ def test_a_new_rank_makes_all_ranks_measure_again(ranks):
 
 
 def _disturbed(rank, size):
-    """Failed steps change no choice; join() and a new spec work; a residual is carried over to other specs."""
+    """Failed steps change no choice, join() and a new spec work, and residuals are kept when specs change."""
     model, hook = hooked(small_net(), Auto("small", SLOW), feedback=True, start_step=2)
     for _ in range(3):
         take_step(model, rank, small_forward)

@@ -88,7 +88,7 @@ def _lossy(rank, size):
 
 
 def test_replicas_stay_identical():
-    """Every codec, with schedules and parameter groups; the loss is near that of float32."""
+    """Replicas stay identical with every codec, schedules and parameter groups, with a loss near float32's."""
     results = run_ranks(3, _lossy)
     assert len(results[0]) == len(CASES) * (len(WAYS) if NIGHTLY else 1)
     for key, (mine, losses) in results[0].items():
@@ -97,7 +97,7 @@ def test_replicas_stay_identical():
 
 
 def _channels_last(rank, size):
-    """Parameters in channels_last order give the gradients of contiguous ones."""
+    """Parameters in channels_last order get the same gradients as contiguous ones."""
     torch.manual_seed(5)
     net = torch.nn.Conv2d(16, 32, 3, bias=False)
     net.weight.data *= torch.logspace(-4, 3, 16).view(1, 16, 1, 1)
@@ -128,7 +128,7 @@ def test_channels_last_parameters():
 
 
 def _accounted(rank, size, paid):
-    """Gradients seen by the optimizer plus the final residuals equal the gradients, on workers and owners."""
+    """The sum of gradients seen by the optimizer plus the final residuals equals the sum of all gradients."""
     spec = codec.Quantize(2, 8)
     model = wrapped()
     hook = codec.torch.ddp_hook(
@@ -138,7 +138,7 @@ def _accounted(rank, size, paid):
     seen, sent = ({n: torch.zeros(p.shape) for n, p in model.module.named_parameters()} for _ in range(2))
     for step in range(7):
         if step == 6 and paid:
-            hook.reducer.algorithm = "raw"  # as "auto" does where values are faster: residuals are sent
+            hook.reducer.algorithm = "raw"  # as "auto" does if raw values are faster; residuals are then sent, too
         x, y = data(rank, step)
         model.zero_grad()
         with model.no_sync():
@@ -167,7 +167,7 @@ def _accounted(rank, size, paid):
 
 
 def _rounded(rank, size):
-    """bfloat16 values sent raw: the rounding error of sums is in the residual, too."""
+    """If bfloat16 values are sent raw, the rounding error of sums is in the residual."""
     every = [(torch.arange(70_000) % 251 + r).to(torch.bfloat16) for r in range(size)]
     from codec.torch.reduction import partition, raw
 
@@ -213,14 +213,14 @@ def test_rounding_of_raw_values_enters_the_residual():
 
 
 def test_results_and_residuals_add_up_to_the_gradients():
-    """Buckets are rebuilt after the first step; residuals are on workers and on the owners of sums."""
+    """Results plus residuals, on workers and on owners of sums, equal the gradients, also after buckets are rebuilt."""
     for paid in (False, True):
         owned = run_ranks(3, _accounted, paid)
         assert sum(owned) == sum(p.numel() for p in net().parameters())
 
 
 def _joined(rank, size):
-    """Ranks without batches send zeros, and raise when others fail."""
+    """With join(), ranks without batches send zeros, and raise if other ranks fail."""
     found = []
     for hooked in (False, True):
         model = wrapped(EqualLayers())
@@ -252,7 +252,7 @@ def test_join_with_uneven_batches():
 
 
 def _scaled(rank, size):
-    """Steps of a scaled loss, whose scale grows and shrinks, equal those of the loss."""
+    """With a GradScaler, whose scale grows and shrinks, steps equal those of the unscaled loss."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)
     models = [wrapped() for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in models]
@@ -337,13 +337,13 @@ def _many(rank, size, steps):
 
 
 def test_many_overlapped_steps():
-    """Buckets are reduced while backward goes on: nothing hangs, and replicas are identical."""
+    """Over many steps in which reductions overlap backward, nothing hangs, and replicas are identical."""
     results = run_ranks(4, _many, 60 if NIGHTLY else 15)
     assert len(set(results)) == 1
 
 
 def _as_documented(rank, size, block):
-    """Run the lines of docs/guides/torch/gpus.md for NCCL with the group of the test, which is one of Gloo."""
+    """Run the lines for NCCL in docs/guides/torch/gpus.md on the test's group, which uses Gloo."""
     names = []
     here = {"codec": codec, "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel, "net": net()}
     here["dist"] = SimpleNamespace(init_process_group=names.append)

@@ -74,13 +74,13 @@ def _nested(rank, size):
 
 
 def test_errors_in_reentrant_backward_passes_are_raised():
-    """For any bucket, also after passes of earlier buckets have ended."""
+    """An error in a reentrant backward pass raises, for any bucket, also after the passes of earlier buckets ended."""
     results = run_ranks(2, _nested)
     assert results[0] == results[1]
 
 
 def _alone(rank, size):
-    """Fail on one rank, before its first message or after the agreement of all ranks."""
+    """Fail on one rank, before its first message or after the ranks' agreement; return each rank's outcomes."""
     found = []
     for where, name in ((hook_residuals.Residuals, "begin_step"), (codec.torch.ddp.reducer, "scatter")):
         model = wrapped(EqualLayers(), process_group=dist.new_group())
@@ -105,7 +105,7 @@ def _alone(rank, size):
         else:
             with pytest.raises(MemoryError if rank else codec.PeerError):
                 step(1)
-        if name == "begin_step":  # nothing was sent, so that all continue
+        if name == "begin_step":  # nothing was sent, so all ranks can continue
             found.append(step(2))
         else:
             with pytest.raises(codec.PeerError, match="new group"):
@@ -114,7 +114,7 @@ def _alone(rank, size):
 
 
 def test_failure_on_one_rank_raises_on_all():
-    """Buckets of equal size are not mistaken for each other."""
+    """A failure on one rank raises on all ranks, and buckets of equal size are not confused."""
     results = run_ranks(2, _alone)
     assert results[0] == results[1]
 

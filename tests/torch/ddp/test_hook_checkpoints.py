@@ -1,4 +1,4 @@
-"""States of DDP hooks: checked against rank and model, gathered to one file, resharded, resumed to the bit."""
+"""States of DDP hooks are checked against rank and model, gathered into one file, resharded, and resumed exactly."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def hooked(model=None, spec=SIGN, cap=25, **how):
 
 
 def _checked(rank, size):
-    """Every wrong state is a StateError that leaves the hook as before, in load_state_dict or in register."""
+    """Every wrong state raises StateError, in load_state_dict() or register(), and leaves the hook unchanged."""
     model, hook = hooked()
     for _ in range(2):
         take_step(model, rank, small_forward)
@@ -75,7 +75,7 @@ def test_state_of_another_rank_or_model_is_refused():
 
 
 def _renamed(rank, size):
-    """Names of parameters do not depend on wrappers of the model."""
+    """Names of parameters in a state do not depend on wrappers of the model."""
     model, hook = hooked()
     take_step(model, rank, small_forward)
     take_step(model, rank, small_forward)
@@ -128,7 +128,7 @@ def _resumed(rank, size):
 
 
 def test_resumed_training_is_the_uninterrupted_one_to_the_bit():
-    """Random streams, residuals, warm-up and what is left lossless go on where they were."""
+    """Resumed training is bit-identical: random streams, residuals, warm-up and lossless parameters continue."""
     run_ranks(2, _resumed)
 
 
@@ -139,7 +139,7 @@ def _sent(hook, model, rank, step):
 
 
 def _changed(rank, size):
-    """Bytes of steps before and after each change."""
+    """Check the bytes sent in steps before and after each change of the hook's settings."""
     full = sum(p.numel() for p in small_net().parameters()) * 4 * (size - 1)
     model, hook = hooked(spec=codec.Lossless(), algorithm="all_gather")
     sizes = [_sent(hook, model, rank, step) for step in range(3)]
@@ -178,7 +178,7 @@ def test_spec_policy_and_warm_up_take_effect_at_the_next_step():
 
 
 def _settled(rank, size):
-    """A codec without feedback takes over: what the former one lost is added to the next gradients."""
+    """If a spec without feedback replaces another one, the former's residuals are added to the next gradients."""
     model, hook = hooked(spec=codec.Quantize(2, 8), feedback=True, policy=ENCODE_ALL)
     means, sent = 0, 0
     for step in range(4):
@@ -200,7 +200,7 @@ def test_residuals_are_sent_when_a_codec_without_feedback_takes_over():
 
 
 def _as_documented(rank, world_size, path, blocks, steps):
-    """Run the lines of docs/guides/torch.md that save a checkpoint, and those that load it."""
+    """Run the lines of docs/guides/torch.md that save a checkpoint, and the lines that load it."""
     here = {"rank": rank, "world_size": world_size, "path": path, "torch": torch, "codec": codec}
     here["net"] = small_net()
     model, here["hook"] = hooked(here["net"])

@@ -1,4 +1,4 @@
-"""DDP hooks serve every kind of parameter and model of DistributedDataParallel, or reject it at registration."""
+"""DDP hooks support every kind of parameter and model in DistributedDataParallel, or reject it at registration."""
 
 import functools
 
@@ -21,7 +21,7 @@ EVERYTHING = {"policy": ENCODE_ALL}
 
 
 class Complex(nn.Module):
-    """Complex parameters, some of them small enough for the policy's Lossless, and a real one."""
+    """Model with complex parameters, some so small that the policy sends them lossless, and a real one."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def _complex_forward(model, rank):
 
 
 def _complex(rank, size):
-    """Check replicas, and values that every codec leaves exact; return the gradients by spec."""
+    """Check that replicas are identical and exactly representable values exact; return the gradients by spec."""
     want = take_step(DistributedDataParallel(Complex()), rank, _complex_forward)
     found = {}
     for spec, how in [
@@ -74,7 +74,7 @@ def test_complex_parameters_are_reduced():
 
 
 def _uncovered(rank, size):
-    """A bucket whose values the hook cannot account for raises on all ranks, and the group stays usable."""
+    """A bucket with values of no known parameter raises on all ranks, and the group stays usable."""
     model = DistributedDataParallel(nn.Linear(64, 64))
     codec.torch.ddp_hook(codec.Float8(), **EVERYTHING).register(model)
     reducer_module.n_values = lambda p: p.numel() - (p.dim() == 1)
@@ -90,7 +90,7 @@ def test_bucket_with_unaccounted_values_is_rejected():
 
 
 class UnusualParameters(nn.Module):
-    """float64, sparse and nine-dimensional parameters beside ordinary ones."""
+    """Model with float64, sparse, nine-dimensional and ordinary parameters."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ def test_every_form_of_registration_gives_the_same_bits():
 
 
 class Checkpointed(nn.Module):
-    """Small model whose layers compute their activations again in the backward pass."""
+    """Small model with activation checkpointing."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -221,7 +221,7 @@ def test_checkpointed_and_compiled_models_train_as_others(form):
 
 
 class Branches(nn.Module):
-    """Two branches, one of which serves a batch."""
+    """Model with two branches, of which a batch uses one."""
 
     def __init__(self):
         super().__init__()
@@ -254,7 +254,7 @@ def test_replicas_stay_equal_while_parameters_are_unused(option):
 
 
 class Vocabulary(nn.Module):
-    """Embedding and head, tied or not, and other parameters with sparse gradients or the same shape."""
+    """Model with an embedding and a head, tied or not, and parameters with sparse gradients or of equal shape."""
 
     def __init__(self, tied):
         super().__init__()
@@ -296,7 +296,7 @@ def test_default_policy_leaves_embeddings_heads_and_sparse_gradients_lossless():
 
 
 def _policies(rank, size):
-    """Return the parameters that each policy encodes lossy after the first step."""
+    """Return, for each policy, the parameters that are encoded lossy after the first step."""
     default, sign = codec.torch.default_policy, codec.Sign(group_size=1024)
     policies = [
         default,
@@ -322,7 +322,7 @@ def _policies(rank, size):
 
 
 def test_functions_around_the_default_policy_keep_its_protection():
-    """Exceptions by name change nothing for other parameters; a spec that a function returns is used."""
+    """A function around the default policy changes only the parameters for which it returns a spec."""
     dense, uneven = {"up.weight", "down.weight", "dense.weight"}, {"token.weight", "rare", "head.weight"}
     for found in run_ranks(2, _policies):
         default, around, none, up, token, *all_weights, everything = found
@@ -340,7 +340,7 @@ def test_policy_is_refused_unless_it_can_be_called(policy):
 
 
 def _frozen(rank, size):
-    """A layer frozen after DDP has wrapped the model, before or after register(), leaves the gradients of plain DDP."""
+    """If a layer is frozen after DDP wrapped the model, before or after register(), gradients equal plain DDP's."""
     found = []
     for registers, when in [(False, "before"), (True, "before"), (True, "after")]:
         model = DistributedDataParallel(small_net(), find_unused_parameters=True)

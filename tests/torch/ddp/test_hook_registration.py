@@ -1,4 +1,4 @@
-"""DDP hooks check what they are registered for, and warn of settings that lose accuracy."""
+"""register() checks the model and the optimizer, and warns of settings that lose accuracy."""
 
 import copy
 import pickle
@@ -68,7 +68,7 @@ def test_second_hook_of_a_model_is_refused_with_the_way_to_change_the_codec():
 
 
 def _nonfinite(rank, size):
-    """Return the error of a step in which rank 1 has one NaN and one Inf in a gradient."""
+    """Run a step with one NaN and one Inf in a gradient of rank 1; return the error."""
 
     def spoil(buffer, gradients):
         for p, gradient in gradients:
@@ -113,7 +113,7 @@ def test_unsupported_settings_are_rejected_at_registration():
 
 
 class OptimizerWrapper:
-    """Optimizer as wrapped by Accelerate and Lightning."""
+    """Optimizer wrapper as in Accelerate and Lightning."""
 
     def __init__(self, optimizer):
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
@@ -174,7 +174,7 @@ def test_hook_that_was_never_called_is_reported_at_exit():
 
 
 def _growing(rank, size):
-    """Train with a residual that outgrows its gradient."""
+    """Train such that a residual outgrows its gradient."""
     from codec.torch.ddp import residuals
 
     logged = []

@@ -23,7 +23,7 @@ EVERYTHING = {"policy": ENCODE_ALL}
 
 
 class Sent:
-    """Record of messages: bytes, and the codebooks that frames name."""
+    """Recorder of sent messages: total bytes, and the codebook ids in frames."""
 
     def __init__(self):
         self._replaced = damaged_frames(self)
@@ -51,7 +51,7 @@ class Sent:
 
 
 class SimilarLayers(torch.nn.Module):
-    """Layers with similar gradients, whose mean over ranks is similar, so that a common codebook pays."""
+    """Layers whose gradients, and means over ranks, have similar distributions, so that a shared codebook pays."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ SPECS = [
 
 
 def _refreshed(rank, size):
-    """Return the codebooks that frames name in each step, the bytes, and the parameters."""
+    """Train; return the codebook ids in each step's frames, the bytes sent, and the parameters."""
     found = []
     for spec, algorithm in SPECS:
         feedback = {"feedback": True} if spec == codec.Truncate() else {}
@@ -110,7 +110,7 @@ def _refreshed(rank, size):
 
 
 def test_ranks_switch_to_an_agreed_codebook():
-    """At the agreed step, on all ranks; frames become smaller and decode to the same values."""
+    """All ranks switch to a new codebook at the agreed step; frames become smaller and decode to the same values."""
     results = run_ranks(3, _refreshed)
     assert all(r == results[0] for r in results)
     for _, steps in results[0]:
@@ -120,7 +120,7 @@ def test_ranks_switch_to_an_agreed_codebook():
 
 
 def _failed(rank, size):
-    """Failed steps, damaged counts, new ranks, and ranks that load a different state."""
+    """Ranks agree on codebooks despite failed steps, damaged counts, new ranks, and ranks that load other states."""
     model, optimizer, hook = hooked(codec.Lossless(), algorithm="two_shot")
     sent, log = Sent(), []
 
@@ -216,7 +216,7 @@ def mean_over_ranks(t):
 
 
 def residual_sum(hook, model):
-    """Return the residuals of all ranks together, one parameter after the other."""
+    """Return the sum of all ranks' residuals, with parameters concatenated."""
     found = []
     state = hook.state_dict()
     for name, p in model.module.named_parameters():
@@ -235,7 +235,7 @@ def residual_sum(hook, model):
 
 
 def train_and_sum(model, rank, steps):
-    """Return the sums of mean gradients and of the gradients that the optimizer saw."""
+    """Train; return the sum of exact mean gradients, and the sum of the gradients that the optimizer saw."""
     sums = []
     for sync in (False, True):
         total = 0
@@ -291,7 +291,7 @@ def _change_algorithm(rank, size):
 
 
 def test_residuals_survive_a_change_of_algorithm():
-    """Residuals of workers and of owners of sums are sent later, whichever rank holds them, also by raw."""
+    """After a change of algorithm, also to raw, residuals of workers and of owners of sums are still sent."""
     results = run_ranks(3, _change_algorithm)
     owing_still = [now for now, _ in results[0]]
     assert owing_still == [True, True, False, False, False]
@@ -301,7 +301,7 @@ def test_residuals_survive_a_change_of_algorithm():
 
 
 def _refused_first_bucket(rank, size):
-    """Reject the first bucket of a step in which later ones pass residuals on for the first time."""
+    """The first bucket fails in a step in which later buckets pass residuals on for the first time."""
     model, hook = hook_with_feedback(codec.Quantize(2, 8), "two_shot")
     train_and_sum(model, rank, [0, 1])
     state = hook.state_dict()
@@ -323,7 +323,7 @@ def test_rejected_step_leaves_residuals_unchanged():
 
 
 def _between(rank, size):
-    """Small parameters between large ones are exact and have no residual, although they share frames."""
+    """Small parameters between large ones are sent exactly, without residuals."""
     torch.manual_seed(3)
     net = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in ((20, 256), (256, 256), (256, 5))))
     model = DistributedDataParallel(net)

@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 
 def torchrun(folder, *arguments, **environment):
-    """Run the script on two ranks; return what they print."""
+    """Run the script on two ranks under torchrun; return the output of each rank."""
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "codec.run", *arguments]
@@ -72,7 +72,7 @@ def torchrun(folder, *arguments, **environment):
 
 
 def _main(rank, size, folder, arguments):
-    """Run the launcher in this process; return what it and the script print and log."""
+    """Run the launcher in this process; return the output and the log of launcher and script."""
     os.chdir(folder)
     plain, text = DistributedDataParallel.forward, io.StringIO()
     log = logging.StreamHandler(text)
@@ -87,7 +87,7 @@ def _main(rank, size, folder, arguments):
 
 
 def check(texts):
-    """Check what the ranks have printed for 4 steps of "small"."""
+    """Check the output of the ranks after 4 steps of "small"."""
     for rank, text in enumerate(texts):
         assert re.search(r"^\['--epochs', '3'\] .*train\.py$", text, re.MULTILINE), text
         assert "equal True exact False" in text

@@ -18,7 +18,7 @@ def _batch(rank, step, n=80):
 
 
 def _nan_with_scaler_off(rank, size):
-    """A NaN on rank 0 is an error on all ranks if the scaler is disabled; the next batch trains."""
+    """With a disabled scaler, a NaN on rank 0 is an error on all ranks; the next batch trains."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(80, 80))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -47,7 +47,7 @@ def test_disabled_grad_scaler_skips_no_step():
 
 
 def _uneven_join(rank, size):
-    """Join with the gradients of fewer ranks is refused on all ranks; join() alone trains as plain DDP."""
+    """join(divide_by_initial_world_size=False) is refused on all ranks; join() trains as with plain DDP."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(80, 80))
     codec.torch.ddp_hook().register(model)
@@ -69,7 +69,7 @@ def test_join_refuses_other_divisors_on_all_ranks():
 
 
 def _frozen_late(rank, size):
-    """A layer that is frozen after DDP wrapped the model trains the others as plain DDP does."""
+    """If a layer is frozen after DDP wrapped the model, the other layers train as with plain DDP."""
     norms = []
     for when in (None, "before", "after"):
         torch.manual_seed(0)
@@ -117,7 +117,7 @@ MODELS = {"zero head": _zero_head, "adapters": lambda: torch.nn.Sequential(*(Ada
 
 
 def _begins_at_zero(rank, size, kind, spec):
-    """Return the specs of matrices after a few steps, the share of bytes, and what was logged at INFO or above."""
+    """Train; return the matrices' specs after a few steps, the fraction of bytes, and the log from INFO on."""
     logged = []
     policy.logger.setLevel("INFO")
     policy.logger.info = policy.logger.warning = lambda text, *args: logged.append(text % args)
@@ -143,7 +143,7 @@ def _begins_at_zero(rank, size, kind, spec):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("spec", ["smallest", "small"])
 def test_layers_that_begin_at_zero_keep_nothing_lossless(kind, spec):
-    """Gradients that are zero everywhere in the first steps say nothing: they are measured in a later step."""
+    """A layer whose gradient is zero in the first steps is not kept lossless; it is measured in a later step."""
     for rank, (specs, ratio, logged) in enumerate(run_ranks(2, _begins_at_zero, kind, spec)):
         assert set(specs.values()) == {"Sign" if spec == "smallest" else "Quantize"}, specs
         assert ratio < (0.08 if spec == "smallest" else 0.18), ratio
@@ -152,7 +152,7 @@ def test_layers_that_begin_at_zero_keep_nothing_lossless(kind, spec):
 
 
 def _tells(rank, size):
-    """Return the contents of a step whose policy leaves half of the gradients lossless, and the log."""
+    """Run a step whose policy keeps half of the gradients lossless; return the step's contents and the log."""
     logged = []
     policy.logger.setLevel("INFO")
     policy.logger.info = policy.logger.warning = lambda text, *args: logged.append(text % args)
@@ -171,7 +171,7 @@ def test_hook_warns_if_much_stays_uncompressed():
 
 
 def _smaller(rank, size):
-    """A state of a matrix of another shape under the same name is refused, before and after register()."""
+    """A state with another shape for a parameter's name is refused, before and after register()."""
 
     def hooked(*shape, state=None):
         model = DistributedDataParallel(torch.nn.Linear(*shape, bias=False))

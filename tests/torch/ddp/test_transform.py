@@ -1,4 +1,4 @@
-"""Transforms of gradients before they are encoded, and hooks that call a hook: values, errors on one rank, dtypes."""
+"""Transforms of gradients before encoding, and user hooks that call reduce(): values, errors on one rank, dtypes."""
 
 import math
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def _loss(model, rank, step):
 
 
 def _momenta(rank, size):
-    """Send momenta instead of gradients; all ranks must get the mean momentum in rank order, to the bit."""
+    """A transform can send momenta: all ranks receive the mean momentum, summed in rank order, bit for bit."""
     model = wrapped()
     names = {p: name for name, p in model.module.named_parameters()}
     momenta = {p: torch.zeros_like(p) for p in names}
@@ -72,7 +72,7 @@ def test_transform_replaces_gradients_before_they_are_encoded(size):
 
 
 def _residuals(rank, size):
-    """A transform that halves gradients gives the bits and residuals of halved losses: residuals are not halved."""
+    """A transform that halves gradients equals halved losses, bit for bit: residuals are not halved."""
     found = []
     for factor in (0.5, None):
         model = wrapped(process_group=dist.new_group())
@@ -97,7 +97,7 @@ def test_transform_precedes_residuals():
 
 
 def _failing(rank, size):
-    """An error of the transform on one rank, in any bucket, is an error on all; the next step works."""
+    """An error of the transform on one rank, in any bucket, raises on all ranks; the next step works."""
     model = wrapped()
     fail = None  # number of the call that fails
     calls = 0
@@ -130,7 +130,7 @@ def test_error_of_a_transform_on_one_rank_fails_the_step_on_all():
 
 
 def test_peers_that_give_up_do_not_replace_the_error_of_this_rank():
-    """A peer may give up an earlier bucket after it has learned of this rank's error in a later one."""
+    """This rank's error is reported, even if a peer, notified of it, aborts an earlier bucket."""
     own, echo = ZeroDivisionError("no gradient today"), PeerError("rank 1 could not do its part")
     causes = iter([Cause(ERROR, 1, "no gradient today")] * 2 + [Cause(ERROR, 2, "another")])
     collective = SimpleNamespace(rank=1, fail=lambda error: next(causes))
@@ -144,7 +144,7 @@ def test_peers_that_give_up_do_not_replace_the_error_of_this_rank():
 
 
 class _TwoDtypes(nn.Module):
-    """Parameters whose gradients are the input; frames carry those of one of them."""
+    """Model with parameters of two dtypes, whose gradients are the inputs; frames carry only one dtype."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ class _TwoDtypes(nn.Module):
 
 
 def _agreeing(rank, size):
-    """Ranks whose transforms return different items fail in every step; those that return equal ones go on."""
+    """Steps fail on all ranks if transforms return different items by rank, and succeed if items are equal."""
     model = DistributedDataParallel(_TwoDtypes(), process_group=dist.new_group())
     item = None
     hook = codec.torch.ddp_hook(transform=lambda *_: item, options=TWO_SHOT).register(model)
@@ -180,7 +180,7 @@ def test_ranks_whose_transforms_return_other_items_fail_the_step():
 
 
 def _nonfinite(rank, size):
-    """The status of an error of the transform on one rank is that of the PeerError of all others."""
+    """If a transform raises on one rank, the PeerError of all other ranks has the same status."""
     model = wrapped()
 
     def transform(buffer, gradients):
@@ -211,7 +211,7 @@ def test_transform_that_returns_a_tensor_is_rejected():
 
 
 class Unusual(nn.Module):
-    """Sparse, float64, complex and channels-last parameters."""
+    """Model with sparse, float64, complex and channels-last parameters."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ def test_gradients_of_every_layout_can_be_transformed():
 
 
 def _called(rank, size):
-    """A hook of the caller that calls reduce() gives the same bits as the transform that does the same."""
+    """A user's hook that calls reduce() gives the same bits as an equivalent transform."""
     found = []
 
     def clamp(buffer, gradients):
@@ -297,7 +297,7 @@ def test_hook_of_the_caller_can_call_a_hook():
 
 
 def _group(rank, size):
-    """register(group=) replaces the ranks of the model: gradients are means over that group only."""
+    """With register(group=), gradients are means over that group only."""
     groups = [dist.new_group([r]) for r in range(size)]
     model = DistributedDataParallel(small_net())
     codec.torch.ddp_hook().register(model, group=groups[rank])

@@ -28,7 +28,7 @@ def shard(net, mesh=None):
 
 
 def train(net, rank, steps, x=None):
-    """Return the losses of some steps, beginning with step number `steps.start`."""
+    """Train for the range `steps` of step numbers, and return the losses."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for step in steps:
@@ -41,7 +41,7 @@ def train(net, rank, steps, x=None):
 
 
 def whole(net):
-    """Return the full parameters, gathered from all shards."""
+    """Gather all shards, and return the full parameters."""
     return [p.full_tensor().detach().clone() for p in net.parameters()]
 
 
@@ -110,7 +110,7 @@ def test_replicas_reduce_gradients_as_frames():
 
 
 def _fails(rank, size, replicas):
-    """Train with a NaN gradient on one rank, in the module that is reduced last."""
+    """A NaN gradient on one rank, in the module that is reduced last, raises and leaves residuals unchanged."""
     net = small_model()
     comms = []
     if replicas:
@@ -157,7 +157,7 @@ class Interrupt(Exception):
 
 
 def _interrupted(rank, size):
-    """Raise an exception during backward: residuals of modules that were reduced before are restored."""
+    """If backward raises, the residuals of modules that were already reduced are restored."""
     net = shard(small_model())
     comm = codec.torch.ReduceScatter(COARSE, feedback=True).register(net)
     train(net, rank, range(1))
@@ -180,7 +180,7 @@ def test_exception_in_backward_undoes_residuals():
 
 
 def _resumed(rank, size, gather):
-    """Train for 4 steps, and for 2 + 2 steps with new objects from a checkpoint."""
+    """Training for 2 + 2 steps, with new objects from a checkpoint, equals training for 4 steps."""
 
     def begin():
         net = shard(small_model())

@@ -19,12 +19,12 @@ from codec.torch.reduction.partition import cut_evenly
 from support.ddp_training import wrapped
 from support.ranks import run_ranks
 
-SHAPES = ((64, 128), (37, 100), (100,), (5, 3, 90), (129, 64))  # some are filled up on two or four ranks
+SHAPES = ((64, 128), (37, 100), (100,), (5, 3, 90), (129, 64))  # FSDP2 pads some of these on two or four ranks
 SPECS = (codec.Float8(), codec.Float8("e5m2", entropy=True), codec.Sign("two_mean", group_size="row"))
 
 
 class Bag(nn.Module):
-    """Parameters whose gradients are given tensors."""
+    """Model whose parameters get given tensors as gradients."""
 
     def __init__(self, gradients, used=None):
         super().__init__()
@@ -36,7 +36,7 @@ class Bag(nn.Module):
 
 
 def uneven(shapes=SHAPES):
-    """Return tensors in which each row has another magnitude, in no order."""
+    """Return tensors in which each row has another magnitude, in random order."""
     g = torch.Generator().manual_seed(3)
     found = []
     for shape in shapes:
@@ -49,7 +49,7 @@ def uneven(shapes=SHAPES):
 
 
 def row_error(got, want):
-    """Return the largest error of a row, relative to the row's norm."""
+    """Return the largest error of any row, relative to the row's norm."""
     got, want = (x.reshape(-1, x.shape[-1]) for x in (got, want))
     return float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
 
@@ -64,7 +64,7 @@ def errors_of(net, gradients):
 
 
 def reduced(spec, gradients, **how):
-    """Return the row errors of gradients that a ReduceScatter has reduced, and the bytes it has sent."""
+    """Reduce gradients by ReduceScatter; return their row errors, and the bytes sent."""
     net = fully_shard(Bag(gradients), **how)
     scatter = codec.torch.ReduceScatter(spec).register(net)
     net().backward()
@@ -98,7 +98,7 @@ def _placements(rank, size):
 
 
 def test_rows_of_columns_are_followed():
-    """Shard(1) gives each rank some columns of all rows."""
+    """Scales follow rows also under Shard(1), in which each rank has some columns of all rows."""
     assert max(max(errors) for errors in run_ranks(2, _placements)) < 0.04
 
 
@@ -116,7 +116,7 @@ def _unused(rank, size):
 
 
 def test_rows_are_followed_if_all_trained_parameters_get_gradients():
-    """Frozen parameters do no harm; unused ones do, unless FSDP2 reduces zeros for them."""
+    """Scales follow rows with frozen parameters; with unused ones only if FSDP2 reduces zeros for them."""
     for frozen, unused, zeros in run_ranks(2, _unused):
         assert max(frozen, zeros) < 0.04
         assert unused > 0.5
@@ -165,7 +165,7 @@ def test_error_feedback_goes_with_rows():
 
 
 def _large(rank, size):
-    """Slices of several chunks, whose cut points lie within rows."""
+    """Row errors are small for slices of several chunks whose boundaries lie within rows."""
     gradients = uneven([(900, 1000), (301, 700)])
     errors, nbytes = reduced(codec.Float8(), gradients)
     return max(errors), nbytes / sum(g.numel() for g in gradients)

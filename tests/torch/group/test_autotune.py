@@ -1,4 +1,4 @@
-"""The choice between frames and raw values, which all ranks make alike."""
+"""The choice between frames and raw values, which is the same on all ranks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 
 
 def choices_of(frames, values, load, n, smaller=1):
-    """Return the choices of two ranks for n collectives, each of which takes `frames` or `values` seconds."""
+    """Simulate n collectives, which take `frames` or `values` seconds each; return the choices of two ranks."""
     choices = [Choice() for _ in range(2)]
     ways = []
     for i in range(n):
@@ -33,14 +33,14 @@ def choices_of(frames, values, load, n, smaller=1):
 
 
 def way_of(turn):
-    """Return the way of a collective that need not wait for others."""
+    """Return the choice for a collective that need not wait for earlier ones."""
     with pytest.raises(StopIteration) as end:
         turn.wait().send(None)
     return end.value.value
 
 
 def test_autotune_sends_what_is_faster():
-    """Frames first; values where ranks are busy and values were faster; values are never tried on a slow link."""
+    """Frames are tried first. Raw values are chosen if ranks are busy and values were faster, never on a slow link."""
     assert set(choices_of(1.0, 25.0, 0.05, 500)) == {"frames"}
     fast = choices_of(1.0, 0.5, 0.8, 450)
     assert fast[:3] == ["frames"] * 3
@@ -56,7 +56,7 @@ def test_autotune_sends_what_is_faster():
 
 
 def test_collectives_wait_for_those_before_them_while_ways_are_tried():
-    """Otherwise ranks could choose before they know all measurements."""
+    """During trials a collective waits for earlier ones, so that ranks choose only once they have all measurements."""
     choice = Choice()
     first, second = choice.begin(), choice.begin()
     assert way_of(first) == "frames"
@@ -71,7 +71,7 @@ def test_collectives_wait_for_those_before_them_while_ways_are_tried():
 
 
 def test_waiting_for_other_ranks_by_latency_does_not_grow_with_the_bytes(monkeypatch):
-    """A round trip takes as long with uncompressed values as with frames."""
+    """Time spent waiting for other ranks by latency does not depend on the bytes, for raw values as for frames."""
     for rtt, most in ((0.0, 10.0), (0.1, 1.5)):
         measured = Measurement(rtt)
         measured._started = measured._started[0] - 0.1, measured._started[1]  # 0.1 s without computing
@@ -100,7 +100,7 @@ def _chosen(rank, size):
 
 
 def test_all_ranks_choose_frames_or_raw_alike():
-    """Results are bit-identical in both ways."""
+    """All ranks choose frames or raw alike, with bit-identical results."""
     results = run_ranks(3, _chosen)
     assert len(results[0]) == 1 + 3
     assert all(r == results[0] for r in results)

@@ -1,4 +1,4 @@
-"""Callbacks of collectives may start collectives and wait for them, in the same order on all ranks."""
+"""Callbacks of collectives may start other collectives and wait for them, in the same order on all ranks."""
 
 import threading
 import time
@@ -54,7 +54,7 @@ def _of_collected_futures(rank, size):
 
 
 def _nested(rank, size, depth=8):
-    """Each callback starts the next collective."""
+    """Each callback starts the next collective; all complete."""
     found = torch.futures.Future()
 
     def go_on(left):
@@ -68,7 +68,7 @@ def _nested(rank, size, depth=8):
 
 
 def _waiting_for_a_later_one(rank, size):
-    """The callback waits for a collective that was submitted later, by Work and by its future."""
+    """A callback can wait for a collective that was submitted later, by Work or by its future."""
     gate = threading.Event()
     communicator.communicator_of(None).worker.submit(gate.wait)
     first, second, third = (codec.torch.all_reduce(ones(), async_op=True) for _ in range(3))
@@ -79,7 +79,7 @@ def _waiting_for_a_later_one(rank, size):
 
 
 def _behind_a_lock(rank, size):
-    """The callback needs a lock whose owner waits for a later collective."""
+    """A callback that needs a lock, whose owner waits for a later collective, causes no deadlock."""
     lock, gate = threading.Lock(), threading.Event()
     communicator.communicator_of(None).worker.submit(gate.wait)
     pending = codec.torch.all_reduce(ones(), async_op=True)
@@ -171,7 +171,7 @@ def _with_errors(rank, size):
         raise error
 
     gate = threading.Event()
-    for inside in (True, False):  # callbacks run in a thread of their own, or at once
+    for inside in (True, False):  # callbacks run in a separate thread, or immediately
         communicator.communicator_of(None).worker.submit(gate.wait)
         future = codec.torch.all_reduce(ones(), async_op=True).get_future()
         if not inside:

@@ -1,4 +1,4 @@
-"""Ranks whose store is hosted by a rank that has frozen: its answers are awaited for the timeout, not for ever."""
+"""If the rank that hosts the store is frozen, other ranks wait for the store's answer only until the timeout."""
 
 import time
 from datetime import timedelta
@@ -27,7 +27,7 @@ def ranks():
 
 
 def _host():
-    """Return the port of a store that this process hosts, as the rank 0 of init_process_group does without torchrun."""
+    """Host a store in this process, as rank 0 of init_process_group does without torchrun; return the port."""
     global _store
     _store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     return _store.port
@@ -77,7 +77,7 @@ def _error_of(call):
     [
         (_all_reduce, False),
         (_send, False),
-        pytest.param(_send, True, marks=pytest.mark.nightly),  # it looks the address of rank 0 up
+        pytest.param(_send, True, marks=pytest.mark.nightly),  # looks up rank 0's address
         pytest.param(_all_reduce_with_timeout, False, marks=pytest.mark.nightly),
         pytest.param(_client, True, marks=pytest.mark.nightly),
         pytest.param(_step, False, marks=pytest.mark.nightly),

@@ -25,7 +25,7 @@ def ranks():
 
 
 def in_threads(count, work):
-    """Run work(i) in threads; return their results in order."""
+    """Run work(i) in `count` threads; return the results in order."""
     found = [None] * count
 
     def run(i):
@@ -90,7 +90,7 @@ def test_threads_use_a_group_each(ranks, calls):
 
 
 def _crossed(rank, size):
-    """Two threads connect a group each, in another order on each rank."""
+    """Two threads connect one group each, in different orders by rank, without a deadlock."""
     new_group_by_tcp(rank, size)
     groups = [dist.new_group() for _ in range(2)]
     begin = time.monotonic()
@@ -110,7 +110,7 @@ def test_groups_are_connected_in_any_order_by_threads(ranks):
 
 
 def _forked(rank, size):
-    """Return the error of a collective in a forked child, and a result of the parent afterwards."""
+    """Run a collective in a forked child and then in the parent; return the child's error and the parent's result."""
     assert reduced(rank) == [3.0]
     pending = codec.torch.all_reduce(torch.ones(3), async_op=True)
     pending.wait()
@@ -146,7 +146,7 @@ def test_collective_in_a_forked_child_is_an_error(ranks):
 
 
 def _held(rank, size):
-    """Fork while another thread holds the locks of the group's connections."""
+    """Fork while another thread holds locks of the group's connections."""
     assert reduced(rank) == [3.0]
     line = communicator.communicator_of(None)
     held, go = threading.Event(), threading.Event()
@@ -210,7 +210,7 @@ def test_groups_that_end_leave_nothing_behind(ranks, count):
 
 
 def _destroyed_by_peer(rank, size):
-    """Destroy the group on one rank while the other one waits."""
+    """Destroy the group on one rank while the other rank waits for a collective."""
     assert reduced(rank) == [3.0]
     if rank == 1:
         communicator.close_communicator(dist.group.WORLD, cancel=True)

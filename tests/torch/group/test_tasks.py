@@ -1,4 +1,4 @@
-"""Coroutines of collectives and what they await, without ranks."""
+"""Coroutines of collectives and the objects that they await, without ranks."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ def of_rank(source, timeouts=1):
 
 
 def started(coroutine):
-    """Return the coroutine, and what it waits for first."""
+    """Start a coroutine; return it, and the first object that it awaits."""
     return coroutine, coroutine.send(None)
 
 
@@ -284,7 +284,7 @@ def test_late_rank_ends_the_wait_and_the_channel_is_told(worker):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_collectives_of_callbacks_begin_before_later_ones_whenever_those_are_submitted(worker, late):
-    """So collectives have the same numbers on all ranks."""
+    """Collectives of callbacks begin before later ones, so that numbers of collectives are equal on all ranks."""
     gate, numbers, over = of_rank(1), {}, threading.Event()
 
     async def work(name, number, wait=None):

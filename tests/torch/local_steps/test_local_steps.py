@@ -57,7 +57,7 @@ def oracle(size, spec, every, steps):
 
 @pytest.mark.parametrize("spec", [ROUNDED, EXACT, codec.Sign()], ids=str)
 def test_parameters_are_those_of_means_with_error_feedback(pool, spec):
-    """11 steps in rounds of 4, 4 and 3, the last by finish()."""
+    """Parameters equal the oracle's after 11 steps in rounds of 4, 4 and 3, the last one ended by finish()."""
     found = pool.run(_trained, spec, 4, 11)
     np.testing.assert_array_equal(*found)
     expected = oracle(2, spec, 4, 11)
@@ -99,7 +99,7 @@ CASES = [
 
 @pytest.mark.parametrize("how", CASES, ids=str)
 def test_no_change_is_lost_or_counted_twice(pool, how):
-    """An exact finish leaves the mean of all changes, whatever was lost in frames, in flight or in a fragment."""
+    """After an exact finish, parameters include the mean of all changes, whatever frames or fragments had lost."""
     found = pool.run(_pushed, how, 13)
     expected = flat(Linear()) + moved(range(2), range(13), 0.01)
     for parameters, stats in found:
@@ -113,7 +113,7 @@ def test_no_change_is_lost_or_counted_twice(pool, how):
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", CASES, ids=str)
 def test_no_change_is_lost_or_counted_twice_by_four_ranks(how):
-    """Sums are encoded, too, whose residuals move between ranks with the fragments."""
+    """On four ranks, where sums are encoded, too, no change is lost when residuals move between ranks."""
     expected = flat(Linear()) + moved(range(4), range(13), 0.01)
     for parameters, _ in run_ranks(4, _pushed, how, 13):
         np.testing.assert_allclose(parameters, expected, rtol=0, atol=4e-6)

@@ -1,4 +1,4 @@
-"""States of LocalSteps: resumed to the bit, and refused unless they fit."""
+"""States of LocalSteps resume training bit for bit, and are refused if they do not match."""
 
 import copy
 
@@ -12,7 +12,7 @@ from support.states import through_a_file
 
 
 def _resumed(rank, size, how, begin):
-    """Save after `begin` of 12 steps, go on, and do the same from the checkpoint with other initial parameters."""
+    """Training from a checkpoint after `begin` of 12 steps, with other initial parameters, equals uninterrupted one."""
     model = net()
     optimizer = adam(model)
     local = codec.torch.LocalSteps(model, optimizer, **how)
@@ -134,7 +134,7 @@ def test_states_of_other_arguments_are_refused(pool):
 
 
 def _different_steps(rank, size):
-    """States of different steps are found at the next call, before any change."""
+    """Ranks with states of different steps raise at the next call, before any change."""
     model = net()
     optimizer = adam(model)
     local = codec.torch.LocalSteps(model, optimizer, every=4)

@@ -1,4 +1,4 @@
-"""Errors of local steps: on all ranks, with a cause, and without a change."""
+"""Errors of local steps raise on all ranks, name the cause, and change nothing."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def without_steps(state):
 
 
 def _poisoned(rank, size, how, in_buffer):
-    """NaN on rank 1 is an error on both ranks, which change nothing and then repeat the synchronization."""
+    """NaN on rank 1 raises on both ranks and changes nothing; ranks can repeat the synchronization."""
     model = nn.Sequential(net(), nn.BatchNorm1d(3))
     optimizer = adam(model)
     local = codec.torch.LocalSteps(model, optimizer, every=4, **how)
@@ -176,7 +176,7 @@ def test_wrong_argument_of_one_rank_is_an_error_on_all(pool, how, error):
 
 
 def _models(rank, size):
-    """Wrong models and optimizers, the same on all ranks."""
+    """Unsupported models and optimizers, equal on all ranks, are errors."""
     model, extra = net(), nn.Parameter(torch.ones(3))
     frozen = net().requires_grad_(False)
     meta = nn.Linear(3, 3, device="meta")
@@ -247,7 +247,9 @@ def _closure(rank, size):
 
 
 def _scaled(rank, size):
-    """A fused optimizer would get gradients that are still scaled, by another factor on each rank."""
+    """A GradScaler with a fused optimizer is refused, because gradients would stay scaled, by factors that differ by
+    rank.
+    """
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     local = codec.torch.LocalSteps(model, optimizer, warmup=1)

@@ -1,4 +1,4 @@
-"""Local steps whose ranks leave and come: what is kept, what is lost, and what new ranks get."""
+"""Local steps with ranks that leave and join: state that is kept, state that is lost, and state of new ranks."""
 
 import os
 import time
@@ -34,7 +34,7 @@ HOW = {"every": 3, "spec": codec.Sign(group_size=64)}
 
 
 def owed(local):
-    """Return the residuals of this rank, as a part of the mean: worker residuals count 1 / N, those of sums once."""
+    """Return this rank's residuals as a part of the mean: worker residuals over N, plus residuals of sums."""
     state = local.state_dict()
     names = list(state["anchors"])
     total = {name: torch.zeros(x.numel(), dtype=torch.float64) for name, x in state["anchors"].items()}
@@ -48,7 +48,7 @@ def owed(local):
 
 
 def _three_two_three(rank, size, how, steps):
-    """Rank 2 leaves after some steps, and another process takes its place later."""
+    """Rank 2 leaves after some steps, and a new process replaces it later."""
     pair, again = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     model = Linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -163,7 +163,7 @@ def test_lost_rank_is_an_error_that_changes_nothing_and_a_new_one_takes_its_plac
 
 
 def _refused_change(rank, size):
-    """A group that cannot be used leaves everything as before."""
+    """Changing to an unusable group is an error that changes nothing."""
     alone = dist.new_group([0])
     model = net()
     optimizer = adam(model)
@@ -221,7 +221,7 @@ def _prepare(rank, size):
 
 
 def _count(rank, size):
-    """Return the number of events of a synchronization, and that of the last message."""
+    """Run a synchronization; return the number of events, and the event number of the last message."""
     with at_fault_point(communicator_of(None).channel, -1, None) as events:
         _kept[2].synchronize()
     return events.count, events.last_send, parameter_bytes(_kept[0])

@@ -1,4 +1,4 @@
-"""Messages of collectives, without collectives: two meshes, or a mesh and a socket written by hand, in a process."""
+"""Messages of a mesh, below the collectives: two meshes, or a mesh and a hand-written socket, in one process."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Connections of collectives that abort, break or are closed, without collectives."""
+"""Errors of a mesh, below the collectives: aborts, broken connections and closed ones."""
 
 import gc
 import socket
@@ -67,7 +67,7 @@ def test_wait_for_an_explanation_ends_with_the_connection(hand, end):
 
 
 def test_all_waits_for_an_explanation_end(hand):
-    """Several parts of a collective may find that a rank has other arguments."""
+    """All waits for an explanation end, even if several parts of a collective find a rank with other arguments."""
     mesh, peer = hand
     mesh.begin(0)
     waits = [mesh.explanation(0, 1) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Parameters of OneBitAdam that a step averages, steps by this rank's gradients, or refuses."""
+"""Parameters that a step of OneBitAdam averages over ranks, updates by this rank's gradient only, or refuses."""
 
 import logging
 import math
@@ -83,7 +83,7 @@ def test_parameters_that_no_model_averages_are_logged_by_name():
 
 
 def _frozen(rank, size):
-    """Layers frozen before or after register() stay; a layer that DDP did not know is refused by name."""
+    """Layers frozen before or after register() are unchanged; a layer that DDP does not know is refused by name."""
     for when in ("before", "after", "late"):
         model = DistributedDataParallel(Chain(), find_unused_parameters=True)
         first = model.module.layers[0]
@@ -118,7 +118,7 @@ def test_frozen_layers_stay_and_layers_unknown_to_ddp_are_refused():
 
 
 def _experts(rank, size, set_to_none):
-    """Parameters that no rank or one rank uses in a step move alike, with DDP and without."""
+    """Parameters used by one rank or no rank in a step are updated equally on all ranks, with and without DDP."""
     found = []
     for make in (lambda m: m, lambda m: DistributedDataParallel(m, find_unused_parameters=True)):
         model = make(Chain(4))
@@ -163,7 +163,7 @@ def test_kinds_of_ddp_give_the_same_bits():
 
 
 def _zeros_or_none(rank, size):
-    """A gradient of zeros on one rank and none on the other, before the first use and after it."""
+    """A gradient of zeros on one rank and no gradient on the other are equivalent, before and after the first use."""
     used, other = (nn.Parameter(torch.full((100, 100), 0.5)) for _ in range(2))
     optimizer = codec.torch.OneBitAdam([used, other], 0.1, weight_decay=0.1, freeze_step=5, **LOSSLESS)
     for step in range(8):

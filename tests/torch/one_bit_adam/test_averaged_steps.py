@@ -24,7 +24,7 @@ from support.ranks import run_ranks
 
 
 def _differ(rank, size):
-    """Gradients of one rank are never averaged with momenta of another, nor with those of another step."""
+    """If ranks differ in phase or step, they raise; gradients are never averaged with momenta or other steps."""
     for how in ({"freeze_step": 2 + 2 * rank}, {"freeze_step": codec.torch.ZeroOneSchedule(9, refreshes=1 + rank)}):
         p = nn.Parameter(batch(0, 0, 100))
         optimizer = codec.torch.OneBitAdam([p], 0.1, **how, **LOSSLESS)
@@ -147,7 +147,7 @@ def test_registered_models_can_be_saved_and_copied():
 
 
 def _disabled(rank, size):
-    """A scaler that is switched off is no scaler: NaN is refused on all ranks, and local steps are allowed."""
+    """With a disabled scaler, NaN is refused on all ranks, and local steps are allowed, as without a scaler."""
     schedule = codec.torch.ZeroOneSchedule(2, max_interval=4)
     for freeze_step in (2, schedule):
         scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -212,7 +212,7 @@ def _clipped(rank, size):
 
 
 def _refused_while_clipping(rank, size):
-    """NaN in one bucket is refused on all ranks, though buckets wait for the norm."""
+    """With clipping, NaN in one bucket is refused on all ranks, although buckets wait for the norm."""
     model = wrapped()
     optimizer = registered(model, freeze_step=2, spec=codec.Sign(group_size=64), register={"max_grad_norm": 0.1})
     scale = nn.Parameter(torch.tensor(1.0))
@@ -239,7 +239,7 @@ def test_nan_is_refused_on_all_ranks_while_buckets_wait_for_the_norm():
 
 
 class _Raise(torch.autograd.Function):
-    """The identity, whose gradient is an error."""
+    """Identity function whose backward raises."""
 
     @staticmethod
     def forward(ctx, x):
@@ -251,7 +251,7 @@ class _Raise(torch.autograd.Function):
 
 
 def _interrupted(rank, size, max_grad_norm):
-    """A backward pass that fails on one rank after some buckets fails on the other at once."""
+    """A backward pass that raises on one rank after some buckets also raises at once on the other rank."""
     model = wrapped(process_group=dist.new_group(timeout=timedelta(seconds=60)))
     optimizer = registered(model, register={"max_grad_norm": max_grad_norm})
     model(batch(rank, 0, 20)).square().mean().backward()

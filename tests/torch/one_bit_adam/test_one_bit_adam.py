@@ -1,4 +1,4 @@
-"""OneBitAdam in one process: values against references to the bit, the freeze, refused arguments."""
+"""OneBitAdam in one process: bit-identical to references, freezes as specified, refuses wrong arguments."""
 
 import copy
 import math

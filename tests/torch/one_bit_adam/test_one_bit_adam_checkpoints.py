@@ -20,7 +20,7 @@ OPTIONS = codec.options(algorithm="two_shot")
 
 
 def _resumed(rank, size):
-    """Saved in the warm-up, at the freeze and after it, by each rank or by one for all."""
+    """States saved in the warm-up, at the freeze or after it, by each rank or gathered, resume bit for bit."""
     for make in (wrapped, net):
         model = make()
         optimizer = optimizer_of(model).register(model, options=OPTIONS)
@@ -265,7 +265,7 @@ def test_odd_entries_are_refused_or_harmless(every):
 
 
 def _parts_missing(rank, size):
-    """A part of a state is never taken for the whole, and changes nothing."""
+    """An incomplete state is refused, and changes nothing."""
     model = wrapped()
     optimizer = optimizer_of(model).register(model, options=OPTIONS)
     take_steps(model, optimizer, rank, 0, 6)

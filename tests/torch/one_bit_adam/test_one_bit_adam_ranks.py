@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 
 
 def state_bytes(optimizer):
-    """Return the moments and steps of an optimizer, and its phase and residuals on this rank."""
+    """Return this rank's moments, steps, phase and residuals of an optimizer, as bytes."""
     states = [
         (k, bytes(x.detach().numpy())) for s in optimizer.state.values() for k, x in s.items() if torch.is_tensor(x)
     ]
@@ -177,7 +177,7 @@ def test_nan_on_one_rank_is_refused_on_all():
 
 
 def _misused(rank, size):
-    """Whatever would change momenta instead of gradients after the freeze is refused from the first step on."""
+    """Uses that would change momenta in place of gradients after the freeze are refused from the first step on."""
     model = wrapped()
     optimizer = optimizer_of(model, freeze_step=2)
     for step in range(4):
@@ -246,7 +246,7 @@ def test_policy_protects_embeddings_of_a_module_without_ddp():
 
 
 def _unused(rank, size):
-    """Parameters that only some ranks use, or that none uses, without DistributedDataParallel."""
+    """Parameters that some or no ranks use are updated equally, without DistributedDataParallel."""
     module = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("all", "some", "none")})
     with torch.no_grad():
         for p in module.parameters():
@@ -308,7 +308,7 @@ def test_grad_scaler_changes_no_bit_and_skips_on_all_ranks():
 
 
 def _auto(rank, size):
-    """Ranks freeze in the same step, and warn of nothing."""
+    """Ranks choose the same step for the freeze, without warnings."""
     model = wrapped()
     optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-4, (0.5, 0.75), freeze_step="auto", spec=SIGN)
     optimizer.register(model, options=OPTIONS)

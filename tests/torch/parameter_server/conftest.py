@@ -1,4 +1,4 @@
-"""Ranks that all tests of parameter servers share."""
+"""Pools of ranks shared by all tests of parameter servers."""
 
 import pytest
 

@@ -16,7 +16,7 @@ from support.tiers import NIGHTLY
 
 
 def _hostile(rank, size):
-    """Worker 1 sends bytes by hand; the server reports errors, and goes on with worker 2."""
+    """If worker 1 sends hostile bytes, the server reports errors, and continues to serve worker 2."""
     from codec.torch.network.endpoint import endpoint_of
 
     if rank == 0:
@@ -117,7 +117,7 @@ def _replies():
 
 
 def _hostile_server(rank, size):
-    """Rank 0 sends replies by hand."""
+    """Hostile replies by a server, rank 0, are errors on the client."""
     from codec.torch.network.endpoint import endpoint_of
 
     good = messages.reply(values=[(b"", bytes(codec.encode(torch.ones(4))))])

@@ -1,4 +1,4 @@
-"""Steps of a parameter server: whatever workers send, few of them are in flight, and other workers get right values."""
+"""Steps of a parameter server: for any requests, few steps are in flight, and other workers get correct values."""
 
 import random
 from contextlib import suppress
@@ -76,7 +76,7 @@ def test_steps_of_a_worker_that_dies_again_and_again_are_freed():
 
 
 def _misbehave(steps, worker, rng):
-    """Send a random request, as a worker that is defect or hostile may."""
+    """Send a random request, as a faulty or hostile worker may."""
     number, keys = rng.randrange(30), rng.sample(range(3), rng.randrange(4))
     kind = rng.randrange(5)
     with suppress(codec.CodecError):

@@ -1,4 +1,4 @@
-"""Stages with forward="auto" and backward="auto": equal levels on all ranks, floors, checkpoints."""
+"""Stages with forward="auto" and backward="auto": equal levels on all ranks, quality floors, checkpoints."""
 
 import io
 
@@ -25,7 +25,7 @@ LEVELS = bits_of("smallest")
 
 
 class Scripted:
-    """Selector that takes another level in each step."""
+    """Selector that chooses another level in each step."""
 
     def __init__(self, level):
         self.level = level
@@ -83,7 +83,7 @@ def test_bits_stay_within_the_default_floor(ranks, arguments):
 
 
 def steps(choice, count, rates, seconds, start=0):
-    """Take steps in which edge e sends 1 MB of 8 bits in both directions over a link of rates[e] bytes a second."""
+    """Simulate steps: edge e sends 1 MB at 8 bits in both directions over a link of rates[e] bytes per second."""
     for _ in range(count):
         sent = []
         for edge, rate in enumerate(rates):

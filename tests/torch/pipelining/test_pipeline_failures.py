@@ -34,7 +34,7 @@ KIND_AT = 5  # offset of the kind in a message
 
 
 class Faults:
-    """Faults of a rank: of at most one kind in each step, in its first attempt."""
+    """Random faults of a rank: at most one kind of fault per step, in the step's first attempt."""
 
     def __init__(self, rank, seed):
         self._random = random.Random(f"{rank} {seed}")
@@ -43,7 +43,7 @@ class Faults:
         self._old = []
 
     def begin_step(self, pipeline):
-        """Choose the fault of a step, and lose some state if that is the fault."""
+        """Choose the fault of a step. If the fault is a loss of state, drop some state."""
         kind = self._random.choice(["none", "bit", "cut", "replayed", "lost", "stale"])
         self._kind, self._left = kind, self._random.randrange(8)
         if kind in ("lost", "stale"):
@@ -59,7 +59,7 @@ class Faults:
                             delta._ledger.entries[i] = entry._replace(check=entry.check ^ 1 << 40)
 
     def change(self, message):
-        """Return what is sent in the place of a message."""
+        """Return the message to send in place of `message`."""
         self._left -= 1
         self._old.append(message)
         if self._left != 0 or self._kind in ("none", "lost", "stale"):
@@ -218,7 +218,7 @@ def test_exception_on_one_rank_is_an_error_on_the_others(ranks, point):
 @pytest.mark.parametrize(("fault", "seconds"), [(die, HANG_SECONDS), (freeze, 3)])
 @pytest.mark.parametrize("schedule", every(5, ["InterleavedZeroBubble", "1F1B", "GPipe", "LoopedBFS"]))
 def test_all_ranks_of_a_longer_pipeline_learn_of_a_lost_rank(schedule, fault, seconds):
-    """Ranks that are not neighbours of the lost one learn of it by connections that their neighbours close."""
+    """If a rank is lost, ranks that are not its neighbours raise, too, because their neighbours close connections."""
     with RankPool(4, timeout=HANG_SECONDS) as four:
         four.new_group()
         four.start(_lose_a_rank, schedule, 2, fault, 1, seconds)

@@ -65,7 +65,7 @@ def test_other_bytes_are_refused(message):
 
 @pytest.mark.parametrize("sizes", [(1 << 63, 0, 0), (11, 0, 36), (9, 0, 36), (10, 0, 35)])
 def test_sizes_that_do_not_fit_the_message_are_refused(sizes):
-    """Checksums are right: a peer has written these sizes."""
+    """A message whose sizes do not match its length is refused, also with valid checksums."""
     start = WHOLE[:20]
     table = b"".join(struct.pack("<2Q", n, 0) for n in sizes)
     crc = struct.pack("<I", zlib.crc32(start + bytes(4) + table))

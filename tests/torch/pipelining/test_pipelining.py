@@ -71,7 +71,7 @@ def test_both_sides_of_each_edge_keep_the_same_activations(ranks, schedule):
 
 
 def _train_disturbed(rank, size, schedule, at, arguments):
-    """Train; damage the messages that rank 0 sends with certain numbers."""
+    """Train while the messages of rank 0 with the numbers `at` are damaged."""
     p = Pipeline(schedule, rank, size, dropout=0.1, **arguments)
     count = 0
 

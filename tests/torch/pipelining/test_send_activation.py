@@ -1,4 +1,4 @@
-"""Activations and gradients that a program sends from stage to stage by itself."""
+"""send_activation() and related calls, by which a program sends activations and gradients between stages."""
 
 import pytest
 import torch

@@ -67,7 +67,7 @@ def test_messages_of_both_directions_arrive_in_order(ranks, asynchronous):
 
 
 def _tags(rank, size):
-    """Receive tags in the reverse order of sending, from all ranks."""
+    """Messages with different tags can be received in the reverse order of sending, from all ranks."""
     others = [r for r in range(size) if r != rank]
     works = [codec.torch.send(message(rank, t, o), o, tag=t, async_op=True) for t in range(6) for o in others]
     for t in reversed(range(6)):
@@ -81,7 +81,7 @@ def test_tags_and_ranks_do_not_wait_for_each_other(three_ranks):
 
 
 def _threads(rank, size):
-    """Many threads make the first connections of their tags at once."""
+    """Many threads can open the first connections of their tags concurrently."""
     failed = []
 
     def work(tag):
@@ -164,7 +164,7 @@ def test_recv_can_be_repeated_after_a_timeout(ranks):
 
 
 def _lost(rank, size, fault, where):
-    """Rank 1 dies or freezes: before connecting, before a message, or within one."""
+    """Rank 1 dies or freezes before it connects, before a message, or within a message: rank 0 raises in time."""
     if rank == 1:
         if where != "connect":
             codec.torch.send(b"first", 0)
@@ -249,7 +249,7 @@ def test_forked_process_cannot_use_connections(ranks):
 
 
 def _groups(rank, size, count):
-    """Ports and threads of destroyed groups are freed."""
+    """Destroyed groups release their ports and threads."""
     import gc
 
     counts = []

@@ -1,4 +1,4 @@
-"""Connections of send and recv that are stuck, hostile, of strangers or of another version."""
+"""Connections of send and recv that are stuck, hostile, without the token, or of another protocol version."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from support.point_to_point import SOON, connection, raw, within
 
 
 def _stuck_sender(rank, size):
-    """Nobody receives: the message is too large for the operating system's buffers."""
+    """If no rank receives, a message larger than the operating system's buffers times out."""
     if rank == 0:
         with pytest.raises(codec.PeerError, match="in time"):
             codec.torch.send(bytes(1 << 26), 1, tag=9, options=within(0.3))
@@ -82,7 +82,7 @@ def test_hostile_messages_raise_and_leave_other_connections(ranks):
 
 
 def _hostile_size(rank, size):
-    """Announced bytes that do not come take no memory."""
+    """Announced bytes that never arrive take no memory."""
     if rank == 1:
         sock, first = hello(0, 300)
         sock.sendall(first + raw(nbytes=1 << 36, body=bytes(100_000)))
@@ -105,7 +105,7 @@ def test_announced_size_takes_no_memory(ranks):
 
 
 def _strangers(rank, size):
-    """Connections with a wrong hello are closed, and do not disturb others."""
+    """Connections with a wrong hello are closed, and do not affect other connections."""
     if rank == 1:
         wrong = [
             dict(token=bytes(16)),

@@ -73,7 +73,7 @@ def _dropped(rank, size):
 
 
 def test_connections_end_with_the_last_reference_to_the_channel():
-    """No cycle of references keeps them open until the next garbage collection."""
+    """Dropping the last reference to a channel closes its connections, without a garbage collection."""
     run_ranks(1, _dropped)
 
 
@@ -122,7 +122,7 @@ def test_integers_are_gathered_and_scattered(ranks):
 
 
 def _failed_after_the_data(rank, size):
-    """The last rank fails when the others have reported their success: nobody succeeds, and all go on."""
+    """If the last rank fails after the others reported success, no rank succeeds, and the group stays usable."""
 
     async def work(collective):
         await collective.part(1).gather([rank])
@@ -181,7 +181,7 @@ def test_ranks_with_other_arguments_learn_which_ones_and_go_on(ranks):
 
 
 def _interleaved(rank, size):
-    """Collectives in flight end in another order than they begin."""
+    """Collectives in flight may end in another order than they began."""
     comm = communicator_of(None)
 
     async def work(collective, i):

@@ -1,4 +1,4 @@
-"""A rank sends wrong messages: the other one raises in time, and its tensor is unchanged."""
+"""If a rank sends wrong messages, the other rank raises in time, and its tensor is unchanged."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def ranks():
 
 
 def _bytes(*data):
-    """Send bytes in the place of a frame."""
+    """Return a case that sends bytes in place of a frame."""
 
     def fake(k):
         k.read()

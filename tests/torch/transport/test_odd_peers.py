@@ -1,4 +1,4 @@
-"""A rank behaves oddly, but not wrongly: the other one succeeds."""
+"""If a rank behaves unusually but within the protocol, the other rank succeeds."""
 
 import os
 import socket
@@ -64,7 +64,7 @@ def test_messages_out_of_order_twice_and_late_are_accepted(ranks):
 
 
 def _with_strangers(rank, size):
-    """Connections without the token, or with another rank or tag, do not disturb."""
+    """Connections without the token, or with another rank or tag, have no effect."""
     if not rank:
         reduced = values()
         flatcall.all_reduce(reduced, op="mean", algorithm="all_gather")
