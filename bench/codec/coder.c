@@ -1,11 +1,11 @@
 /*
- * coder.c - speed of lossless coding without checksum and sampling, for each instruction set, and of memcpy.
+ * coder.c - speed of lossless coding, excluding checksums and sampling, for each instruction set, and of memcpy.
  *
  *   coder [--json] [ROWS COLS]
  *
- * The input is a bfloat16 matrix with scales by row and column, coded with the scale model. Encoding turns blocks into
- * offsets, symbols, mantissas, codes, lane states and words; it also sums the plane of mantissas, which is written with
- * non-temporal stores. Decoding does the reverse for two blocks at a time, with all bounds checks.
+ * The input is a bfloat16 matrix whose rows and columns have different scales, coded with a scale model. Encoding turns
+ * blocks into offsets, symbols, mantissas, codes, lane states and words; it also sums the plane of mantissas, which is
+ * written with non-temporal stores. Decoding does the reverse for two blocks at a time, with all bounds checks.
  *
  * Prints symbols per second, symbols per second / bytes per second of memcpy, and the fraction of the memory limit: the
  * bytes that must be read and written, at memcpy's rate.
@@ -61,7 +61,7 @@ struct run {
 	void *job, *memory;
 };
 
-/* Return the seconds of a pass. */
+/* Return the duration of a pass in seconds. */
 static double encode(struct run *r, const struct kernels *k, const codec_context *with)
 {
 	struct job *j = job_place(r->job);

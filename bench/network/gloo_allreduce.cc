@@ -3,16 +3,16 @@
  *
  *     gloo_allreduce PLAN STORE
  *
- * RANK, WORLD_SIZE and GLOO_SOCKET_IFNAME are the environment's. A plan is lines of words:
+ * RANK, WORLD_SIZE and GLOO_SOCKET_IFNAME are environment variables. A plan is a text file with these lines:
  *
  *     n VALUES / repeat TIMES / seconds SECONDS / pause SECONDS
- *     data NAME FILE EXACT          values of this rank (float32; %r is the rank), the exact mean of all (float64)
- *     segment NAME OFFSET SHAPE...  a parameter in it
- *     metric NAME HEX               codec_metric of that data, as bytes
- *     state NAME theta|v|m FILE     its arrays
- *     row NAME DATA ALGORITHM HEX   an all-reduce: codec_spec as bytes; of stock Gloo the algorithm alone counts
+ *     data NAME FILE EXACT          files: values (float32; %r is the rank), exact mean over ranks (float64)
+ *     segment NAME OFFSET SHAPE...  a parameter in the data NAME
+ *     metric NAME HEX               the data's codec_metric, as bytes
+ *     state NAME theta|v|m FILE     file of an array of the optimizer state
+ *     row NAME DATA ALGORITHM HEX   an all-reduce; HEX is the codec_spec as bytes, ignored for Gloo's own algorithms
  *
- * For each row it prints a line of JSON: when each repetition began and ended, bytes sent, a digest of what came out.
+ * Prints a line of JSON for each row: start and end time of each repetition, bytes sent, and a digest of the result.
  */
 #include <cmath>
 #include <cstdio>
@@ -187,7 +187,7 @@ public:
 			cpu.push_back(seconds(CLOCK_PROCESS_CPUTIME_ID) - busy);
 			begins.push_back(begin);
 			sent = group_.sent_nbytes() - before;
-			barrier(); /* computing digests would take a core from ranks that still work */
+			barrier(); /* computing a digest earlier would take a core from ranks still reducing */
 			digests.push_back(digest(stock ? tensor_ : out_));
 			if (i == 0)
 				count = same(1 + std::max(plan_.repeat,
