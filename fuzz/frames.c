@@ -1,6 +1,6 @@
 /*
- * frames.c - make the grammar frame of a number, and the library's result for it; compare.py loads this as a shared
- * library.
+ * frames.c - generate a frame from the grammar by a seed, and decode it with the library; compare.py loads this as a
+ * shared library.
  */
 #include <stdlib.h>
 

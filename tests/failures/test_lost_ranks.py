@@ -62,7 +62,7 @@ def _sweep(algorithms, fault, most):
 
 @pytest.mark.parametrize(("fault", "most"), [(die, 6), (freeze, 4)])
 def test_rank_lost_during_an_all_reduce_is_an_error_on_all_others(fault, most):
-    # A frozen rank is detected after a timeout, so algorithms mostly wait, and are swept in parallel.
+    # A frozen rank is detected only after a timeout, so these runs mostly wait: all algorithms are tested in parallel.
     each = [[algorithm] for algorithm in ALGORITHMS] if fault is freeze else [ALGORITHMS]
     with ThreadPoolExecutor() as pool:
         for rows in pool.map(lambda algorithms: _sweep(algorithms, fault, most), each):

@@ -10,7 +10,7 @@ from codec.specs import Lossless, Quantize, Spec
 
 QualityName = Literal["lossless", "balanced", "small", "smallest"]
 
-# By quality: largest relative error of a tensor, which is twice the usual error of the preset (codec.preset), below 1.
+# By quality: largest relative error of a tensor. It is twice the usual error of the preset (codec.preset), at most 0.9.
 _LIMITS: dict[str, float] = {"lossless": 0.0, "balanced": 0.06, "small": 0.3, "smallest": 0.9}
 _NAMES: tuple[QualityName, ...] = ("lossless", "balanced", "small", "smallest")
 # Bit widths (activations, gradients) that are allowed on a pipeline edge, least lossy first.

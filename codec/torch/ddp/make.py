@@ -51,8 +51,8 @@ def ddp_hook(
     ----------
     spec : Spec, str or Auto
         Codec of the gradients, or the name of a preset. Default: lossless. "auto" or :class:`Auto`: the hook measures
-        the link, and chooses the least lossy of the specs that are about as fast as the fastest one within the quality
-        of :class:`Auto`. It changes its choice when the link changes, at the same step on all ranks.
+        the link. Of the specs that :class:`Auto`'s quality allows, it finds the fastest one, and uses the least lossy
+        one that is about as fast. It changes its choice when the link changes, at the same step on all ranks.
     optimizer : torch.optim.Optimizer, optional
         Optimizer of the model. :class:`codec.Truncate` computes from its next step how many bits of each gradient
         matter (:func:`codec.optimizers.from_optimizer`). Wrappers of Accelerate and Lightning are removed.

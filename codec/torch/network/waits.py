@@ -80,7 +80,7 @@ class FirstOf(Wait):
 
     @property
     def progress(self) -> float:
-        """Time of the last activity of the rank that determines the timeout."""
+        """Time of the last activity of the awaited rank, from which the timeout counts."""
         return self._timed.progress
 
     def complete(self, error: BaseException | None = None) -> None:

@@ -97,7 +97,7 @@ class Steps:
         self._steps: dict[int, _Step] = {}  # steps in flight
         self._ended: OrderedDict[int, Mapping[int, PeerError]] = OrderedDict()  # `gone` of ended steps, by step
         self._of: dict[int, list[int]] = {w: [] for w in workers}  # steps in which each worker takes part, oldest first
-        # Steps that each worker abandoned before they began; True: because of NaN or Inf. Old entries are dropped.
+        # By worker, the steps that it abandoned before they began; True: because of NaN or Inf. Old ones are dropped.
         self._abandoned: dict[int, OrderedDict[int, bool]] = {w: OrderedDict() for w in workers}
 
     # Workers

@@ -94,7 +94,7 @@ def _key(r: DeviceReduction, piece: Piece) -> tuple[Any, ...]:
 
 
 def constant(r: DeviceReduction, piece: Piece) -> Array | None:
-    """Return the head of all frames of a piece, with any checksum; None if it depends on values, or is not known."""
+    """Return the head that all frames of a piece share, except for its checksum; None if values change it."""
     return _constant.get(_key(r, piece))
 
 

@@ -60,8 +60,8 @@ class Reduction:
     codebooks: Sequence[Codebook] = ()  # codebooks to which received frames may refer
     count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
     out: Values | None = None  # memory for the result; None: memory of the collective
-    # Deferred decoding: functions to call after the agreement, which decode the result into `x`. None: decode at once.
-    # For large tensors with small frames, this is faster than decoding to other memory and copying the result.
+    # Functions that decode the result into `x`, called after all ranks have succeeded; None: decode at once. Deferring
+    # is faster for large tensors with small frames than decoding to other memory and copying the result.
     deferred: list[Callable[[], None]] | None = None
 
     on_device = False  # True in DeviceReduction, whose values lie on a GPU

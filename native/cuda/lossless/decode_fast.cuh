@@ -262,7 +262,7 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	top->coder.taken = taken;
 }
 
-/* Decode whole chunks of a block of m values from row r on, if memory is aligned: read_chunks of read_single_plane. */
+/* Decode whole chunks of a block of m values from row r on. Does nothing if memory is not aligned. */
 template <int SIZE>
 DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec_sink &sink, uint64_t first, uint32_t m,
 				 plane *top, const uint8_t *fixed, digest *sums, cursor *c, place *o, uint32_t r,

@@ -18,8 +18,8 @@ static inline uint64_t padded(uint64_t n)
 #define ROW_CHUNK 2560
 
 /*
- * Work buffers of one thread. work_place lays them out in the caller's memory. m: values of a block, padded to quad
- * rows.
+ * Work buffers of one thread. work_place lays them out in the caller's memory. m: number of values of a block, rounded
+ * up to a multiple of 128.
  */
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES]; /* m + 64 bytes each: kernels may read or write 64 more bytes than they use */
