@@ -118,7 +118,7 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
 
 
 def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView]]:
-    """Yield all tensors as they are after `version`. Unchanged tensors are views of the base's memory."""
+    """Yield the tensors of `version`. Unchanged tensors are views of the base's memory."""
     for name, slot in weights.items():
         yield name, version.apply(name, slot).view if name in version.changed else slot.view
 

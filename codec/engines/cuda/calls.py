@@ -50,7 +50,7 @@ def working(views: Named, *, waits: bool = True) -> Generator[Work]:
 
 
 def views_of(r: DecodeRequest) -> Named:
-    """Return the argument names and tensors of a request, as far as they are on a device and known in advance."""
+    """Return names and tensors of the arguments of a request that lie on a device and are known in advance."""
     named = [("the frame", frame) for frame in r.frames]
     if r.out is not None and device_like(r.out) != "cpu":
         named.append(("out=", view_output(r.out)))

@@ -163,7 +163,7 @@ class OneBitAdam(torch.optim.Adam):
             The model, the return value of ``torch.compile`` for it, or an FSDP2 model whose replicas are the ranks of
             `group`. All of its parameters that require gradients must belong to this optimizer. The optimizer may have
             more parameters, such as those of a second DistributedDataParallel. Their gradients are not averaged:
-            :meth:`step` uses them as they are on this rank.
+            :meth:`step` uses those of this rank.
         policy : Policy or callable
             Specs of parameters, as for :func:`ddp_hook`; None stands for `warmup` before and `spec` after the freeze.
             By default, and for parameters for which a function returns None, norms, biases and parameters of fewer than

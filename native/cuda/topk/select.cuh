@@ -49,7 +49,7 @@ DEVICE uint32_t place_of(const topk_chunk &c, uint32_t i)
 	return c.at ? c.at[i] : i;
 }
 
-/* Load values i to i + 3, as far as they are below c.n, as bits of float32. Returns their number. */
+/* Load those of the values i to i + 3 that are below c.n, as bits of float32. Returns their number. */
 DEVICE uint32_t load_four(const topk_chunk &c, uint32_t i, uint32_t x[4])
 {
 	const uint32_t there = i < c.n ? (c.n - i < 4 ? c.n - i : 4) : 0;
