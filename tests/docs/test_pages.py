@@ -46,6 +46,14 @@ def test_sections_of_specifications_that_files_name_exist():
     assert not missing
 
 
+def test_pages_that_files_name_exist():
+    """Tests that run nightly read pages, too: a page that is moved must fail here first."""
+    files = [p for folder in ("codec", *FOLDERS.split("|")) for p in (ROOT / folder).rglob("*") if p.suffix in SOURCES]
+    named = [(path, page) for path in files for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())]
+    assert len(named) > 100
+    assert not {f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).exists()}
+
+
 def test_files_that_the_architecture_names_exist():
     named = re.findall(r"`(?:[\w/]+/)?(\w+\.(?:py|c|h|cc|cu))`", (ROOT / "docs/internals/architecture.md").read_text())
     exist = {p.name for folder in ("codec", *FOLDERS.split("|")) for p in (ROOT / folder).rglob("*.*")}

@@ -231,7 +231,7 @@ def test_specs_that_cannot_serve_are_refused_at_once(spec, how):
 def test_page_runs():
     """Its app and strategy train, with initial arrays of its model in bfloat16."""
     names = {}
-    for block in blocks("Flower", "federated-learning.md"):
+    for block in blocks("Flower", "docs/guides/federated-learning.md"):
         exec(block, names)
     app, net = names["app"], names["net"]
 

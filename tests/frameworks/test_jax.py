@@ -32,7 +32,7 @@ def test_delta_round_trip_returns_an_array_of_jax(dtype):
 
 
 def test_code_of_the_page():
-    (code,) = blocks("JAX", "arrays.md")
+    (code,) = blocks("JAX", "docs/guides/arrays.md")
     exec(code, {})
 
 

@@ -200,7 +200,7 @@ if __name__ == "__main__":
 def test_simulator_trains_with_the_filters_of_the_page(tmp_path):
     """NVFlare's own server and clients. Of equal clients, the mean has the values of one frame of Quantize(4)."""
     (tmp_path / "client.py").write_text(CLIENT)
-    (tmp_path / "job.py").write_text("\n".join(blocks("NVFlare", "federated-learning.md")) + JOB)
+    (tmp_path / "job.py").write_text("\n".join(blocks("NVFlare", "docs/guides/federated-learning.md")) + JOB)
     done = subprocess.run(
         [sys.executable, "-P", "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )

@@ -20,7 +20,7 @@ def test_tensor_round_trip(dtype):
 
 
 def test_code_of_the_page():
-    (code,) = blocks("TensorFlow", "arrays.md")
+    (code,) = blocks("TensorFlow", "docs/guides/arrays.md")
     exec(code, {})
 
 

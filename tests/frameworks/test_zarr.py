@@ -239,7 +239,7 @@ def test_code_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {}
     for heading in ("Zarr format 3", "numcodecs and Zarr format 2"):
-        for code in blocks(heading, "zarr.md"):
+        for code in blocks(heading, "docs/guides/zarr.md"):
             exec(code, namespace)
     assert namespace["y"].shape == (1000, 1000)
 

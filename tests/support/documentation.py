@@ -3,12 +3,12 @@
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 
 
-def blocks(heading, page="frameworks.md"):
-    """Return the Python code blocks in the section `heading` of a page, in order."""
-    sections = re.split(r"^## ", (DOCS / page).read_text(), flags=re.MULTILINE)
+def blocks(heading, page="docs/guides/frameworks.md"):
+    """Return the Python code blocks in the section `heading` of a page of the repository, in order."""
+    sections = re.split(r"^## ", (ROOT / page).read_text(), flags=re.MULTILINE)
     (section,) = [s for s in sections if s.partition("\n")[0] == heading]
     found = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     assert found, f"{page} has no Python below {heading!r}"

@@ -104,7 +104,7 @@ class Team
 {
 public:
 	/* Start `size` processes. They must end within `limit`. */
-	Team(int size, const Function &function, milliseconds limit = milliseconds(60000)) : end_(Clock::now() + limit)
+	Team(int size, const Function &function, milliseconds limit = milliseconds(300000)) : end_(Clock::now() + limit)
 	{
 		char name[] = "/tmp/codec-ranks-XXXXXX";
 
