@@ -267,8 +267,10 @@ def test_ctrl_c_ends_all_training_processes(who, tmp_path):
         processes[1].send_signal(signal.SIGSTOP)
         for _ in step_lines(processes[0].stdout):  # ends when rank 0 waits for the frozen rank
             pass
-    for p in hit:
-        p.send_signal(signal.SIGINT)
+    # Processes are stopped first, so that none exits before all have received SIGINT, as from a terminal.
+    for sent in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):
+        for p in hit:
+            p.send_signal(sent)
     for p in processes if who != "one beside a frozen one" else hit:
         status, said = wait_for_exit(p)
         if p in hit:

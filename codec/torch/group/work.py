@@ -1,13 +1,18 @@
 """Handle of a collective in flight, like that of torch.distributed for ``async_op=True``."""
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from codec.torch.network.waits import WAKE_SECONDS
 
 Callback = Callable[[], Any]
 
@@ -146,4 +151,8 @@ class Work(dist.Work):
     def _result(self, seconds: float | None = None) -> Any:
         if not self._done.done():
             self._worker.before_wait()
-        return self._done.result(seconds or None)
+        end = time.monotonic() + seconds if seconds else math.inf
+        while not self._done.done() and (left := end - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                self._done.exception(min(left, WAKE_SECONDS))
+        return self._done.result(0)

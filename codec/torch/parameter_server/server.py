@@ -18,6 +18,7 @@ from codec.readable import Rounded, count, size
 from codec.torch import _compat
 from codec.torch.network.endpoint import Endpoint
 from codec.torch.network.tcp import PeerConnection
+from codec.torch.network.waits import WAKE_SECONDS
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.messages import ABANDON, CLOSE, FLOATS, INIT, PUSH, REDUCES, TAG, Key, Request
@@ -165,7 +166,7 @@ class ParameterServer:
                 thread.start()
             with self._steps.changed:
                 while not self._all_gone():
-                    self._steps.changed.wait()
+                    self._steps.changed.wait(WAKE_SECONDS)
         finally:
             self._finished = True
             for connection in list(self._connections.values()):

@@ -1,5 +1,6 @@
 """Coroutines of collectives and the objects that they await, without ranks."""
 
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -209,6 +210,19 @@ def test_deadline_moves_with_the_progress_of_the_awaited_rank():
     assert task.step()
     with pytest.raises(codec.PeerError, match="rank 1 is gone or does not answer in time"):
         task.work.result()
+
+
+def test_wait_ends_if_another_thread_receives_the_interrupt():
+    """The kernel delivers SIGINT to any thread, if the process was stopped; this does not wake the main thread."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            task_of(Wait()).work.wait(timeout=SECONDS)
+        assert time.monotonic() - begin < SECONDS / 2
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_task_that_waits_for_no_rank_has_no_deadline():
