@@ -236,8 +236,8 @@ class Adafactor(Optimizer):
 
     The change of a value by its own gradient's error is bounded as for the other optimizers, if the mean square of the
     gradient is at most 4 times its running mean. Errors of other values also affect a value, through V and the clipping
-    of the step. They change its step by at most 7 eta of its size, where eta is the largest relative error of a
-    gradient (2^-6 for level 3 of float32).
+    of the step. They change its step by a factor of at most (1 + eta)^3 / (1 - eta)^4, about 1 + 7 eta, where eta is
+    the largest relative error of a gradient (2^-6 for level 3 of float32).
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ class Adafactor(Optimizer):
     def terms(self, state: Mapping[str, Any]) -> Terms:
         """A = theta (1 - lr lambda) sqrt(beta^2 v / (beta + 4 (1 - beta))) / min(lr, t^-0.5); beta = 1 - t^beta2_decay.
 
-        The divisor of beta^2 v keeps this a bound even if the mean of row_var grows in this step.
+        Dividing beta^2 v by beta + 4 (1 - beta) keeps A a lower bound even if the mean of row_var grows in this step.
         """
         t = self.step + 1
         new = t**self.beta2_decay

@@ -40,7 +40,7 @@ from codec.torch.point_to_point.send_recv import recv, send
 from codec.torch.saving.state import pack_state, unpack_state
 from codec.torch.transport.counters import Counters
 
-if TYPE_CHECKING:  # imported on first use, see __getattr__
+if TYPE_CHECKING:  # at run time, __getattr__ imports these names on first use
     from codec.torch import pipelining as pipelining
     from codec.torch.saving.stream import FrameStream, checkpoint_reader, checkpoint_writer
 
@@ -97,10 +97,10 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "pipelining", "__all__", "__doc__", "__file__", "__name__", "__path__"])
 
 
-if not TYPE_CHECKING:  # type checkers would accept any attribute
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
 
     def __getattr__(name: str) -> object:
-        """Import a submodule that is slow to import when one of its names is first used."""
+        """Import `saving.stream` or `pipelining` when one of its names is first used; both are slow to import."""
         if name in ("FrameStream", "checkpoint_reader", "checkpoint_writer"):
             return getattr(importlib.import_module("codec.torch.saving.stream"), name)
         if name == "pipelining":

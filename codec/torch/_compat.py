@@ -20,7 +20,7 @@ from codec import EngineError
 
 
 def _first(owner: Any, *names: str) -> Any:
-    """Return the first attribute of `owner` that exists. Pass the new name first, since old names are deprecated."""
+    """Return the first of the named attributes that `owner` has. Pass the new name first: old names are deprecated."""
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 
@@ -79,7 +79,8 @@ def call_after_backward(call: Callable[[], None]) -> None:
     """Make autograd call a function at the end of this backward pass. If the pass fails, the function is not called.
 
     Autograd runs callbacks in the order of queueing. DistributedDataParallel queues a callback after its last bucket,
-    which stores the gradients. To run after that one, this callback queues `call` only when it runs itself.
+    which stores the gradients. To run after DistributedDataParallel's callback, the callback queued here queues `call`
+    only when it runs itself.
     """
     engine = _torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(call))
@@ -88,9 +89,9 @@ def call_after_backward(call: Callable[[], None]) -> None:
 class BackwardEnd:
     """Callback for the end of a backward pass; cancels the step if it is deleted without having been called.
 
-    It is deleted uncalled if an exception ends the pass. KeyboardInterrupt, for example, is raised when autograd next
-    calls Python, before the first line of the hook. Reentrant checkpoints run backward passes within a pass, so a step
-    may have several passes; the pass with the last bucket ends the step.
+    Autograd deletes it uncalled if an exception ends the pass. KeyboardInterrupt, for example, is raised when autograd
+    next calls Python, before the first line of the hook. Reentrant checkpoints run backward passes within a pass, so a
+    step may have several passes; the pass with the last bucket ends the step.
 
     Parameters
     ----------

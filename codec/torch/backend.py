@@ -26,7 +26,7 @@ from codec.torch.group.worker import Worker
 from codec.torch.reduction import arguments
 from codec.torch.transport.counters import Counters
 
-_STREAM = 1 << 32  # offset between the random streams of consecutive collectives; exceeds the frames of a collective
+_STREAM = 1 << 32  # offset between the random streams of two collectives; larger than the number of frames in one
 _DEVICES = ["cpu", "cuda"]  # device types whose tensors the backend supports
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 

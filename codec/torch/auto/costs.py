@@ -21,8 +21,8 @@ from codec.tensors.wrapper import view
 MILLION = 1_000_000
 UNKNOWN = -1  # reported error of a tensor that was not measured, such as one whose sample is zero everywhere
 _FIELDS = tuple(f.name for f in fields(Cost))
-_BUDGET = 1 << 18  # values that are sampled from all tensors together
-_FEWEST = 512  # least values that are sampled from a tensor, unless there are too many tensors for the budget
+_BUDGET = 1 << 18  # maximum number of values sampled from all tensors together
+_FEWEST = 512  # minimum number of values sampled from a tensor, unless there are too many tensors for the budget
 
 
 @dataclass
@@ -30,7 +30,8 @@ class Samples:
     """Samples of the gradients of one step, by parameter name."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    on_device: bool = False  # True if gradients are on a GPU: encoding on the host then says nothing about its times
+    # True if gradients are on a GPU: times of encoding on the host then say nothing about the GPU
+    on_device: bool = False
 
 
 def take(flat: torch.Tensor, shape: Sequence[int], values: int, tensors: int) -> torch.Tensor:

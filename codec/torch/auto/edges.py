@@ -13,7 +13,8 @@ from codec.torch.auto.selector import Selector
 from codec.torch.network.info import ConnectionInfo
 
 _PICO, _MICRO = 1e12, 1e6
-_SHARE = 0.5  # a direction gets a less lossy level if it then takes at most this share of the slowest one's wire time
+# A direction switches to a less lossy level if this takes at most this share of the slowest one's wire time
+_SHARE = 0.5
 _KEPT = 0.7  # a direction keeps its less lossy level up to this share of the slowest one's wire time
 _MOST = 1 << 60  # largest number in a report
 
@@ -70,7 +71,7 @@ class EdgeChoice:
     levels : sequence of (Spec, Spec)
         Specs of activations and gradients, least lossy first.
     link : Link or None
-        Link that the user states; None: it is measured.
+        Link that the user has stated; None: measure the link.
 
     Attributes
     ----------
@@ -81,8 +82,8 @@ class EdgeChoice:
     def __init__(self, levels: Sequence[Pair], link: Link | None) -> None:
         self._levels, self._stated = tuple(dict.fromkeys(levels)), link
         self._selector = Selector(0)
-        self._at: dict[Direction, int] = {}  # level of each direction; one above the selector's level has no effect
-        self._last = 0.0  # time of the last report, in seconds of perf_counter; 0: none
+        self._at: dict[Direction, int] = {}  # level of each direction; a level above the selector's has no effect
+        self._last = 0.0  # time of the last report (perf_counter, in seconds); 0: no report yet
         self.steps: dict[str, int] = {}
 
     @property

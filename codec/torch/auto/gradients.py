@@ -24,8 +24,8 @@ from codec.torch.transport.channel import Channel
 
 _SECOND, _PERIOD = 16, 256  # step of the second measurement of gradients; steps between later measurements
 _PICO, _MICRO = 1e12, 1e6
-_BASE = 3  # first integers of a report, which all hooks send: time, load, waiting
-# Next integers of a report: microseconds since the last report, picoseconds per byte, microseconds per round trip.
+_BASE = 3  # number of integers at the start of every hook's report: duration, load and wait, see Measurement.report
+# Number of integers that follow: microseconds since the last report, picoseconds per byte, microseconds per round trip.
 _LINK = 3
 _UNKNOWN = [-1, -1]  # picoseconds per byte and microseconds per round trip of a rank that has not measured its link
 # Norm of residual / norm of gradient above which a tensor gets a less lossy spec; stable runs stay below 15.
@@ -48,11 +48,11 @@ class GradientChoice:
     quality : Quality
         Specs that may be chosen, and limit of the relative error.
     link : Link or None
-        Link that the user states; None: it is measured.
+        Link that the user has stated; None: measure the link.
     raw : bool
         True: gradients may be sent uncompressed.
     options : CallOptions
-        Threads of measurements.
+        Number of threads for the measurements.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class GradientChoice:
         self._meter, self._taken = Meter(), costs.Samples()
         self.link = self.stated
         self._ratios: Mapping[str, float] = {}
-        self._last = 0.0  # time of the last report, in seconds of perf_counter; 0: none
+        self._last = 0.0  # time of the last report (perf_counter, in seconds); 0: no report yet
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the choice without the measurements that belong to this process."""
@@ -132,7 +132,7 @@ class GradientChoice:
         return next(fitting, 0)
 
     def serve(self, sizes: Mapping[str, int], nbytes: int) -> None:
-        """Set the tensors whose specs are chosen: number of values by name, and bytes of all tensors together."""
+        """Set the tensors whose specs are chosen: their numbers of values by name, and their total size in bytes."""
         if self._numbers and list(sizes) != list(self._sizes):
             self._reset()
         self._sizes, self._nbytes = dict(sizes), nbytes
@@ -184,9 +184,10 @@ class GradientChoice:
         return numbers
 
     def _without_growing(self, numbers: list[int]) -> list[int]:
-        """Return measurements in which tensors with large residuals have errors above the limit for the current spec.
+        """Return `numbers` with errors above any limit for tensors that have large residuals.
 
-        These tensors are then sent with a less lossy spec.
+        The errors of the current and all lossier specs are replaced, so that these tensors are sent with a less lossy
+        spec, and their residuals do not grow.
         """
         i, lossy = self._levels[self._selector.level][1], len(self.quality.specs) - 1
         begin = len(numbers) - lossy * len(self._sizes)

@@ -7,14 +7,14 @@ from typing import NamedTuple
 from codec.torch.network.info import ConnectionInfo
 
 _LEAST_BUSY = 0.02  # seconds of sending that an estimate needs, since the kernel's clock has ticks of up to 4 ms
-_MOST_STEPS = 16  # most steps that an estimate uses
-_RTT_STEPS = 4  # steps over which the shortest round trip is taken, since queues lengthen some of them
+_MOST_STEPS = 16  # maximum number of steps that an estimate uses
+_RTT_STEPS = 4  # number of steps, whose shortest round trip is used, since queues lengthen some round trips
 _LEAST_SHARE = 1 / 2  # share of the sending time that is never subtracted as a round trip
-_CAREFUL = 3  # estimates of which the slowest is returned, since some are too fast by chance
+_CAREFUL = 3  # number of last estimates, of which the slowest is returned, since some are too fast by chance
 
 
 class Estimate(NamedTuple):
-    """Link of a rank: seconds per byte (0 if too short to measure), and seconds per round trip."""
+    """Link of a rank: seconds per byte (0: too short to be measured), and seconds per round trip."""
 
     seconds_per_byte: float
     rtt: float

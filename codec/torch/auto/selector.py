@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 # A level is the index of a spec, or of a pair of specs, in a list that starts with the least lossy one.
 _SKIPPED = 1  # steps after a switch that are not measured, since they allocate memory
 _TRIAL = 3  # measured steps of a new level before it is compared with others
-_WINDOW = 6  # last measured steps of a level that are used
-_EQUAL, _MOST_EQUAL = 1.05, 1.1  # least and largest ratio of times that count as equal; it grows if times vary
+_WINDOW = 6  # number of last measured steps of a level on which decisions are based
+_EQUAL, _MOST_EQUAL = 1.05, 1.1  # bounds of the ratio up to which times count as equal; it grows if times vary
 _HOPE = 1.1  # factor by which a level without measurements is assumed to be faster than predicted, so that it is tried
 _GAIN = 3.0  # factor by which a lossier level without measurements is assumed to save more time than predicted
 # A level is left immediately if its first two measured steps are slower than the previous level by this factor.
 _ABORT = 1.5
-_MOVED = 0.3  # measurements of a level are dropped if its prediction changes by this share, since the link has changed
+_MOVED = 0.3  # drop measurements of a level if its prediction changes by this share of its time: the link has changed
 _LASTS = 200  # steps after which measurements of a level that is not current expire
-_NEAR, _NEAR_LASTS = 1.25, 50  # levels slower by less than this factor are near; steps until their measurements expire
-_HOLD = 16  # steps without a switch for small gains, after the first return to a measured level
+# A level is near if it is slower than the current one by a factor below _NEAR. Its measurements expire after
+# _NEAR_LASTS steps.
+_NEAR, _NEAR_LASTS = 1.25, 50
+_HOLD = 16  # steps in which small gains cause no switch, after the first return to a measured level
 _MOST_HOLD = 128  # upper bound of _HOLD, which doubles with each further return
 
 
@@ -74,7 +76,7 @@ class Selector:
         self._former: float | None = None  # seconds of a step at the previous level while this one is tried; else None
         self._skip, self._hold, self._step = _SKIPPED, 0, 0
         self._next_hold = _HOLD
-        self._wish = 0  # after the last step, a lossier (1), a less lossy (-1) or no other level (0) looked better
+        self._wish = 0  # level that looked better after the last step: lossier (1), less lossy (-1) or none (0)
 
     def begin(self, predicted: Sequence[float]) -> Switch | None:
         """Drop all measurements, and choose by predictions alone. Call this once, before the first :meth:`observe`."""
@@ -128,7 +130,7 @@ class Selector:
         return self._switch(level, record.usual, expected[level])
 
     def _hoped(self, level: int, here: float, expected: float) -> float:
-        """Return an optimistic estimate of a level's seconds per step: `expected` if measured, else at most that."""
+        """Return an optimistic estimate of a level's seconds per step: at most `expected`, or equal if measured."""
         if level in self._records:
             return expected
         if level < self.level:

@@ -56,9 +56,9 @@ def decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> tor
     frame : tensor of uint8
         Whole frame.
     shape : sequence of int
-        Shape of the tensor. A graph needs it when it is traced.
+        Shape of the encoded tensor. ``torch.compile`` needs it to trace the graph.
     dtype : torch.dtype
-        Dtype of the tensor.
+        Dtype of the encoded tensor.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def _written(spec: SpecLike) -> str:
     """Return a spec as a string, since operators cannot take Spec objects."""
     try:
         return repr(self_contained(spec))
-    except AttributeError:  # torch.compile has traced the constructor, and has not set its fields
+    except AttributeError:  # torch.compile has traced the spec's constructor without setting the fields
         raise SpecError("make the spec outside of the compiled function, or give the name of a preset") from None
 
 

@@ -1,8 +1,8 @@
 """Compressed collectives for torch.distributed.
 
-Each collective has a function work(comm, collective), which the thread of the group runs. Its function prepare()
-checks the arguments; if it raises an error, all ranks raise an error. Its function store() stores the result after all
-ranks have succeeded.
+Each collective defines a function work(comm, collective), which the thread of the group runs. Within it, prepare()
+checks the arguments; if it raises an error, all ranks raise an error. store() stores the result after all ranks have
+succeeded.
 """
 
 from collections.abc import Awaitable, Callable
@@ -72,14 +72,14 @@ def all_reduce(
         True: return at once, and reduce in the background, in the order of calls.
     out : torch.Tensor, optional
         Tensor for the result; `tensor` is then unchanged. It must be contiguous, have the dtype and size of `tensor`,
-        be in host memory or on the device of `tensor`, and not share memory with `tensor`. It is faster, because the
-        result is written to `out` directly; so `out` is undefined after an error.
+        be in host memory or on the device of `tensor`, and not share memory with `tensor`. Passing `out` is faster,
+        because the result is written to it directly; for the same reason, `out` is undefined after an error.
     feedback : Feedback or False, optional
         Error feedback for a lossy codec, for sums and means by any algorithm except "ring". The encoding errors of this
-        rank are added to its values in the next call with the same parameter names, and the errors of sums that it
-        encodes to the next sums. Errors from rounding results to bfloat16 or float16 are not included. After an error,
-        residuals are unchanged on all ranks. Default: no error feedback; :class:`codec.TopK` needs an explicit False
-        for that.
+        rank are added to its values in the next call with the same parameter names. The errors of the sums that this
+        rank encodes are added to its next sums. Errors from rounding results to bfloat16 or float16 are not included.
+        After an error, residuals are unchanged on all ranks. Default: no error feedback; :class:`codec.TopK` needs an
+        explicit False for that.
     stream : int
         Number of the random stream for codecs with random rounding. Use different numbers for the tensors of a step.
     options : CallOptions, optional
@@ -91,8 +91,8 @@ def all_reduce(
           neighbour, and encoded N - 1 times; "raw": two-shot with uncompressed values; "shared_scale": two-shot for
           :class:`codec.Ternary` with exact sums, since all ranks share one scale per parameter. Default "auto":
           all-gather for two ranks and for small tensors, otherwise two-shot; or raw, if the first calls with tensors of
-          a size measure that it is faster. With "auto", results of lossy codecs can so depend on timing; name an
-          algorithm for reproducible results.
+          that size have measured that raw is faster. With "auto", results of lossy codecs can therefore depend on
+          timing; name an algorithm for reproducible results.
         * ``timeout``: longest time, in seconds, that a rank may keep others waiting. The group's first collective sets
           it. Default: the group's timeout.
 

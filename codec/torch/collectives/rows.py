@@ -23,7 +23,7 @@ from codec.torch.reduction.partition import Piece
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.messages import Array
 
-_BACKWARD = 1 << 63  # bit that distinguishes the random stream of gradients
+_BACKWARD = 1 << 63  # bit that is flipped in the number of the random stream for gradients
 
 Splits = Sequence[int]
 
@@ -65,7 +65,7 @@ def all_to_all_rows(
     Returns
     -------
     torch.Tensor
-        Received rows, of shape (sum of `output_split_sizes`, ...); rows from rank 0 come first. Without rows if this
+        Received rows, of shape (sum of `output_split_sizes`, ...); rows from rank 0 come first. It has no rows if this
         rank is not in the group.
 
     Raises

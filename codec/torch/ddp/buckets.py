@@ -71,8 +71,8 @@ class Part:
     """Parameters of a bucket that have the same spec and the same error feedback.
 
     If they hold nearly all values of the bucket, the whole bucket is encoded without a copy, and `whole` is True. Its
-    frames then also hold the parameters of other parts, under the name NOBODY. These have no residual in this part, and
-    their results are read from their own part.
+    frames then also hold the parameters of other parts, under the name NOBODY. The parameters of other parts have no
+    residual in this part, and their results are read from their own part.
     """
 
     spec: Spec
@@ -192,7 +192,7 @@ def _flat_or_zeros(x: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradient of each parameter in a bucket, as a view with the parameter's shape; complex if it is.
+    """Return the gradient of each parameter in a bucket, as a view with the shape and the kind (real, complex) of it.
 
     ``GradBucket.gradients()`` is not used: it ignores the order in memory, returns only half of a complex gradient, and
     does not return sparse gradients.
@@ -254,7 +254,7 @@ def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, num
     part : Part
         Parameters of a bucket.
     scale : float
-        Factor of the GradScaler in all gradients.
+        Factor by which a GradScaler has multiplied all gradients; 1 without one.
     buffers : Buffers
         Cached memory for the concatenated state.
     number : int

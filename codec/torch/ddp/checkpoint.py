@@ -32,7 +32,7 @@ def head(
     buckets: Sequence[Sequence[str]],
     shapes: Shapes,
 ) -> dict[str, Any]:
-    """Return the entries that every state has.
+    """Return the entries that the state of every hook has, with or without residuals.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class Saved:
         self.parts: dict[str, Any] = {name: part for name, part in entries.items() if name not in _HEAD}
 
     def check_parts(self, expected: Iterable[str]) -> None:
-        """Raise StateError unless the state has exactly the `expected` of ``worker``, ``server``, ``refresher``."""
+        """Raise StateError unless `parts` has exactly the `expected` keys, such as ``worker`` or ``refresher``."""
         lacking, extra = sorted(set(expected) - set(self.parts)), sorted(set(map(str, self.parts)) - set(expected))
         if lacking or extra:
             raise StateError(
@@ -101,7 +101,7 @@ class Saved:
 
 
 def check_rank(owner: tuple[int, int], here: tuple[int, int]) -> None:
-    """Raise StateError if residuals belong to another rank, or to another number of ranks, than `here`."""
+    """Raise StateError if the (rank, number of ranks) of residuals, `owner`, differs from `here`, unless unknown."""
     if UNKNOWN not in (*owner, *here) and owner != here:
         raise StateError(
             f"these residuals belong to rank {owner[0]} of {owner[1]}, and this is rank {here[0]} of {here[1]}: "

@@ -1,6 +1,6 @@
 """Communication hook of DistributedDataParallel: registration, statistics, and state for checkpoints."""
 
-# no `from __future__ import annotations`: torch checks the annotations of a hook
+# No `from __future__ import annotations`: torch checks that the annotations of a hook are types, not strings.
 
 import weakref
 from collections.abc import Mapping
@@ -80,7 +80,7 @@ class Hook:
         return self.reduce(bucket)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-        """Begin to reduce a bucket; call it from your own communication hook, to do more than this hook does.
+        """Begin to reduce a bucket. Call this from your own communication hook, if it does more than reduce.
 
         Your hook must call this for every bucket, on all ranks, and return the future. The future never fails: errors
         are raised at the end of the backward pass.
@@ -98,7 +98,7 @@ class Hook:
         Raises
         ------
         ArgumentError
-            The hook serves no model yet, and none or several could have called it: call :meth:`serve` first.
+            The hook serves no model yet, and no model, or more than one, could be the caller: call :meth:`serve` first.
 
         Examples
         --------
@@ -235,7 +235,8 @@ class Hook:
         Parameters
         ----------
         by_parameter : bool
-            Fill in ``parameters``. Computing the norms copies the residuals.
+            True: also fill in ``parameters``, the statistics of each parameter. This copies the residuals to compute
+            their norms.
 
         Returns
         -------
@@ -269,8 +270,8 @@ class Hook:
         Parameters
         ----------
         gather : bool
-            True: return the states of all ranks, to be saved in one file; all ranks must call this, and all get the
-            same. False: return the state of this rank; each rank must save its own.
+            True: return the states of all ranks, to be saved in one file. All ranks must call this, and all receive the
+            same result. False: return the state of this rank; each rank must save its own.
 
         Returns
         -------

@@ -36,7 +36,7 @@ _REDUCER = (
 
 
 def watch(hook: _Hook) -> None:
-    """Log a warning at the end of the process if the hook was never called, since no gradient was compressed then."""
+    """At the end of the process, log a warning if the hook was never called, because it then compressed no gradient."""
     _hooks.add(hook)
 
 
@@ -106,7 +106,8 @@ def model_of(hook: object, parameter: torch.Tensor) -> DistributedDataParallel:
     Parameters
     ----------
     hook : Hook
-        The hook. If it is neither the hook nor the hook's state of any model, the model is found by `parameter`.
+        The hook. If it is registered to no model, neither as hook nor as the state of one, `parameter` identifies the
+        model.
     parameter : torch.Tensor
         Parameter of the model.
 
@@ -144,9 +145,9 @@ def warn_of_adam(reducer: Reducer) -> None:
 
 @functools.cache
 def _listen() -> None:
-    """Check unchecked hooks before each step of any optimizer. Registered once and never removed.
+    """Register, once, a callback that checks the unchecked hooks before each step of any optimizer.
 
-    A callback cannot remove itself during the optimizer's step.
+    The callback stays registered, because it cannot remove itself during an optimizer's step.
     """
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,6 +1,6 @@
 """Create hooks for DistributedDataParallel, by :func:`ddp_hook` or by torch's own register_comm_hook."""
 
-# no `from __future__ import annotations`: torch checks the types in the hook's annotations
+# No `from __future__ import annotations`: torch checks that the annotations of a hook are types, not strings.
 
 import weakref
 from dataclasses import replace
@@ -69,10 +69,10 @@ def ddp_hook(
         decide for all parameters.
     refresher : CodebookRefresher, optional
         Refresher of codebooks for the same spec, which must be :class:`codec.Lossless` or :class:`codec.Truncate`.
-        Frames then refer to a codebook that all ranks have agreed on, instead of holding one each. In a step in which a
-        refresh is due, each rank counts its symbols, and the counts are summed after the last bucket. If a rank joins,
-        all ranks drop their codebooks. Default: None, because frames are smaller if the gradients of each layer have
-        their own codebook.
+        Frames then refer to a codebook that all ranks have agreed on, instead of each containing its own codebook. In a
+        step in which a refresh is due, each rank counts its symbols, and the counts are summed after the last bucket.
+        If a rank joins, all ranks drop their codebooks. Default: None, because frames are smaller if the gradients of
+        each layer have their own codebook.
     grad_scaler : torch.amp.GradScaler, optional
         GradScaler of the loss, if the training has one. NaN and Inf then raise no error: all ranks receive NaN, all
         scalers skip the step, and residuals stay unchanged. Truncate reads the scale of the gradients from it.

@@ -24,10 +24,10 @@ Choice = tuple[Spec, bool]  # spec; True if error feedback is applied
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _MOSTLY = 0.5  # share of zeros above which a gradient counts as mostly zero
-_MUCH = 0.3  # share of the gradients' bytes that may stay uncompressed before a warning is logged
-_PATIENCE = 8  # steps for which the log of specs waits for gradients that are still zero everywhere
+_MUCH = 0.3  # share of the gradients' bytes, sent lossless or uncompressed, above which a warning is logged
+_PATIENCE = 8  # maximum steps by which logging the specs is delayed while some gradients are still zero everywhere
 
-# Reasons why a gradient is not sent by the hook's spec. `Stats.contents` shows them.
+# Reasons why a gradient is not sent with the hook's spec. `Stats.contents` shows them.
 START, MEASURED, UNKNOWN = "start_step", "first step", "gradient is zero so far"
 CHOSEN, SMALL, EMBEDDING, ZEROS, DTYPE = "policy", "small", "embedding", "mostly zero", "dtype"
 LIMITED = "error"  # the relative error of this parameter's gradient would exceed the limit of "auto"
@@ -166,11 +166,11 @@ class Plan:
         self.chosen: dict[torch.nn.Parameter, Choice] = {}
         self.zeros: dict[str, bool] = {}
         self.contents: dict[str, int] = {}
-        # Inputs of the last choices, to skip choosing while they are unchanged. None if the user's `choose` must be
-        # called in every step.
+        # Inputs of the last choice of specs; while they are unchanged, the specs are not chosen again. None: choose in
+        # every step, because the user's `choose` must be called.
         self._basis: object = None
         self._uneven: set[torch.Tensor] = set()  # parameters whose rows have gradients of very different magnitudes
-        self._small: set[torch.Tensor] = set()  # parameters that are lossless because they are small
+        self._small: set[torch.Tensor] = set()  # parameters that are sent lossless because they are small
         self._other: set[torch.Tensor] = set()  # parameters whose gradients are sent uncompressed, see _other()
         self._reasons: dict[torch.nn.Parameter, str] = {}  # reason of each choice; "" for the hook's own spec
         self._reported = False
@@ -292,7 +292,7 @@ class Plan:
         return (uneven, ZEROS) if self.zeros[name] else (self.spec, "")
 
     def measure(self, mean: torch.Tensor, parts: Sequence[Part], zeros: dict[str, bool]) -> None:
-        """Measure parameters of a bucket, given its `mean`; store True in `zeros` if a gradient is mostly zero.
+        """Count the zeros in the gradients of a bucket's `mean`; store in `zeros`, by name, True if mostly zero.
 
         Only lossless parts are measured, because their mean gradients are equal on all ranks. A gradient that is zero
         everywhere is skipped, and measured again in a later step.
@@ -329,7 +329,7 @@ class Plan:
     def report(self, step: int) -> None:
         """Log once the specs of the gradients, after the first step in which no parameter awaits a measurement.
 
-        Also log a warning if more than 30% of the gradients' bytes stay uncompressed.
+        Also log a warning if more than 30% of the gradients' bytes are sent lossless or uncompressed.
         """
         if self._reported or not self.contents or isinstance(self.spec, Lossless):
             return

@@ -100,7 +100,8 @@ class Reducer:
         group : ProcessGroup
             Process group; it may be a new one, after a rank was lost.
         module : torch.nn.Module
-            Module in whose layers the policy looks for embeddings and heads; an empty module if they are unknown.
+            Module whose layers the policy searches for embeddings and output heads; an empty module if the layers are
+            unknown.
         """
         if self.state.current.in_flight:
             self.cancel()
@@ -119,8 +120,8 @@ class Reducer:
     def reduce(self, bucket: Bucket) -> Work:
         """Begin to reduce a bucket in the background. Bucket 0 begins a step.
 
-        For the last bucket of a step, this waits until all buckets are reduced. Within a backward pass, the step ends
-        with the pass; else this ends the step.
+        For the last bucket of a step, this waits until all buckets are reduced. The step ends with the backward pass;
+        outside of one, this method ends it.
 
         Parameters
         ----------
@@ -267,7 +268,7 @@ class Reducer:
         self.state.commit(step)
 
     def _is_overflow(self, error: BaseException) -> bool:
-        """Return True if the error is NaN or Inf in gradients that a GradScaler scales, so that it skips the step."""
+        """Return True for the error of NaN or Inf in scaled gradients, after which the GradScaler skips the step."""
         scales = self._scaler is not None and self._scaler.is_enabled()
         return scales and getattr(error, "code", None) == Status.NONFINITE
 

@@ -17,7 +17,7 @@ logger = logging.getLogger("codec.torch")
 
 _INTERVAL = 8  # steps between two measurements of norms, each of which reads all residuals and gradients again
 _DECAY = 0.75  # weight of earlier measurements in a running mean
-_FIRST = 3  # measurements before the warning, because the magnitude of gradients changes in the first steps
+_FIRST = 3  # measurements before a warning may be logged, since the magnitude of gradients changes in the first steps
 _BOUND = 20.0  # norm of residual / norm of gradient above which to warn; stable runs stay below 15 (convergence.md)
 
 
@@ -41,24 +41,24 @@ class Residuals(ResidualPair):
         self._measured: list[
             tuple[list[Range], Array, list[float]]
         ] = []  # ranges, residual, squared norms of gradients
-        self._moved: list[Part] = []  # parts that are new in the current step
+        self._moved: list[Part] = []  # parts that were first used in the current step
         self._warned = False
 
     def begin_step(self, step: int, scale: float) -> None:
-        """Roll back a step that did not end, and rescale the residuals to gradients with the factor `scale`."""
+        """Roll back a step that did not end, and rescale the residuals to gradients that are multiplied by `scale`."""
         self.rollback()
         self.rescale(scale)
         self._measuring = step % _INTERVAL == 0
 
     def feed_part(self, r: Reduction, part: Part, owned: tuple[int, int], size: int) -> None:
-        """Have the encoder of a part add residuals to gradients, and store the encoding errors as new residuals.
+        """Make the encoder of a part add residuals to gradients, and store the encoding errors as new residuals.
 
         A part without error feedback, such as a lossless one, adds the residuals once, in its first step.
 
         Parameters
         ----------
         r : Reduction
-            Reduction; this sets its arrays of residuals.
+            Reduction of the part; this method sets its arrays of residuals.
         part : Part
             Parameters of the reduction.
         owned, size
@@ -78,11 +78,11 @@ class Residuals(ResidualPair):
                 self._measure(r, part, owned, sums)
 
     def may_wait(self, parts: Sequence[Part]) -> bool:
-        """Return True if :meth:`feed_part` may read values of one of the parts, for which the host waits for a GPU."""
+        """Return True if :meth:`feed_part` may read values of `parts` on the host, which then waits for the GPU."""
         return self._measuring or any(part.new for part in parts)
 
     def _measure(self, r: Reduction, part: Part, within: tuple[int, int], residual: Array) -> None:
-        """Compute the squared norms of the gradients in the range `within`; their residuals go to `residual`."""
+        """Compute the squared norms of the gradients in the range `within`, whose new residuals are in `residual`."""
         ranges, offset, squares = cut(part.layout, *within), within[0], list[float]()
         for _, start, stop in ranges:
             n = stop - start
@@ -117,7 +117,8 @@ class Residuals(ResidualPair):
             for (name, start, stop), g in zip(ranges, squares, strict=True):
                 here, offset = residual[offset : offset + stop - start], offset + stop - start
                 e, former = square(here), found.get(name, (0.0, 1.0))
-                if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:  # larger ratio of worker and server
+                # The worker's or the server's, whichever has the larger ratio
+                if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:
                     found[name] = e, g
         for name, new in found.items():
             old = self._squares.get(name, new)

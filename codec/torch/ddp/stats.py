@@ -60,10 +60,10 @@ class Stats(Counters):
         gradient would exceed the limit.
     choices : dict of str to int
         Number of steps with each spec that ``ddp_hook("auto")`` has chosen, such as ``{"raw": 10, "Quantize()": 90}``;
-        "raw" is uncompressed. Empty for other hooks.
+        "raw" is uncompressed. Empty for hooks without "auto".
     link : Link or None
         Slowest link of any rank, as ``ddp_hook("auto")`` last measured it, or the link that the user stated. Its rate
-        is infinite if it is too high to be measured. None for other hooks.
+        is infinite if it is too high to be measured. None for hooks without "auto".
     world_size : int
         Number of ranks.
     buffer_nbytes : int
@@ -72,9 +72,10 @@ class Stats(Counters):
     scratch_nbytes : int
         Peak bytes of GPU memory that the CUDA engine has allocated to encode and decode for the group, in addition to
         tensors and frames. A call allocates at most 300 MB for its running warps, 8 bytes per value of a bucket with
-        error feedback, and 1 byte per value whose level an optimizer determines. It releases all of this when its
-        kernels are launched. Each piece of a bucket (a chunk of one rank) also keeps less than 1 MB until the host has
-        read the error flags of its kernels, at the end of the step. 0 for tensors in host memory.
+        error feedback, and 1 byte per value for the levels that :class:`codec.Truncate` computes from the optimizer. It
+        releases all of this when its kernels are launched. Each piece of a bucket (a chunk of one rank) also keeps less
+        than 1 MB until the host has read the error flags of its kernels, at the end of the step. 0 for tensors in host
+        memory.
     parameters : dict of str to ParameterStats
         Statistics by parameter name; empty without ``stats(by_parameter=True)``.
 
@@ -100,7 +101,7 @@ class Stats(Counters):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent divided by those of an uncompressed all-reduce, 2 (N - 1) / N of each tensor; NaN if that is 0."""
+        """Bytes sent, divided by the bytes of an uncompressed all-reduce, 2 (N - 1) / N times all tensors; NaN if 0."""
         plain = self._uncompressed_nbytes
         return self.sent_nbytes / plain if plain else float("nan")
 

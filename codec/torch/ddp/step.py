@@ -1,4 +1,4 @@
-"""State of a hook: of the current step, and the state that changes only if a step succeeds on all ranks."""
+"""State of a hook's current step, and state that changes only if a step succeeds on all ranks."""
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -55,16 +55,19 @@ class Step:
     cause: Cause | None = None  # first error of the step, as reported to the other ranks
     zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # by parameter: True if its gradient is mostly zero
     buckets: dict[int, list[str]] = field(default_factory=dict[int, list[str]])  # names of the parameters, by bucket
-    traffic: list[Counters] = field(default_factory=list[Counters])  # traffic of each bucket
+    traffic: list[Counters] = field(default_factory=list[Counters])  # bytes and seconds of each bucket's collective
     begun: Wait = field(default_factory=Wait)  # completes when ranks agree on the hook's state and specs are chosen
     arrived: list[Wait] = field(default_factory=list[Wait])  # each completes when the data of its bucket has arrived
     over: Wait = field(default_factory=_wait_for_last_bucket)  # completes at the end of the step
-    returned: list[Wait] = field(default_factory=list[Wait])  # complete when buckets but the last have seen `over`
-    launched: list[tuple[Bucket, Reduction]] = field(default_factory=list[tuple[Bucket, Reduction]])  # may run on GPUs
-    store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # write the means to buckets
+    # One for each bucket but the last; completes when the bucket's collective has resumed after `over`.
+    returned: list[Wait] = field(default_factory=list[Wait])
+    # Reductions of each bucket; their kernels may still run on a GPU.
+    launched: list[tuple[Bucket, Reduction]] = field(default_factory=list[tuple[Bucket, Reduction]])
+    # Functions that write the means to the buckets; they are called if the step succeeds.
+    store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
     waited: Counters = field(default_factory=Counters)  # totals of the group at the start of the step
-    measured: Measurement | None = None  # times since the start of the step
+    measured: Measurement | None = None  # timer since the start of the step
     turn: Turn | GradientChoice | None = None  # chooses between frames and uncompressed values
     way: Way = "frames"
     confirmed: bool = False  # True if ranks of other groups were informed of the outcome of the step
@@ -158,7 +161,7 @@ class StepState:
         return self.current
 
     async def synchronize(self, collective: Collective, step: Step) -> None:
-        """Agree with all ranks on the step count, on mostly zero gradients and on loaded buckets."""
+        """Agree with all ranks on the step count, on the loaded buckets, and on which gradients are mostly zero."""
         if self.codebooks is not None:
             await self.codebooks.begin_step(collective)
         if not self._in_sync:
@@ -242,10 +245,10 @@ class StepState:
                 self.fail_bucket(collective, bucket, step, e)
 
     def may_wait(self, parts: Sequence[Part]) -> bool:
-        """Return True if the host may wait for a GPU while it prepares parts of a bucket.
+        """Return True if preparing `parts` of a bucket may make the host wait for the GPU.
 
-        The caller must then first wait until messages of other buckets have ended. If a rank is lost, these may never
-        end, and a GPU that waits for them would block the host forever.
+        The caller must then first call :meth:`DeviceTransfer.settle`, which waits for the messages of earlier buckets
+        with a timeout. Otherwise a lost rank could block the host forever: the GPU would wait for a message from it.
         """
         feeds = self.residuals is not None and self.residuals.may_wait(parts)
         samples = self._plan.auto is not None and self._plan.auto.is_due
@@ -323,7 +326,7 @@ class StepState:
         checkpoint.check_ranges(ranges, self.shapes, names)
 
     def serve(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
-        """Set the parameters and the rank. Other ranks may be new, so the next step compares the states of all."""
+        """Set the parameters and the rank. Other ranks may be new, so the next step compares all ranks' states."""
         if self.codebooks is not None:
             self.codebooks.wait()
             self.codebooks.require_sync()

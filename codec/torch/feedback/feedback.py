@@ -218,8 +218,8 @@ class Feedback:
         Raises
         ------
         ArgumentError, SpecError, StateError
-            The residuals belong to other reductions than this one, or another collective is in flight. The residuals
-            are unchanged.
+            The codec is not a contraction; the residuals belong to another rank, op or tensor size; or another
+            collective is in flight. The residuals are unchanged.
         """
         check_contraction(r.spec)
         if r.op == "max":

@@ -1,4 +1,4 @@
-"""Two residuals of a rank, committed together: of its own values (worker), and of its slice of the sums (server)."""
+"""The two residuals of a rank, which are committed together: worker (own values) and server (its slice of the sums)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,12 +40,12 @@ class ResidualPair:
         self.decay = self.worker.decay = self.server.decay = decay
 
     def feed(self, r: Reduction, layout: Layout, owned: tuple[int, int], size: int, *, moved: bool) -> Array | None:
-        """Have the encoder of a reduction add residuals to values, and store the encoding errors as new residuals.
+        """Make the encoder of a reduction add residuals to values, and store the encoding errors as new residuals.
 
         Parameters
         ----------
         r : Reduction
-            Reduction; this sets its arrays of residuals.
+            Reduction; this method sets its arrays of residuals.
         layout : Layout
             Ranges of parameters whose values, in this order, are the values of `r`.
         owned : (int, int)
@@ -80,11 +80,11 @@ class ResidualPair:
 
     @staticmethod
     def _share(r: Reduction, size: int) -> int:
-        """Return the factor that converts a residual of the result to one of a rank's values, which a mean divides."""
+        """Return the factor that converts a residual of the result to a residual of one rank's values."""
         return size if r.op == "mean" else 1
 
     def forked(self) -> "ResidualPair":
-        """Return the same residuals for one collective. Changes to them do not affect this object."""
+        """Return a pair with the same residuals, for one collective; changes to it do not affect this object."""
         again = ResidualPair(self.spec, self.decay)
         again.worker, again.server = self.worker.fork(), self.server.fork()
         return again

@@ -23,7 +23,7 @@ from codec.torch.reduction.host import Reduction
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 
-_STREAM = 1 << 32  # offset between the random streams of consecutive collectives; exceeds the frames of a collective
+_STREAM = 1 << 32  # offset between the random streams of two collectives; larger than the number of frames in one
 
 
 class ModuleCollective:
@@ -124,7 +124,7 @@ class GradientCollective(ModuleCollective):
         return JointResidual(r, now.begin(self._residuals, name, r))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Return the residuals and the number of calls, with which a resumed run is bit-identical.
+        """Return the residuals and the number of calls, so that a resumed run continues bit-identically.
 
         Parameters
         ----------
@@ -149,7 +149,7 @@ class GradientCollective(ModuleCollective):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`. Call :meth:`register` first.
+        """Restore a state that :meth:`state_dict` returned. Call :meth:`register` first.
 
         Parameters
         ----------
@@ -188,7 +188,8 @@ class GradientCollective(ModuleCollective):
 
 def modules_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the FSDP2 modules in a model by name; names do not contain the prefixes of torch.compile."""
-    from torch.distributed.fsdp import FSDPModule  # an import of one second, which users of DDP do not need
+    # Imported here because it takes one second, and users of DDP do not need it
+    from torch.distributed.fsdp import FSDPModule
 
     named = cast(Iterator[tuple[str, torch.nn.Module]], model.named_modules())
     found = {name.replace("_orig_mod.", ""): m for name, m in named if isinstance(m, FSDPModule)}

@@ -28,7 +28,7 @@ class Pass:
 
     @staticmethod
     def current() -> "Pass":
-        """Return the object of the current backward pass, whose end autograd calls; a new one outside of backward.
+        """Return the Pass of the current backward pass, whose end calls :meth:`end`; outside of one, a new Pass.
 
         If an exception ends the backward pass, autograd deletes this object, and with it the copies of residuals.
         """
@@ -42,7 +42,7 @@ class Pass:
         return current
 
     def begin(self, residuals: Residuals, key: str, r: Reduction) -> Values:
-        """Return this pass's copy of the residual of a module, for the reduction of its gradients to update."""
+        """Return this pass's copy of a module's residual, which the reduction of the module's gradients updates."""
         copies = self._copies.setdefault(residuals, {})
         if key not in copies:
             copies[key] = residuals.copy(key, r.n, r.memory)

@@ -49,8 +49,8 @@ class ReduceScatter(GradientCollective):
     rows. To avoid this, call ``set_reduce_scatter_unused_params(True)``, or limit the values per scale with
     ``Float8(group_size=64)``.
 
-    If a rank fails, all ranks raise an error, and residuals are those before that backward pass. Gradients of dtypes
-    that codecs do not support are reduced by torch.distributed.
+    If a rank fails, all ranks raise an error, and the residuals stay as they were before that backward pass. Gradients
+    of dtypes that codecs do not support are reduced by torch.distributed.
 
     Examples
     --------
@@ -100,7 +100,7 @@ class ReduceScatter(GradientCollective):
             self._count_plain()
             return _compat.reduce_scatter_single(output, tensor, op, group, async_op)
         if getattr(op, "op", op) == dist.ReduceOp.PREMUL_SUM:
-            _, factor = op.__getstate__()  # torch 2.9 offers the factor only here
+            _, factor = op.__getstate__()  # torch 2.9 exposes the factor only in the pickled state
             tensor, op = tensor * factor, dist.ReduceOp.SUM
         now = Pass.current()
 
@@ -122,7 +122,8 @@ class ReduceScatter(GradientCollective):
             now.run(lambda: begin(False), output)
             return None
         handle = begin(True)
-        if handle is not None and self._residuals is not None:  # wait, so that the pass records an error
+        # Wait now: only Pass.run keeps the residuals of a failed pass
+        if handle is not None and self._residuals is not None:
             now.run(handle.wait, output)
         return handle
 

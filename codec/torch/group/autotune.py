@@ -10,7 +10,8 @@ from codec.torch.network.waits import Turns, Wait
 Way = Literal["frames", "values"]
 
 _WARMUP = 1  # number of untimed collectives, in which memory is allocated and connections are still slow
-_TIMED = 2  # number of timed collectives per way; the minimum counts, since other load can slow down one of them
+# Timed collectives with frames, and with uncompressed values; the fastest counts, since other load slows some
+_TIMED = 2
 TRIALS = _WARMUP + 2 * _TIMED  # number of collectives before the decision
 _PERIOD = 200  # number of collectives after which the trials are repeated, since links and loads change
 # Uncompressed values are tried if their transfer would take at most this multiple of the time with frames.
@@ -138,7 +139,7 @@ class Choice:
 
 
 class Turn:
-    """Turn of one collective of a :class:`Choice`."""
+    """One collective of a :class:`Choice`: waits until frames or uncompressed values are chosen, and times them."""
 
     def __init__(self, choice: Choice, index: int, before: Wait | None, after: Wait) -> None:
         self._choice, self._index, self._before, self._after = choice, index, before, after

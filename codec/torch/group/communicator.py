@@ -43,7 +43,8 @@ class Communicator:
         # Create the channel in the worker, so that Ctrl-C can interrupt this thread while it waits.
         channel: Channel = worker.submit(lambda: Channel(group, timeout)).result()
         self.channel = channel
-        self.choices: dict[int, Choice] = {}  # frames or uncompressed, by signature; most recently used last
+        # Choice of frames or uncompressed values, by signature; most recently used last
+        self.choices: dict[int, Choice] = {}
         worker.timeout = channel.timeout.total_seconds()
         worker.on_timeout, worker.on_wait = channel.close, channel.counters.add_wait
         if channel.size > 1 and uses_nccl(group):
@@ -90,7 +91,7 @@ class Communicator:
 
     def cancel(self) -> None:
         """Make collectives in flight and later ones fail, here and on peers, without writing to tensors."""
-        if self.worker.forked:  # the connections are the parent's
+        if self.worker.forked:  # the connections belong to the parent process
             return
         self.channel.cancel()
         self.channel.close()

@@ -11,7 +11,7 @@ from codec.torch.transport.streams import StreamOrder
 
 
 class Task:
-    """Function to run in a worker's thread. If it returns a coroutine, the task runs that, which may wait for messages.
+    """Function to run in a worker's thread. If it returns a coroutine, the task runs the coroutine, which may wait.
 
     Parameters
     ----------
@@ -22,7 +22,7 @@ class Task:
     order : StreamOrder
         Order of the task's work on GPU streams.
     alone : bool
-        True: start only when no collective in flight can proceed before this rank starts others.
+        True: start only when every collective in flight waits for collectives that this rank has not started yet.
     of_callback : bool
         True: a callback has submitted the function.
     """

@@ -106,9 +106,9 @@ class Work(dist.Work):
 
         Callbacks (``then``, ``add_done_callback``) run one after the other, in the order in which the collectives were
         started, in a separate thread. If this collective and all earlier ones have completed, a new callback runs at
-        once in the calling thread. Callbacks may start collectives and wait for them. So that these have the same order
-        on all ranks, later collectives of the group start only when the callbacks have returned or wait for a
-        collective, or after one second.
+        once in the calling thread. Callbacks may start collectives and wait for them. So that the collectives of
+        callbacks have the same order on all ranks, later collectives of the group start only when the callbacks have
+        returned or wait for a collective, or after one second.
 
         Returns
         -------

@@ -126,7 +126,7 @@ class Worker:
             raise ArgumentError("the thread that runs collectives cannot wait for one: begin it with async_op=True")
 
     def before_wait(self) -> None:
-        """Call this before waiting for a collective. If this thread runs callbacks, others run in another thread."""
+        """Call this before waiting for a collective. If this thread runs callbacks, another thread runs later ones."""
         self.check_thread()
         batch = running.batch
         if batch is not None and batch.owner is self:

@@ -13,13 +13,13 @@ _VERSION = 1
 
 
 def save(ends: Sequence[End]) -> dict[str, Any]:
-    """Return the state of the deltas of some edges. Arrays are tensors, so that torch.load accepts the dict."""
+    """Return the state of the deltas on the edges of a stage. Arrays are tensors, as torch.load requires."""
     like = torch.empty(0, dtype=torch.uint8, device="cpu")
     return {"version": _VERSION, "edges": {_name(end): [d.state_dict(like=like) for d in end.deltas] for end in ends}}
 
 
 def load(ends: Sequence[End], saved: Any) -> None:
-    """Replace the state of the deltas of some edges.
+    """Replace the state of the deltas on all edges of a stage.
 
     Raises
     ------

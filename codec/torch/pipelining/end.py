@@ -30,7 +30,7 @@ class Aborted(Exception):
 
 
 class End:
-    """One side of an edge. It has an ActivationDelta for each tensor that is sent over the edge.
+    """One side of an edge between two stages. It has an ActivationDelta for each tensor that is sent over the edge.
 
     Parameters
     ----------
@@ -184,17 +184,17 @@ class End:
         return found
 
     def commit(self) -> None:
-        """Commit the new m of this step."""
+        """Commit m, the activations that this step has stored for its samples."""
         for d in self._deltas:
             d.commit()
 
     def rollback(self) -> None:
-        """Drop the new m of this step."""
+        """Drop m, the activations that this step has stored for its samples."""
         for d in self._deltas:
             d.rollback()
 
     def forget(self, samples: Iterable[int]) -> None:
-        """Remove the m of samples, so that they are sent raw the next time."""
+        """Remove m, the stored activations, of samples, so that these samples are sent raw the next time."""
         ids = list(samples)
         for d in self._deltas:
             d.forget(ids)

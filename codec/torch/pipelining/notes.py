@@ -16,11 +16,11 @@ class Report(NamedTuple):
     """Report of one rank on an attempt."""
 
     failed: bool
-    last: bool  # True: the rank makes no further attempt
+    last: bool  # True: the rank makes no further attempt if this one fails
     error: str  # message of the error; "" if the rank has only received ABORTED from a neighbour
     repeatable: bool  # the step may succeed if it is repeated
     code: int | None  # code of the error; None if this version of the library does not know it
-    unknown: Samples  # samples whose m is missing or different, by edge
+    unknown: Samples  # samples whose m (stored activations) is missing or differs, by edge
     samples: Ids  # samples of the step that the rank knows; empty if it does not report them
     auto: dict[str, Any] | None = None  # measurements from which "auto" chooses specs
 

@@ -28,7 +28,7 @@ class Deltas:
     first : Spec or str
         Codec for samples that are sent raw, and for activations in evaluations.
     store : {"ram"} or path
-        Where m is stored: "ram", or the path of a folder for files. Stages may share a folder, in which each side of an
+        Storage of m: "ram", or the path of a folder for files. Stages may share a folder, in which each side of an
         edge uses a subfolder named after the edge.
     budget : int, optional
         Maximum size of all m on one side of an edge, in bytes. Default: no limit.

@@ -124,7 +124,7 @@ class CompressedStage(PipelineStage):
         return stats_of(traffic.incoming, traffic.outgoing, traffic.refused_steps, choices)
 
     def prefetch(self, sample_ids: Any) -> None:
-        """Start to read the m of samples of the next step, if m is stored in files.
+        """Start to read m, the stored activations, of samples of the next step, if m is stored in files.
 
         Parameters
         ----------
@@ -137,10 +137,10 @@ class CompressedStage(PipelineStage):
                 d.prefetch(ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of deltas, m of all samples on both edges of this stage, and the choice of "auto".
+        """Return the state of deltas (m of all samples, on both edges of this stage), and the choice of "auto".
 
         Saving it is optional: without it, a restarted run sends all samples raw once. If m is stored in files, the dict
-        contains only checks of m.
+        contains only hashes that identify m.
 
         Returns
         -------
@@ -170,7 +170,7 @@ class CompressedStage(PipelineStage):
             self.traffic.load_choice(saved.get("auto"))
 
     def close(self) -> None:
-        """If m is stored in files, write and close them. The stage must not be used afterwards."""
+        """If m, the stored activations, is in files, write and close them. The stage must not be used afterwards."""
         for end in self.traffic.ends:
             for d in end.deltas:
                 d.close()

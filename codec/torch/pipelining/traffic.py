@@ -53,7 +53,7 @@ class Traffic:
     ) -> None:
         self.index, self.group, self.options = stage_index, group, options
         self.signature = [str(num_stages), *specs.signature()]
-        self.agreed = False  # True: all ranks have compared their signatures since the last evaluation
+        self.agreed = False  # True: signatures were compared on all ranks, and no evaluation has run since
         self.notes: Notes | None = None  # errors and ids of the attempt in progress; None outside of attempts
         self.refused_steps = 0
         self.incoming = None if stage_index == 0 else End(stage_index - 1, "receiver", specs, options)
@@ -89,8 +89,8 @@ class Traffic:
         self._run, self._training = self._run + 1, training
         self._expected.clear()
         if self.notes is None:
-            # After an evaluation, torch exchanges shapes again for the next step. Compare signatures again there, since
-            # a rank may have failed in the evaluation.
+            # After an evaluation, torch exchanges shapes again for the next step. The next attempt compares signatures
+            # again, since a rank may have failed in the evaluation.
             self.agreed = False
             self.wait_for_sends()
         else:
@@ -206,17 +206,17 @@ class Traffic:
                 end.use(self.auto)
 
     def commit(self) -> None:
-        """Commit the new m of this step on all edges."""
+        """Commit m, the stored activations of this step's samples, on all edges."""
         for end in self.ends:
             end.commit()
 
     def rollback(self) -> None:
-        """Drop the new m of this step on all edges."""
+        """Drop the m that this step has computed for its samples, on all edges; the stored m is unchanged."""
         for end in self.ends:
             end.rollback()
 
     def forget(self, reports: Sequence[Report]) -> None:
-        """Remove the m of samples in the reports, so that they are sent raw the next time."""
+        """Remove m, the stored activations, of samples in the reports. These samples are then sent raw."""
         if self.outgoing is not None:
             for report in reports:
                 self.outgoing.forget([*report.unknown.get(self.outgoing.edge, ()), *report.samples])

@@ -99,7 +99,7 @@ class DeviceReduction(Reduction):
 
     @property
     def can_defer(self) -> bool:
-        """False: results are decoded to new memory, and copied on the GPU after the agreement."""
+        """False: results are decoded to new memory, and copied on the GPU after all ranks have succeeded."""
         return False
 
     @property
@@ -247,7 +247,7 @@ class DeviceReduction(Reduction):
             if isinstance(e, ArgumentError):
                 explain(e, requests[i])
                 self.explain_nonfinite(e, terms[i].values if terms[i].summed else None)
-                e.item = None  # the caller has given one tensor
+                e.item = None  # no index in the message: the caller has passed a single tensor
 
         def count() -> None:
             if (note := self.count_symbols) is None:
@@ -266,6 +266,7 @@ class DeviceReduction(Reduction):
         Parameters
         ----------
         terms : sequence of Term
+            Values to encode.
         bounds : sequence of int
             Maximum bytes of each frame.
         block : ndarray of uint8
@@ -336,7 +337,7 @@ class DeviceReduction(Reduction):
 
     def on_host(self) -> Reduction:
         """Return an equal reduction with copies of the values and residuals in host memory."""
-        self._residuals: list[tuple[torch.Tensor, Array]] = []  # on the GPU, and their copies
+        self._residuals: list[tuple[torch.Tensor, Array]] = []  # residuals on the GPU, and their copies on the host
         sum_residual = self.sum_residual
         return Reduction(
             host_array(self.x),

@@ -36,7 +36,7 @@ class Channel:
     rank, size : int
         Rank of this process, and number of ranks.
     others : list of int
-        All other ranks; each rank starts with another one, so that they do not all send to the same rank first.
+        All other ranks, starting with the next one, so that not all ranks send to the same rank first.
     counters : Counters
         Totals of all collectives that have ended.
     mesh : Mesh

@@ -29,7 +29,7 @@ from codec.torch.transport.messages import (
 )
 from codec.torch.transport.nccl import DeviceTransfer
 
-_VERDICT = 0  # signature of the last part
+_VERDICT = 0  # signature of the last part, in which ranks report their success
 
 
 class NoFrameError(PeerError):
@@ -129,12 +129,12 @@ class Collective:
         Parameters
         ----------
         report : sequence of int
-            Integers, as many on all ranks.
+            Integers; all ranks pass the same number of them.
 
         Returns
         -------
         list of int
-            Maximum over all ranks of each integer.
+            For each integer of `report`, its maximum over all ranks.
 
         Raises
         ------
@@ -205,7 +205,7 @@ class Collective:
         raise PeerError(f"rank {source} sent no frame, because of an error")
 
     async def explain(self, refused: Refused) -> PeerError:
-        """Return the error for another rank's abort or other signature."""
+        """Return the PeerError to raise here for another rank's abort, or for its message with another signature."""
         source, seen = refused.source, set[int]()
         while True:
             if refused.body is None and not self._aborted:
@@ -319,14 +319,14 @@ class Part:
         return receive.message
 
     async def numbers(self, source: int, count: int, *, timeouts: int = 1) -> list[int]:
-        """Receive `count` integers of a rank, within `timeouts` timeouts of the group."""
+        """Receive `count` integers from a rank, within `timeouts` times the timeout of the group."""
         receive = self._receive(source, numbers_nbytes(count), exact=True)
         receive.timeouts = timeouts
         await self._wait(receive)
         return unpack_numbers(receive.message)
 
     async def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Exchange integers with all ranks, equally many on each; return them by rank."""
+        """Exchange integers with all ranks, the same number of them on each; return them by rank."""
         body = pack_numbers(numbers)
         for o in self.others:
             self.send([body], o)

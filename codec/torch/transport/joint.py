@@ -16,7 +16,7 @@ from codec.torch.transport.collective import Part
 from codec.torch.transport.counters import Phase
 from codec.torch.transport.nccl import DeviceTransfer
 
-_LARGE = 1 << 18  # number of collected values above which they are launched while messages arrive, not later
+_LARGE = 1 << 18  # values in collected calls above which these are launched before the host waits for messages
 _BEGIN, _ADD = lib.CODEC_INTO_FLOAT32, lib.CODEC_INTO_ADD
 
 
@@ -35,7 +35,7 @@ class Sum(NamedTuple):
     add_own : callable
         add_own(first) adds this rank's values to the result, or begins it with them.
     complete : callable
-        Called behind the sum.
+        Called when the kernels of the sum have been launched.
     """
 
     frames: Sequence[Any]
@@ -67,7 +67,7 @@ class Encoding(NamedTuple):
 
 
 class Encoded:
-    """Frames of an :class:`Encoding`, as :class:`codec.engines.cuda.deferred.Encoded` has those of all members."""
+    """Frames of one :class:`Encoding`, a range of those in :class:`codec.engines.cuda.deferred.Encoded`."""
 
     def __init__(self, whole: Any, begin: int, end: int) -> None:
         self._whole, self._range = whole, slice(begin, end)
@@ -87,7 +87,7 @@ class Joint:
     """CUDA engine calls of several concurrent reductions, the members.
 
     Before they encode or send, members wait for each other (a meeting). Their calls are then combined to one engine
-    call, in the order of the members, and NCCL has the same order of messages on all ranks. All ranks must have the
+    call, in the order of the members, so that NCCL messages have the same order on all ranks. All ranks must have the
     same members. Sums and frames to decode are collected, and launched at meetings or before waits for messages.
 
     Parameters
@@ -104,7 +104,7 @@ class Joint:
         self._sums: list[Sum] = []
         self._frames: list[Any] = []  # requests to decode
         self._after: list[Callable[[], None]] = []
-        self._collected = 0  # values
+        self._collected = 0  # number of values in collected calls
 
     @functools.cached_property
     def calls(self) -> Any:
@@ -113,7 +113,7 @@ class Joint:
         return engine.DeferredCalls((Scratch() if self._part is None else self._part.device.scratch).note)
 
     def join(self, part: Part) -> None:
-        """Note the part of a collective that a member runs: it counts seconds, and memory of the engine."""
+        """Set the part of the collective, which records the seconds and the GPU memory of the engine's calls."""
         self._part = part
 
     def _during(self, phase: Phase) -> AbstractContextManager[Any]:

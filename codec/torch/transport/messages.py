@@ -75,7 +75,7 @@ class Cause(NamedTuple):
         return Cause(status, rank, body[_ABORT.size :].decode(errors="replace"))
 
     def error(self) -> PeerError:
-        """Return the error for a rank that has given a collective up."""
+        """Return the PeerError to raise here, because the rank of this cause has aborted a collective."""
         if self.status == NONFINITE:
             return PeerError(f"rank {self.rank} has NaN or Inf: nothing was changed", Status.NONFINITE)
         if self.status == OTHER_RANK:
@@ -102,12 +102,12 @@ def unpack_fields(text: str) -> dict[str, str]:
 
 
 def _printable(text: str) -> str:
-    """Return the begin of a text of another rank, without characters that would change a terminal."""
+    """Return the first characters of another rank's text; others than printable ones become spaces."""
     return "".join(c if c.isprintable() else " " for c in text[:_SHOWN])
 
 
 def difference(rank: int, theirs: Fields, mine: Fields) -> PeerError:
-    """Return the error for a rank that has begun another collective, or has passed other arguments."""
+    """Return the PeerError to raise here, because `rank` has begun another collective or has passed other arguments."""
     names = [name for name in mine if name in theirs and theirs[name] != _printable(mine[name])]
     if names and theirs.get("collective") == mine.get("collective"):
         what = "; ".join(f"{name} is {theirs[name]} there and {mine[name]} here" for name in names)

@@ -24,7 +24,7 @@ _NEVER = timedelta(days=3653)
 
 
 class DeviceTransfer:
-    """Collectives of frames between GPUs, by NCCL connections that :meth:`connect` makes.
+    """Collectives that send frames between GPUs, over NCCL connections that :meth:`connect` opens.
 
     These are not the connections of the group, which the caller may use in another thread: NCCL needs the same order
     of collectives on all ranks.
@@ -34,7 +34,7 @@ class DeviceTransfer:
     Parameters
     ----------
     mesh : Mesh
-        Connections in host memory, which are closed with those of GPUs.
+        TCP connections, which are closed together with the NCCL connections.
     others : sequence of int
         Other ranks.
     timeout : timedelta
@@ -47,7 +47,7 @@ class DeviceTransfer:
     scratch : Scratch
         Memory of GPUs in which the collectives encode and decode.
     cancelled : bool
-        A thread has cancelled the collective in flight, and closes the connections.
+        True: another thread has cancelled the collective in flight, and closes the connections.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DeviceTransfer:
         return self._pg is not None
 
     def connect(self, group: Any, usable: Sequence[Sequence[int]]) -> None:
-        """Connect the GPUs of all ranks, unless `usable`, by rank, says that one of them cannot encode there."""
+        """Connect the GPUs of all ranks, unless `usable`, by rank, has [0] for a rank that cannot encode on its GPU."""
         if [0] in usable:
             logger.info("rank %d cannot encode on its GPU: frames cross to host memory", usable.index([0]))
             return
@@ -85,24 +85,24 @@ class DeviceTransfer:
         except BaseException as e:
             self._mesh.close()
             self.release()
-            if self.cancelled:  # by a thread that may have closed the connections first
+            if self.cancelled:  # another thread has cancelled it, and closing the connections may have caused `e`
                 raise PeerError("the collective was cancelled: make a new group") from e
             raise
 
     def all_to_all(self, rows: torch.Tensor, counters: Counters) -> torch.Tensor:
-        """Send row i of bytes on the GPU to rank i; return the rows from all ranks, by rank. In :meth:`phase`."""
+        """Send row i of a byte tensor to rank i; return the received rows, by rank. Call this inside :meth:`phase`."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         self._run(lambda pg: pg.alltoall_base(received, rows, [], []), rows.nbytes // (1 + len(self._others)), counters)
         return received
 
     def all_gather(self, row: torch.Tensor, counters: Counters) -> torch.Tensor:
-        """Return the rows of bytes on the GPUs of all ranks, by rank, from this rank's row. In :meth:`phase`."""
+        """Gather one row of bytes from each rank; return the rows, by rank. Call this inside :meth:`phase`."""
         received = torch.empty((1 + len(self._others), *row.shape), dtype=row.dtype, device=row.device)
         self._run(lambda pg: pg._allgather_base(received.view(-1), row.view(-1)), row.nbytes, counters)
         return received
 
     def all_reduce(self, x: torch.Tensor, counters: Counters) -> None:
-        """Replace a tensor on the GPU by its sum over all ranks, in an order of NCCL's choice. In :meth:`phase`."""
+        """Replace a GPU tensor by its sum over all ranks, added in NCCL's order. Call this inside :meth:`phase`."""
         total = 2 * x.nbytes * len(self._others) // (1 + len(self._others))
         self._run(lambda pg: pg.allreduce([x]), total // max(1, len(self._others)), counters)
 
@@ -130,12 +130,14 @@ class DeviceTransfer:
     def settle(self) -> None:
         """Wait on the host until the GPU has done all work of the current stream, if messages are in flight.
 
-        A stream that waits for a lost rank would never go on. So nobody may wait for it in another way before this.
+        If a rank is lost, the stream waits for its message forever. So the host must not wait for the stream without a
+        timeout before it has called this.
 
         Raises
         ------
         PeerError
-            A rank is lost or does not answer in time. The connections are closed, and the stream goes on.
+            A rank is lost or does not answer in time. The connections are closed, so that the stream no longer waits
+            for messages.
         """
         if not self._in_flight:
             return
@@ -163,7 +165,7 @@ class DeviceTransfer:
                 time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Close the connections between GPUs. NCCL writes no memory any more when this returns, in any thread."""
+        """Close the connections between GPUs. After this returns, in any thread, NCCL writes to no memory."""
         with self._closing:
             abort, self._abort, self._pg = self._abort, None, None
             if abort is not None:
@@ -198,7 +200,7 @@ def uses_nccl(group: Any) -> bool:
 
 
 def connect_nccl(group: Any) -> Any:
-    """Return new NCCL connections of a group's ranks, without a timeout: NCCL's own ends the process."""
+    """Return new NCCL connections of a group's ranks, without NCCL's own timeout, which would end the process."""
     store = own_store(group, "codec/nccl", timeout_of(group).total_seconds())
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER

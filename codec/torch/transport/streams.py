@@ -83,7 +83,7 @@ class StreamOrder:
 
     @contextmanager
     def step(self) -> Generator[None]:
-        """Return a context manager for a part of the function."""
+        """Return a context manager for one step of the function; GPU work inside goes to the stream of collectives."""
         if self._device is None:
             yield
             return
