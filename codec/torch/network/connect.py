@@ -42,6 +42,6 @@ def connect(group: Any, timeout: timedelta) -> Mesh:
                     sockets.setdefault(o, []).append(connection.detach())
         except BaseException:
             for sock in (sock for each in sockets.values() for sock in each):
-                sock.close()  # no other rank may wait for this one
+                sock.close()  # so that no other rank waits for this one
             raise
     return Mesh(rank, sockets)

@@ -38,7 +38,7 @@ _Key = tuple[int, int]  # rank and tag
 
 
 def _host() -> str:
-    """Return the IPv4 or IPv6 address at which other ranks can reach this rank, chosen in the same way as by Gloo."""
+    """Return the IPv4 or IPv6 address at which other ranks can reach this rank, chosen as Gloo does."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         for address in _addresses(interface):
@@ -118,7 +118,7 @@ class _Listener:
     def _serve(self) -> None:
         with self._sock, selectors.DefaultSelector() as selector:
             selector.register(self._sock, selectors.EVENT_READ)
-            strangers: dict[socket.socket, tuple[float, bytearray]] = {}  # in the order of arrival
+            strangers: dict[socket.socket, tuple[float, bytearray]] = {}  # start time and received bytes
 
             def drop(stranger: socket.socket, *, close: bool) -> None:
                 del strangers[stranger]
@@ -163,7 +163,7 @@ class _Listener:
         """Read the received part of a hello; once the hello is complete, queue the connection for :meth:`take`."""
         hello = strangers[stranger][1]
         try:
-            data = stranger.recv(HELLO.size - len(hello))  # leave the message behind the hello unread
+            data = stranger.recv(HELLO.size - len(hello))  # leave the message after the hello unread
         except BlockingIOError:
             return
         except OSError:

@@ -54,7 +54,7 @@ class Mesh:
         self._inboxes = Inboxes(sockets)
         self._lost: dict[int, str] = {}  # reason of the loss, by lost rank
         self._closed = False
-        self._clock = 0  # CPU clock of the thread
+        self._clock = 0  # id of the network thread's CPU-time clock; 0: not started
         self._wakes, self._waker = socket.socketpair()
         # close the socket explicitly, since the garbage collector warns about open sockets
         weakref.finalize(self, self._waker.close).atexit = False
@@ -338,7 +338,7 @@ class Mesh:
         arrival, stripe.arrival = stripe.arrival, None
         assert arrival is not None
         self.progress[stripe.peer] = time.monotonic()
-        with self._lock:  # post() has set the receive, or finds the message complete
+        with self._lock:  # post() has set `receive`, or will find the message complete
             receive = arrival.receive
         if receive is not None:
             arrival.hand_over(receive)
@@ -377,7 +377,7 @@ class Mesh:
 
 
 def _serve(reference: "weakref.ref[Mesh]", poll: Any, wakes: socket.socket) -> None:
-    """Serve the connections of a mesh until it is closed. While idle, hold no reference, so it can be collected."""
+    """Serve the connections of a mesh until it is closed. While idle, hold no reference, so it can be freed."""
     mesh = reference()
     if mesh is not None:
         mesh.start()

@@ -41,7 +41,7 @@ def own_store(group: Any, prefix: str, seconds: float) -> PrefixStore:
     """Return the store of a group with a separate connection.
 
     On a shared connection, a thread that waits for a key would block all other threads that use the store. This could
-    deadlock, if one of these must first write the key for which a peer waits.
+    deadlock if one of these threads must first write the key for which a peer waits.
 
     Raises
     ------

@@ -89,7 +89,7 @@ class FirstOf(Wait):
         return self._timed.progress
 
     def complete(self, error: BaseException | None = None) -> None:
-        """End the wait."""
+        """Complete the event; pass an error to the event that determines the timeout."""
         if error is not None:
             self._timed.complete(error)
         super().complete()
@@ -102,6 +102,6 @@ class Turns:
         self._last: Wait | None = None
 
     def ask(self) -> tuple[Wait | None, Wait]:
-        """Return the event of the previous turn's end, None if there is none, and the event to complete at the end."""
+        """Return the event at the end of the previous turn, or None, and the event to complete at this turn's end."""
         before, self._last = self._last, Wait()
         return before, self._last

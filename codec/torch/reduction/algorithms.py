@@ -19,7 +19,7 @@ from codec.torch.transport.messages import Array
 
 
 async def two_shot(part: Part, r: Reduction) -> Values:
-    """Run a two-shot all-reduce: each rank adds up one slice of all ranks, and sends the sum to all ranks.
+    """Run a two-shot all-reduce: each rank sums one slice over all ranks, and sends the sum to all ranks.
 
     A rank sends frames of 2 (N - 1) / N tensors. Slices are sent in chunks, so that encoding, transfer and decoding
     overlap.
@@ -68,7 +68,7 @@ def _encode_sum(
 
 
 async def all_gather(part: Part, r: Reduction) -> Values:
-    """Run an all-gather all-reduce: each rank sends its frames to all N - 1 others, and adds up the frames of all."""
+    """Run an all-gather all-reduce: each rank sends its frames to all N - 1 others, and sums all frames."""
     result = r.result(part, r.n)
     async for piece, terms in BroadcastPhase(part, r).terms():
         with part.clock.during("decode_s"):
@@ -79,7 +79,7 @@ async def all_gather(part: Part, r: Reduction) -> Values:
 def _store_or_defer_sum(part: Part, r: Reduction, piece: Piece, terms: Sequence[Array | None], place: Values) -> None:
     """Store the sum of a piece in the result, and check that it is finite in the tensor's dtype.
 
-    With deferred results, only check the sum now, and store it after the agreement.
+    With deferred results, only check the sum now, and store it after all ranks have succeeded.
     """
     if r.deferred is None:
         store_sum(part, r, piece, terms, place, check=True)
@@ -90,7 +90,7 @@ def _store_or_defer_sum(part: Part, r: Reduction, piece: Piece, terms: Sequence[
 
 
 async def reduce_scatter(part: Part, r: Reduction) -> Values:
-    """Run a reduce-scatter: each rank adds up one slice. All slices have equal size.
+    """Run a reduce-scatter: each rank sums one slice over all ranks. All slices have equal size.
 
     A rank sends frames of (N - 1) / N tensors.
     """
@@ -175,8 +175,8 @@ async def ring(part: Part, r: Reduction) -> Values:
 
     Partial sums travel around the ring; each rank adds its values to them and encodes them again. Then the results
     travel around the ring. A rank sends a chunk as soon as it is summed, while the next chunk is still in transfer.
-    Values are added in ring order. Errors of lossy codecs accumulate. Error feedback is impossible, because frames
-    contain sums of other ranks' values.
+    Values are added in ring order. Errors of lossy codecs accumulate from rank to rank. Error feedback is impossible,
+    because frames contain sums of other ranks' values.
     """
     size, me = part.size, part.rank
     slices = r.slices(size)
@@ -337,7 +337,7 @@ class ScatterPhase:
 
 
 class BroadcastPhase:
-    """Single phase of the other algorithms: each rank sends its frames to all ranks.
+    """Phase in which each rank sends its frames to all ranks, as in an all-gather.
 
     Parameters
     ----------

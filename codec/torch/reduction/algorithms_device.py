@@ -16,7 +16,7 @@ from codec.torch.transport.collective import Part
 
 
 async def two_shot(part: Part, r: DeviceReduction) -> Values:
-    """Run a two-shot all-reduce: each rank adds up one slice, and sends the sum to all ranks."""
+    """Run a two-shot all-reduce: each rank sums one slice over all ranks, and sends the sum to all ranks."""
     slices, me, size = r.slices(part.size), part.rank, part.size
     frames = exchange(part, r, slices, gathers=True)
     terms = await frames.scatter()
@@ -41,7 +41,7 @@ async def two_shot(part: Part, r: DeviceReduction) -> Values:
 
 
 async def all_gather(part: Part, r: DeviceReduction) -> Values:
-    """Run an all-gather all-reduce: each rank sends its frames to all ranks, and adds up the frames of all."""
+    """Run an all-gather all-reduce: each rank sends its frames to all ranks, and sums the frames of all ranks."""
     pieces = [piece for row in r.slices(1) for piece in row]
     found = await _gathered(part, r, pieces)
     result = r.result(part, r.n)
@@ -74,7 +74,7 @@ async def _gathered(part: Part, r: DeviceReduction, pieces: Sequence[Piece]) -> 
 
 
 async def reduce_scatter(part: Part, r: DeviceReduction) -> Values:
-    """Run a reduce-scatter: each rank adds up one slice. All slices have equal size."""
+    """Run a reduce-scatter: each rank sums one slice over all ranks. All slices have equal size."""
     slices = r.even_slices(part.size)
     terms = await exchange(part, r, slices).scatter()
     mine = slices[part.rank]
@@ -99,7 +99,7 @@ async def all_to_all(part: Part, r: DeviceReduction) -> Values:
 
 
 def _store_sum(part: Part, r: DeviceReduction, row: Row, piece: Piece, place: Values) -> None:
-    """Store the sum of a piece in the tensor's dtype; raise an error for NaN and Inf if encoding would."""
+    """Store the sum of a piece in the tensor's dtype; raise an error for NaN and Inf if encoding the sum would."""
     place, check = place[: piece.n], r.rejects_nonfinite
     with part.clock.during("decode_s"):
         if r.dtype == "float32":

@@ -57,7 +57,7 @@ def exchange(part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = 
     r : DeviceReduction
         Values of this rank.
     pieces : sequence of sequences of Piece
-        All pieces of the collective, in rows with equally many chunks.
+        All pieces of the collective, in rows that have the same number of chunks.
     gathers : bool
         True: a gather of all `pieces` follows the scatter.
     """
@@ -76,7 +76,7 @@ class _Arrived(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
-    """Slots that a reduction sends: one row for each rank, or, with `gathers`, one row for all ranks."""
+    """Slots that a reduction sends: one row to each rank, or, with `gathers`, the same row to all ranks."""
 
     part: Part
     slots: torch.Tensor
@@ -132,7 +132,7 @@ class Slots:
         self._most = max(r.frame_bound(piece) for row in pieces for piece in row)
 
     async def scatter(self) -> Phase:
-        """Send frames of row i to rank i, which has as many rows as there are ranks."""
+        """Send the frames of row i of this rank's pieces to rank i; there is one row per rank."""
         part = self._part
         terms = scattered_terms(part, self._r, self._pieces)
         pieces = [self._pieces[part.rank]] * part.size
@@ -181,7 +181,7 @@ class Slots:
         return encoded.sizes, [Announced(n, head, complete=True) for n, head in zip(encoded.lengths, read, strict=True)]
 
     def _heads_of(self, slots: torch.Tensor, read: Array, usual: int) -> list[Array]:
-        """Return the heads of this rank's frames, of which `usual` bytes are read; read longer heads again."""
+        """Return the heads of this rank's frames, whose first `usual` bytes are in `read`; read longer heads again."""
         frames = [slot[_BEFORE:] for row in read for slot in row]
         sizes = [heads.head_nbytes(frame) for frame in frames]
         if max(sizes) <= usual:
@@ -191,7 +191,7 @@ class Slots:
         return self._heads_of(slots, read, max(sizes))
 
     async def _swap(self, rows: Sequence[Sequence[Announced]], pieces: Pieces) -> tuple[list[list[Announced]], int]:
-        """Send row i to rank i; return the rows that ranks send about `pieces`, and the size of the largest frame."""
+        """Announce row i to rank i; return the rows that ranks announce for `pieces`, and the largest frame's size."""
         r, part = self._r, self._part
         mine = max(each.nbytes for row in rows for each in row)
         bounds = [[r.frame_bound(piece) for piece in row] for row in pieces]
@@ -330,7 +330,7 @@ class Messages:
 
 
 class _Arriving(NamedTuple):
-    """Frames that arrive in host memory."""
+    """Frames of a phase that arrive in host memory; `incoming` has, for each chunk, the requests by rank."""
 
     part: Part
     r: DeviceReduction

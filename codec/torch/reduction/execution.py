@@ -135,15 +135,16 @@ async def run_several(
 ) -> list[Values]:
     """Reduce several tensors concurrently in one collective. Return their results, which may use its memory.
 
-    `item` must be equal on all ranks. Between GPUs, reductions run one after the other unless all of them are in one
-    :class:`Joint`, since NCCL needs the same order of messages on all ranks.
+    `item`, such as the result of a hook's ``transform=``, must be equal on all ranks. Between GPUs, reductions run one
+    after the other unless all of them are in one :class:`Joint`, since NCCL needs the same order of messages on all
+    ranks.
     """
     joined = [r for r, algorithm in planned if isinstance(r, DeviceReduction) and algorithm.joins]
     apart = collective.device.connected and len(joined) < len(planned)
     joint = Joint(len(joined))
     for i, r in enumerate(joined):
         r.joint, r.member = (Joint(), 0) if apart else (joint, i)
-    # "auto" is part of the signature: it may become another algorithm on all ranks
+    # `requested` is part of the signature: "auto" may later select another algorithm, on all ranks at once.
     if len(planned) == 1 or apart:
         return [await _run(collective, algorithm, r, requested, item) for r, algorithm in planned]
     return await Together([_run(collective, algorithm, r, requested, item) for r, algorithm in planned])
@@ -152,7 +153,7 @@ async def run_several(
 async def _run(
     collective: Collective, algorithm: Algorithm, r: Reduction, requested: str = "", item: int | str | None = None
 ) -> Values:
-    """Run an algorithm as a part of a collective."""
+    """Run an algorithm as one part of a collective, under the signature of its arguments."""
     if not algorithm.defers:
         r.deferred = None
     fields = signed(r, algorithm.name, requested) | agreed(item)

@@ -94,7 +94,7 @@ def _key(r: DeviceReduction, piece: Piece) -> tuple[Any, ...]:
 
 
 def constant(r: DeviceReduction, piece: Piece) -> Array | None:
-    """Return the head that all frames of a piece share, but for the checksum; None if there is none or unknown."""
+    """Return the head that all frames of a piece share, except its checksum; None if there is none or it is unknown."""
     return _constant.get(_key(r, piece))
 
 

@@ -30,8 +30,8 @@ from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
 
-bound = functools.lru_cache(1024)(codec.bound)  # a training run uses few sizes
-Frame = Any  # in host memory, an array of bytes; or on a GPU, a tensor of bytes
+bound = functools.lru_cache(1024)(codec.bound)  # cached, because a training run uses few sizes
+Frame = Any  # bytes of a frame: an array in host memory, or a tensor on a GPU
 Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,13 +59,13 @@ class Reduction:
     codebook: Codebook | None = None  # codebook with which all ranks encode
     codebooks: Sequence[Codebook] = ()  # codebooks to which received frames may refer
     count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
-    out: Values | None = None  # memory for the result; None: memory of the collective
+    out: Values | None = None  # memory for the result; None: allocate it from the collective's arena
     # Functions that decode the result into `x`, called after all ranks have succeeded; None: decode at once. Deferring
     # is faster for large tensors with small frames than decoding to other memory and copying the result.
     deferred: list[Callable[[], None]] | None = None
 
     on_device = False  # True in DeviceReduction, whose values lie on a GPU
-    memory = HOST  # memory of values and residuals
+    memory = HOST  # memory (host or GPU) of values and residuals
 
     @property
     def n(self) -> int:
@@ -74,12 +74,12 @@ class Reduction:
 
     @property
     def whole_shape(self) -> tuple[int, ...] | None:
-        """Shape of the tensor, if it is one segment."""
+        """Shape of the tensor if a single segment covers it, otherwise None."""
         parts = unpack(self.segments) if self.segments else []
         return parts[0][1] if len(parts) == 1 and prod(parts[0][1]) == self.n else None
 
     def bound(self, n: int) -> int:
-        """Return an upper bound of the bytes of a frame of `n` values with any segments, for the partition."""
+        """Return an upper bound of the bytes of a frame of `n` values with any segments, for choosing chunk sizes."""
         return bound(n, self.dtype, self.spec)
 
     def frame_bound(self, piece: Piece) -> int:
@@ -87,11 +87,11 @@ class Reduction:
         return bound(piece.n, self.dtype, self.spec, segments=piece.segments or ())
 
     def slices(self, size: int) -> list[list[Piece]]:
-        """Return a slice for each of `size` ranks, as pieces."""
+        """Split the tensor into one slice for each of `size` ranks; return the pieces of each slice."""
         return cut(self.n, size, self.x.itemsize, self.segments, self._chunk_nbytes)
 
     def even_slices(self, size: int) -> list[list[Piece]]:
-        """Return slices of equal size for `size` ranks, as pieces."""
+        """Split the tensor into slices of equal size for `size` ranks; return each slice's pieces."""
         return cut_evenly(self.n, size, self.x.itemsize, self._chunk_nbytes, self.segments)
 
     @property
@@ -105,7 +105,7 @@ class Reduction:
         return self.x[piece.begin : piece.end]
 
     def encode(self, piece: Piece, out: Array, number: int) -> int:
-        """Encode this rank's term of a piece to `out`, with random stream `number`; return the bytes of the frame."""
+        """Encode this rank's values of a piece to `out`, with random stream `number`; return the frame's size in bytes."""
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
         try:
             return self._encode(self.own_term(piece), piece, out, residual, number)
@@ -114,7 +114,7 @@ class Reduction:
             raise
 
     def encode_sum(self, total: Values, piece: Piece, out: Array, number: int) -> int:
-        """Encode the float32 sum of a piece to `out`; return the bytes of the frame."""
+        """Encode the float32 sum of a piece to `out`; return the frame's size in bytes."""
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
         x = self.rounded(total)
         try:
@@ -156,7 +156,7 @@ class Reduction:
 
     @property
     def own_term_is_exact(self) -> bool:
-        """True if encoding is lossless, so that this rank need not decode its own term."""
+        """True if encoding is lossless, so that this rank need not decode its own frame."""
         return isinstance(self.spec, Lossless) and self.op != "max"
 
     @property
@@ -186,7 +186,7 @@ class Reduction:
 
     @property
     def can_defer(self) -> bool:
-        """True if it is faster to decode results after the agreement than to copy them."""
+        """True if decoding results into the tensor, after all ranks have succeeded, is faster than copying them."""
         entropy = getattr(self.spec, "entropy", False) or getattr(self.spec, "packing", "") == "entropy"
         return self.nontemporal and not entropy and not isinstance(self.spec, Lossless | Truncate)
 
@@ -302,7 +302,7 @@ class Reduction:
             self.x = self.rounded(self.as_float32(self.x) + residual)
 
     def as_float32(self, x: Values) -> Values:
-        """Return values of the reduction's dtype as float32, without a copy if they are; float64 stays float64."""
+        """Return values of the reduction's dtype as float32, without a copy if possible; float64 stays float64."""
         return x if self.dtype == "float64" else from_numpy(x).view(FLOATS[self.dtype]).float().numpy()
 
     def tensor_of(self, x: Values) -> torch.Tensor:
@@ -344,12 +344,12 @@ def _options_for(engine: EngineName | None, threads: int | None, large: bool, no
 
 
 def _codec_of(struct: Any) -> tuple[int, ...]:
-    """Return the codec and the parameters of a spec that a frame header contains."""
+    """Return the codec and those parameters of a spec that are stored in frame headers."""
     return struct.codec, struct.variant, struct.bits, struct.options, struct.max_code_length, struct.model
 
 
 def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
-    """Return a bound spec for the values [begin, end) of its tensor, whose arrays are flat."""
+    """Return the bound spec for the values [begin, end) of a flat tensor: the same slice of each of its arrays."""
     if spec.levels is not None:
         return spec.spec.bind(levels=spec.levels[begin:end])
     optimizer = spec.optimizer
@@ -367,8 +367,8 @@ def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
 def nonfinite_error(r: Reduction, x: Values, *, summed: bool = False) -> ArgumentError | None:
     """Return the error that encoding would raise if `x` contains NaN or Inf and the codec refuses them; else None.
 
-    It is used for values that are sent uncompressed, so that errors do not depend on how values are sent. `summed`
-    tells whether `x` is a sum or this rank's values.
+    This function checks values that are sent uncompressed, so that they cause the same error as encoded values.
+    `summed`: True if `x` is a sum over ranks, False if `x` has this rank's values.
     """
     if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from codec.tensors.segments import Records, Segments, pack, unpack
 
-CHUNK_NBYTES = 1 << 20  # bytes of a chunk before encoding; while it is sent, others are encoded and decoded
+CHUNK_NBYTES = 1 << 20  # bytes of a chunk before encoding; while a chunk is sent, other chunks are encoded and decoded
 _FRAME_NBYTES = 1 << 19  # target size of a chunk's frame in bytes; if frames are smaller, chunks are larger
 MOST_NBYTES = 1 << 22  # maximum bytes of a chunk before encoding
 _MOST = 16  # maximum number of chunks of a slice
@@ -100,15 +100,15 @@ def _chunks(nbytes: float, chunk_nbytes: int) -> int:
 
 
 class _Rows(NamedTuple):
-    """Segments that have dimensions and values."""
+    """Offsets, row sizes and sizes, in values, of segments that have a dimension and a value."""
 
     offset: list[int]
-    row: list[int]  # values of a row
-    n: list[int]  # values of the segment
+    row: list[int]  # number of values in a row
+    n: list[int]  # number of values in the segment
 
 
 def _row_starts(segments: Segments) -> _Rows:
-    """Return the segments that have dimensions and values."""
+    """Return the offsets and sizes of the segments that have at least one dimension and one value."""
     shaped = [(offset, shape) for offset, shape in segments if shape and prod(shape)]
     return _Rows(
         [offset for offset, _ in shaped],

@@ -42,7 +42,7 @@ async def two_shot(part: Part, r: Reduction) -> Array:
         with part.clock.during("decode_s"):
             _sum_piece([found[rank] for rank in range(size)], r, piece, total)
         sums += [part.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in part.others]
-        if c + 2 in chunks:  # queue terms of chunk c + 2 behind the sums of this chunk
+        if c + 2 in chunks:  # request and send the terms of chunk c + 2 after the sums of this chunk
             terms[c + 2] = rooms.receive(c + 2, slices[me][c + 2].n)
         for o in part.others:
             part.send_values(total, o)
@@ -135,7 +135,7 @@ def _largest(a: Array, b: Array, out: Array) -> None:
 
 
 def _round_with_residual(values: Array, r: Reduction, residual: Array | None, place: Array) -> None:
-    """Write float32 values plus their residual to `place`, in the dtype of x; the residual gets the rounding errors.
+    """Write float32 values plus their residual to `place`, in the dtype of x; the rounding errors become the residual.
 
     As in encoders, finite values stay finite, limited to the largest number of the dtype, and the residual of NaN and
     Inf becomes 0.
@@ -158,13 +158,13 @@ def _round_with_residual(values: Array, r: Reduction, residual: Array | None, pl
 
 
 async def plain(part: Part, r: DeviceReduction) -> Values:
-    """Run NCCL's uncompressed all-reduce, which adds in the tensor's dtype and in an order of NCCL's choice.
+    """Run NCCL's uncompressed all-reduce, which adds in the tensor's dtype and in an order that NCCL chooses.
 
     For a mean, values are divided before the sum, as in DDP. Residuals are added to the values; new residuals are the
     errors of rounding to the tensor's dtype.
     """
     values = _shares(part, r)
-    if r.rejects_nonfinite:  # raise the same error as encoding would
+    if r.rejects_nonfinite:  # raise the error that encoding the values would raise
         r.refuse_nonfinite(values)
         r.settle(part.device)
     await part.gather([0])  # wait for all ranks, since NCCL's messages could not be cancelled if a rank had failed

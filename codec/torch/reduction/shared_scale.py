@@ -57,7 +57,7 @@ def _pairs(segments: Records | None) -> Segments:
 
 
 def _parts(n: int, segments: Records | None) -> list[_Part]:
-    """Return the ranges of values that share a scale: those of a segment, and those in no segment."""
+    """Return the ranges of values that share a scale: one for each segment, and those of values in no segment."""
     found: list[_Part] = []
     rest, at = len(_pairs(segments)), 0
     for i, (offset, shape) in enumerate(_pairs(segments)):

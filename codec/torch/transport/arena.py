@@ -13,7 +13,7 @@ _ALIGN = 64  # alignment of messages in bytes
 
 
 def aligned_begins(bounds: Sequence[int]) -> list[int]:
-    """Return the offsets at which messages of at most `bounds` bytes begin in memory of :meth:`Arena.nbytes_of`."""
+    """Return the offsets of messages of at most `bounds` bytes, stored one after another at aligned offsets."""
     return [0, *itertools.accumulate(-(-n // _ALIGN) * _ALIGN for n in bounds)][: len(bounds)]
 
 
@@ -76,12 +76,12 @@ class Arena:
         return message[:nbytes]
 
     def result_buffer(self, n: int, dtype: Any) -> Array:
-        """Return an array of `n` values."""
+        """Allocate an array of `n` values for the result of the collective."""
         nbytes = n * np.dtype(dtype).itemsize
         return self._take(nbytes)[:nbytes].view(dtype)
 
     def sum_buffer(self, n: int) -> Array:
-        """Return an array of `n` float32 values; the next call may return the same memory."""
+        """Allocate an array of `n` float32 values for a sum; the next call may return the same memory."""
         if self._sum.size < n:
             self._sum = self._take(4 * n)[: 4 * n].view(np.float32)
         return self._sum[:n]

@@ -11,7 +11,7 @@ from codec.torch.transport.streams import host_memory
 _MOST = 128  # maximum number of free buffers
 _SPARE = 2  # all buffers together have at most _SPARE times the peak of the bytes in use
 _WASTE = 4  # a request is served by a buffer of at most _WASTE times its size, or of at most _SMALL bytes
-_SMALL = 1 << 16  # bytes
+_SMALL = 1 << 16  # size in bytes up to which a free buffer serves any smaller request
 
 
 class Buffers:
@@ -76,7 +76,7 @@ class DeviceMemory(Memory):
         self._device = device
 
     def empty(self, n: int) -> Any:
-        """Return a tensor of `n` values."""
+        """Allocate a tensor of `n` uninitialized values."""
         return torch.empty(n, dtype=torch.float32, device=self._device)
 
     def zeros(self, n: int) -> Any:

@@ -11,7 +11,7 @@ Phase = Literal["encode_s", "decode_s"]
 
 @dataclass(repr=False)
 class Counters(Rounded):
-    """Totals of the collectives of a group, on this rank. Subtract an earlier copy to get a difference.
+    """Totals of the collectives of a group, on this rank. Subtract an earlier copy to get the totals of a period.
 
     Collectives are counted when they have ended. Only the thread that runs them writes a group's counters;
     :meth:`copy` may be called by any thread.
@@ -132,7 +132,7 @@ class Stopwatch:
 
 
 class _During:
-    """Context manager written as a class: a generator would take four times as long."""
+    """Context manager of a phase. It is a class, because a generator would take four times as long."""
 
     __slots__ = ("_outer", "_phase", "_watch")
 
