@@ -13,12 +13,12 @@ from codec.arguments import shown
 from codec.torch.local_steps.ranks import Ranks
 from codec.torch.transport.messages import Array
 
-_CHUNK = 1 << 26  # most bytes of a message with parameters
+_CHUNK = 1 << 26  # maximum bytes of a message with parameters
 
 
 @dataclass(frozen=True)
 class Position:
-    """Progress of a rank, for comparison with the other ranks."""
+    """Progress of a rank and digest of its shared values, for comparison with the other ranks."""
 
     steps: int  # optimizer steps
     rounds: int  # synchronizations
@@ -130,7 +130,7 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _bytes_of(x: torch.Tensor) -> Array:
-    """Return the bytes of a tensor in host memory: a view if the tensor is contiguous, else a copy."""
+    """Return the bytes of a tensor that is in host memory: a view if the tensor is contiguous, else a copy."""
     return x.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 

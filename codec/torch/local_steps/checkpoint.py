@@ -1,4 +1,4 @@
-"""Parse and check the states of LocalSteps that checkpoints hold."""
+"""Parse and check the states of LocalSteps in checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _MOST = 1 << 48
 
 @dataclass
 class Saved:
-    """Parsed and checked state."""
+    """Parsed and checked state of LocalSteps."""
 
     steps: int  # optimizer steps
     rounds: int  # synchronizations
@@ -53,7 +53,7 @@ def parsed(
     feedback : Feedback or None
         Current error feedback; the state must have residuals if and only if it is not None. It is not changed.
     place : (int, int)
-        This rank and the number of ranks, which the state must have.
+        Number of this rank, and number of ranks; the state must have the same.
 
     Raises
     ------

@@ -61,14 +61,14 @@ class Fragment:
 
     @torch.no_grad()
     def apply(self, mean: torch.Tensor, outer: torch.optim.Optimizer | None, since: torch.Tensor | None = None) -> None:
-        """Update the anchors by the mean change, and set the parameters to the anchors.
+        """Add the mean change to the anchors, or step the outer optimizer; then set the parameters to the anchors.
 
         Parameters
         ----------
         mean : tensor of float32, shape (n,)
             Mean of :meth:`differences` over the ranks.
         outer : torch.optim.Optimizer or None
-            Optimizer of the anchors, which takes a step with the gradient ``-mean``. None: the mean is added.
+            Optimizer of the anchors, which takes a step with the gradient ``-mean``. None: add the mean to the anchors.
         since : tensor of float32, shape (n,), optional
             This rank's own :meth:`differences` when the synchronization started. Changes of later local steps are then
             kept: the parameters are set to the anchors plus these changes.

@@ -1,4 +1,4 @@
-"""Steps of any optimizer without communication (local steps), and synchronizations of the parameters between them."""
+"""Steps of any optimizer without communication (local steps), with synchronizations of the parameters in between."""
 
 import atexit
 import logging
@@ -24,11 +24,11 @@ _log = logging.getLogger("codec.torch")
 
 
 class LocalSteps:
-    """Steps of an optimizer without communication, and a synchronization of the ranks after every few of them.
+    """Optimizer steps without communication (local steps), and a synchronization of the ranks after every few steps.
 
     Each rank trains the module by itself. Every `every` steps, the ranks average the changes of their parameters since
-    the last synchronization, sent as frames with error feedback, and continue from the mean. This is local SGD, or
-    DiLoCo with an outer optimizer. Call :meth:`step` once after each step of the optimizer, on all ranks, and
+    the last synchronization, which they send as frames with error feedback, and continue from the mean. This is local
+    SGD, or DiLoCo with an outer optimizer. Call :meth:`step` once after each step of the optimizer, on all ranks, and
     :meth:`finish` at the end.
 
     All ranks must create this object together, with the same arguments. Ranks whose parameters differ then adopt those
@@ -43,8 +43,8 @@ class LocalSteps:
     Parameters
     ----------
     model : torch.nn.Module
-        The module, or the return value of ``torch.compile`` for it, but no DistributedDataParallel. Its parameters may
-        have any real floating-point dtype, be tied, be frozen, or have no gradients.
+        The module, or the return value of ``torch.compile`` for it; a DistributedDataParallel is not supported. Its
+        parameters may have any real floating-point dtype, be tied, be frozen, or have no gradients.
     optimizer : torch.optim.Optimizer
         Optimizer of the module, or its wrapper by Accelerate or Lightning. LocalSteps never calls its ``step``.
     every : int
@@ -62,8 +62,8 @@ class LocalSteps:
         (streaming DiLoCo), to lower the peaks of traffic. At most `every`.
     delay : int
         Number of steps for which a synchronization runs in the background. The mean then replaces the changes that were
-        sent. Changes of the steps in between stay in the parameters, and are sent by the next synchronization. At most
-        ``every // fragments``.
+        sent. Changes of the steps since the start stay in the parameters, and the next synchronization sends them. At
+        most ``every // fragments``.
     outer : callable, optional
         ``outer(parameters)`` returns an optimizer of the list of all synchronized parameters, whose gradient is minus
         the mean change, such as ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. Its steps
@@ -143,7 +143,8 @@ class LocalSteps:
         return not self._apart
 
     def step(self) -> None:
-        """Count a step of the optimizer, and synchronize if that is due; call this after each ``optimizer.step()``.
+        """Count a step of the optimizer, and synchronize if the schedule says so. Call this after each
+        ``optimizer.step()``.
 
         All ranks must call this equally often, even if a GradScaler has skipped the optimizer's step. With gradient
         accumulation, call it once for each step of the optimizer, not for each backward pass.
@@ -201,7 +202,7 @@ class LocalSteps:
         """
         exact = truth("exact", exact)
         self._begin_call()
-        self._state.leave()  # drops a synchronization that failed in flight; its changes are sent now
+        self._state.leave()  # if the synchronization in flight has failed, it is dropped, and its changes are sent now
         some = self._state.fragments if self._steps >= self._settings.warmup else []
         self._state.synchronize(self._ranks, self._steps, some, buffers=True, exact=exact)
         self._apart = False
@@ -263,8 +264,8 @@ class LocalSteps:
         At the same time, each new rank creates a LocalSteps with the same arguments and this group. It receives the
         parameters of the last synchronization, the buffers, the state of the outer optimizer and the number of steps.
         Its own optimizer starts without state, unless the program copies one. Ranks that stay keep their parameters,
-        and their residuals, scaled to the new number of ranks. Residuals of lost ranks are lost. A synchronization in
-        flight is applied if it has succeeded, else dropped.
+        and their residuals, scaled to the new number of ranks. Residuals of ranks that were lost cannot be recovered. A
+        synchronization in flight is applied if it has succeeded, else dropped.
 
         Parameters
         ----------
@@ -306,7 +307,7 @@ class LocalSteps:
         return self._state.arguments(ranks), self._state.position(self._steps)
 
     def _take_part(self, ranks: Ranks) -> bool:
-        """Compare the ranks; return True if this rank has received the state of another one, the most advanced rank."""
+        """Compare the ranks; return True if this rank was behind, and has received the most advanced rank's state."""
         self._agreed = False
         positions = agreement.agree(ranks, *self._head(ranks))
         source = agreement.source_of(positions)
@@ -362,7 +363,7 @@ class LocalSteps:
         return own | {"steps": self._steps, "apart": int(self._apart)} | self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the state by a copy of one that :meth:`state_dict` returned. Also load the model and the optimizer.
+        """Replace the state by a copy of one that :meth:`state_dict` returned. Load the model and the optimizer, too.
 
         The next call of :meth:`step` or :meth:`synchronize` compares the ranks: all of them must have loaded states
         that were saved at the same step.

@@ -18,7 +18,7 @@ from codec.torch.group.communicator import group_stats
 from codec.torch.group.work import Work
 from codec.torch.transport.counters import Counters
 
-_MOST_SHOWN = 400  # most characters of another rank's error message that are shown
+_MOST_SHOWN = 400  # maximum number of characters of another rank's error message that are shown
 
 
 class SkippedStep(Exception):
@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass
 class Flight:
-    """Mean that a collective computes in the background."""
+    """Collective that computes a mean over ranks in the background."""
 
     work: Work
     problem: Problem | None  # reason why this rank does not take part
@@ -110,7 +110,7 @@ class Ranks:
         return Flight(work, problem, before)
 
     def wait(self, flight: Flight) -> None:
-        """Wait for a mean in the background; all ranks must call this. It raises the errors of :meth:`mean`."""
+        """Wait for a mean that :meth:`begin` has started, on all ranks; raise the errors of :meth:`mean`."""
         try:
             flight.work.wait()
         except CodecError as e:
@@ -185,7 +185,7 @@ def group_of(group: Any) -> dist.ProcessGroup:
 
 
 def _parsed(rank: int, data: bytes) -> dict[str, Any]:
-    """Parse the message of a rank."""
+    """Parse a rank's message, which must be a dict in JSON; otherwise raise PeerError."""
     try:
         found: Any = json.loads(data)
     except (ValueError, RecursionError):

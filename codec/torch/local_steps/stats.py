@@ -41,6 +41,6 @@ class LocalStats(Counters):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent divided by those of float32 all-reduces in all steps, 2 (N - 1) / N of the values; NaN if 0."""
+        """Bytes sent, divided by those of float32 all-reduces in all steps, 2 (N - 1) / N per value; NaN for none."""
         plain = 8 * self.values * self.steps * (self.world_size - 1) / self.world_size
         return self.sent_nbytes / plain if plain else float("nan")

@@ -31,7 +31,7 @@ class Pending:
 
 
 class Synchronizer:
-    """Synchronizes this rank's parameters and buffers; stores the last synchronization's values, and residuals.
+    """Synchronizes parameters and buffers of this rank; stores their values at the last synchronization, and residuals.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class Synchronizer:
     def synchronize(
         self, ranks: Ranks, step: int, fragments: Sequence[Fragment], *, buffers: bool, exact: bool = False
     ) -> None:
-        """Synchronize some fragments, and optionally the buffers. If this fails, none of them is changed.
+        """Synchronize some fragments, and optionally the buffers. If this fails, no parameter or buffer is changed.
 
         Parameters
         ----------
@@ -129,7 +129,7 @@ class Synchronizer:
         self.pending = Pending(number, step + self.settings.delay, mine, mean, flight)
 
     def land(self, ranks: Ranks) -> None:
-        """Wait for the synchronization in flight, and apply its mean; all ranks must call this.
+        """Wait for the synchronization in flight, and apply its mean to the parameters; all ranks must call this.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class Synchronizer:
     def leave(self) -> None:
         """Wait for the synchronization in flight; apply its mean, or drop it if it has failed.
 
-        A collective fails on all ranks or on none, so ranks need not exchange messages to do the same.
+        A collective fails on all ranks or on none, so all ranks apply or drop without exchanging messages.
         """
         pending = self.pending
         if pending is None:
@@ -253,7 +253,7 @@ class Synchronizer:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this object's entries of a checkpoint; wait for the synchronization in flight.
+        """Return the entries of a checkpoint that this object restores; wait for the synchronization in flight first.
 
         Raises
         ------
@@ -283,7 +283,7 @@ class Synchronizer:
     def load_state_dict(self, state: Any, place: tuple[int, int]) -> checkpoint.Saved:
         """Replace the state by a saved one, and return its parsed form. After a StateError nothing is changed.
 
-        `place`: this rank and the number of ranks, which the state must have.
+        `place` is this rank's number and the number of ranks; the state must have the same.
         """
         anchors = self._anchors()
         saved = checkpoint.parsed(state, anchors, [f.n for f in self.fragments], self.feedback, place)

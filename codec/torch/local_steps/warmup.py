@@ -17,7 +17,7 @@ BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...]], None]
 def listen(optimizer: torch.optim.Optimizer, call: BeforeStep) -> Any:
     """Call a bound method before each step of an optimizer; return the hook's handle.
 
-    The hook holds a weak reference: calls end when the method's object is deleted.
+    The hook holds a weak reference to the method, so that its object can be freed; the hook then does nothing.
     """
     method = weakref.WeakMethod(call)
 
@@ -29,7 +29,7 @@ def listen(optimizer: torch.optim.Optimizer, call: BeforeStep) -> Any:
 
 
 def problem_of(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> Problem | None:
-    """Return the reason why gradients cannot be averaged before a step of an optimizer; None if they can.
+    """Return the reason why gradients cannot be averaged before a step of an optimizer; None if they can be averaged.
 
     A GradScaler calls the step of a fused optimizer even if gradients overflowed. The gradients are then still scaled,
     unless the program called ``unscale_``.
@@ -81,7 +81,7 @@ def average_gradients(
     try:
         ranks.mean(view(flat, segments=shapes), spec, problem, stream=stream)
     except SkippedStep:
-        if problem is None:  # else keep the gradients, because this rank's own optimizer skips the step
+        if problem is None:  # otherwise this rank's optimizer skips the step itself, and the gradients stay
             for p in parameters.values():
                 p.grad = None
         return

@@ -29,7 +29,7 @@ def adam_step(
     states: Sequence[State],
     gradients: Sequence[torch.Tensor],
 ) -> None:
-    """Take a step of torch.optim.Adam for some parameters of a group."""
+    """Update some parameters of a group as a step of torch.optim.Adam does, and count the update of second moments."""
     adam(
         [local(p) for p in parameters],
         list(gradients),
@@ -84,7 +84,7 @@ class Denominators:
         return self._of(p, state, group)[0]
 
     def dead(self, p: torch.Tensor, state: State, group: Group) -> torch.Tensor | None:
-        """Return a mask of the values whose second moment is 0; None if there are none."""
+        """Return a mask of the values of a parameter whose second moment is 0; None if no second moment is 0."""
         return self._of(p, state, group)[1]
 
     def _of(self, p: torch.Tensor, state: State, group: Group) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -113,7 +113,7 @@ def local_momentum(
     dead : torch.Tensor or None
         Mask of values that never change, whose momentum is set to 0.
     scale : float
-        Factor of a GradScaler in the gradient. The momentum is multiplied by it, too.
+        Factor by which a GradScaler has multiplied the gradient. The momentum is multiplied by the same factor.
     """
     m = local(state["exp_avg"]) if scale == 1 else local(state["exp_avg"]) * scale
     if group["weight_decay"] and not group["decoupled_weight_decay"]:

@@ -1,4 +1,4 @@
-"""Average the gradients and momenta of OneBitAdam over ranks, or return this rank's own if there are no others."""
+"""Average the gradients and momenta of OneBitAdam over ranks; with one rank, return this rank's own."""
 
 from typing import Any, cast
 
@@ -37,7 +37,7 @@ class Averager:
 
     def __init__(self, optimizer: torch.optim.Adam, phase: Phase, steps: Steps, warmup: Spec, spec: Spec) -> None:
         self.link: Link | None = None
-        self.waiting = HookStates()  # loaded states of hooks, until there is a link
+        self.waiting = HookStates()  # loaded states of hooks, stored until a link is created
         self.settings = Settings(warmup, spec, self._transform, parameters.as_adam(optimizer))  # defaults of `register`
         self._optimizer, self._phase, self._steps = optimizer, phase, steps
         self._nonfinite = False  # True if a gradient in any shard of this replica holds NaN or Inf
@@ -46,7 +46,7 @@ class Averager:
     # Connection
 
     def connect(self, model: Model, group: Any, settings: Settings) -> None:
-        """Create the link to the other ranks; residuals of an earlier link are moved to it."""
+        """Create the link to the other ranks, and move the residuals of an earlier link to the new one."""
         group = model.group(group)
         link = Link(settings, model, group, lambda: self._phase.kind, self._steps.moves)
         waiting = self.waiting
@@ -114,7 +114,7 @@ class Averager:
         """Replace gradients, which a GradScaler has scaled by `scale`, by the momenta that this rank sends."""
         groups = parameters.groups(self._optimizer)
         for p, gradient in gradients:
-            if p in groups:  # else the parameter is not the optimizer's: it required no gradient at registration
+            if p in groups:  # the optimizer lacks a parameter that required no gradient at registration
                 self._steps.message(p, gradient, groups[p], scale)
 
     def _local(self, kind: Kind, gradients: Tensors) -> Tensors:
@@ -141,7 +141,7 @@ class Averager:
         """Return the mean gradient or momentum of each parameter that a step updates.
 
         Which parameters are updated depends on the means that were received, never on this rank's own gradients, so
-        that all ranks update the same. In local steps, return the gradients of this rank.
+        that all ranks update the same parameters. In local steps, return the gradients of this rank.
         """
         link = self._connected()
         gradients = {p: g for p, g in parameters.gradients(self._optimizer).items() if self._steps.moves(p)}
@@ -228,7 +228,7 @@ class Averager:
     def agree(self, decision: bool) -> bool:
         """Return True on all ranks if `decision` is True on any rank.
 
-        Decisions may differ, because the rounding of sums can differ between machines.
+        Ranks agree on decisions that are computed from sums, because the rounding of sums can differ between machines.
         """
         return decision if self.link is None else self.link.agree(decision)
 

@@ -1,6 +1,6 @@
 """Communication hook of a DistributedDataParallel, and a check that gradients stay unchanged after a backward pass."""
 
-# no `from __future__ import annotations`: torch checks the annotations of a hook
+# No `from __future__ import annotations`: torch checks that the annotations of a hook are types, not strings.
 
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -15,7 +15,7 @@ from codec.torch.ddp.buckets import gradients_in
 from codec.torch.ddp.hook import Hook
 from codec.torch.one_bit_adam.schedule import Kind
 
-_SAMPLED = 64  # about this many values of each gradient are compared
+_SAMPLED = 64  # approximate number of values that are compared in each gradient
 
 _Bucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
 _Future = torch.futures.Future[torch.Tensor]
@@ -119,7 +119,8 @@ class Backward:
         self._ddp, self._hook_of, self._kind_of_step = ddp, hook_of, kind_of_step
         self._moves, self._clip_factor = moves, clip_factor
         self._before = 0  # step count of the hook at the start of this backward pass
-        self._held: list[tuple[_Bucket, _Future]] = []  # buckets that wait until the norm of all gradients is known
+        # Buckets that are delayed until the norm of all gradients is known
+        self._held: list[tuple[_Bucket, _Future]] = []
         self._buckets: list[_Reduced] = []  # buckets that this backward pass reduces
         self.__name__ = self.__qualname__ = "codec.torch.OneBitAdam"  # torch reads both attributes of a hook
 
@@ -203,7 +204,7 @@ class Backward:
         self.guard.record(self.reduced)
 
     def _store(self, buckets: list[_Reduced]) -> None:
-        """Store averaged momenta as gradients. Torch does not do so for parameters that no rank has used."""
+        """Store averaged momenta in ``p.grad``. Torch does not store them for parameters that no rank has used."""
         for parameters, future in buckets:
             for p, momentum in zip(parameters, gradients_in(future.wait(), parameters), strict=True):
                 if self._moves(p) and p.grad is None:

@@ -132,12 +132,12 @@ def with_entry(state: dict[str, Any], phase: Phase, hooks: HookStates) -> dict[s
 
 
 class Saved:
-    """Parsed and checked state dict.
+    """Parsed and checked state dict of OneBitAdam, or of torch's Adam or AdamW.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        The optimizer that will load it.
+        The optimizer that will load the state.
     state_dict : mapping
         State of OneBitAdam, torch.optim.AdamW or torch.optim.Adam.
 
@@ -152,9 +152,9 @@ class Saved:
     drift : str or None
         Measurements of the second moments' drift, in JSON.
     hooks : HookStates
-        States of hooks.
+        States of the hooks for gradients and momenta, by rank.
     refreshed : bool
-        True if all steps have updated the second moments, unlike those of 0/1 Adam.
+        True if all steps have updated the second moments. In 0/1 Adam, only some steps do.
 
     Raises
     ------

@@ -30,11 +30,11 @@ from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 from codec.torch.one_bit_adam.sharded import WHOLE, Shards
 from codec.torch.transport.counters import Counters
 
-# Embeddings and their heads are encoded, too, because all rows of momentum / sqrt(v) have similar magnitudes.
+# Embeddings and output heads are encoded, too, because all rows of momentum / sqrt(v) have similar magnitudes.
 EVEN_POLICY = Policy(uneven=None)
 SENT: tuple[Kind, ...] = ("gradients", "momenta")
 
-_BUCKET = 25 << 20  # most bytes of a bucket without DistributedDataParallel, whose default this is, too
+_BUCKET = 25 << 20  # maximum bytes of a bucket of reduce(); DistributedDataParallel has the same default
 
 
 @dataclass
@@ -195,7 +195,8 @@ class Link:
     def before_buckets(self, kind: Kind) -> Generator[None]:
         """Return a context manager that cancels the step on all ranks if its body raises.
 
-        Use it for agreements among the shards of this replica before a step, so that other replicas do not wait.
+        Use it around agreements among the shards of this replica before a step, so that other replicas do not wait if
+        an agreement fails.
         """
         try:
             yield
@@ -245,7 +246,7 @@ class Link:
         return found
 
     def _make_buckets(self, hook: Hook) -> list[Bucket]:
-        """Create buckets for :meth:`reduce`; with DDP, cut as in the last backward pass, so that residuals fit them."""
+        """Create buckets for :meth:`reduce`: with DDP, those of the last backward pass, so that residuals fit."""
         known = hook.reducer.state.buckets
         if self.model.ddp is None or not known:
             return _buckets_of(list(_cut(self.model.names)))

@@ -22,8 +22,9 @@ class Model:
     """Parameters whose gradients the ranks average."""
 
     names: Mapping[torch.nn.Parameter, str]
-    module: torch.nn.Module  # module in whose layers the policy finds embeddings; an empty one if there is none
-    ddp: DistributedDataParallel | None = None  # averages in the backward pass; None: step() averages
+    module: torch.nn.Module  # module whose layers the policy searches for embeddings; empty if there is none
+    # DistributedDataParallel that averages in the backward pass; None: step() averages
+    ddp: DistributedDataParallel | None = None
     shards: Any = None  # process group among whose ranks FSDP2 shards the parameters; None: not sharded
 
     def group(self, group: Any) -> Any:
@@ -36,7 +37,7 @@ class Model:
         return self.ddp is None and p.requires_grad and p not in self.names
 
     def extended(self, named: Sequence[tuple[str, torch.Tensor]]) -> "Model":
-        """Return a model that also has the parameters that this one lacks, such as those of a new parameter group.
+        """Return a copy of this model that also has its missing parameters, such as those of a new parameter group.
 
         Raises
         ------

@@ -38,7 +38,7 @@ def gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tens
 
 
 def named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Return all parameters with names: the optimizer's own if they are unique, else "group.index"."""
+    """Return all parameters with names: the optimizer's ``param_names`` if these are unique, else "group.index"."""
     groups = optimizer.param_groups
     given = [name for group in groups for name in group.get("param_names", ())]
     places = [f"{i}.{j}" for i, group in enumerate(groups) for j in range(len(group["params"]))]
@@ -53,7 +53,7 @@ def second_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str,
 
 
 def have_moments(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Return, for each parameter, True if a second moment of it on this rank is not 0."""
+    """Return, for each parameter, True if any of its second moments on this rank is not 0."""
     states = [optimizer.state.get(p) for p in of(optimizer)]
     return [bool(state) and bool(local(state["exp_avg_sq"]).any()) for state in states]
 

@@ -19,7 +19,8 @@ from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 logger = logging.getLogger("codec.torch")
 
 STABLE = 0.04  # drift at which freeze_step="auto" freezes: 1 minus the ratio 0.96 in the paper on 1-bit Adam
-MOVING = 0.25  # drift above which a freeze warns: sqrt(v), and so the step size, is then off by a seventh or more
+# Drift above which a freeze logs a warning: the error of sqrt(v), and so of the step size, is then a seventh or more
+MOVING = 0.25
 _MEASUREMENTS = 16  # measurements per window
 
 
@@ -68,7 +69,7 @@ class Drift:
 
     @property
     def _former(self) -> tuple[int, float]:
-        """Earlier measurement with which the last one is compared."""
+        """Earlier measurement (step, sum) with which the last measurement is compared."""
         begin = self._begin(self.samples[-1][0])
         return max((s for s in self.samples[:-1] if s[0] <= begin), default=self.samples[0])
 
@@ -170,7 +171,7 @@ class Phase:
         return last
 
     def warn_of_freeze(self, still: list[int]) -> None:
-        """Warn if second moments were frozen too early; `still`: indices of parameters that have only zeros in them."""
+        """Warn if second moments were frozen too early; `still`: indices of parameters whose second moments are 0."""
         if self.drift.value > MOVING:
             warnings.warn(
                 f"second moments were frozen after {self.steps} steps, but still changed by {self.drift.value:.0%} "
@@ -194,7 +195,7 @@ class Phase:
             )
 
     def loaded(self, steps: int, frozen: bool, refreshed: bool, drift: Any) -> "Phase":
-        """Return the phase after a checkpoint.
+        """Return the phase that a checkpoint restores.
 
         Parameters
         ----------

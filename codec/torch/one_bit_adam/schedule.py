@@ -11,7 +11,7 @@ Kind = Literal["gradients", "momenta", "local"]  # tensors that a step sends; "l
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
-    """Schedule of 0/1 Adam: few steps update the second moments, and after the freeze few communicate (Lu et al. 2023).
+    """Schedule of 0/1 Adam (Lu et al. 2023): few steps update second moments; after the freeze, few steps communicate.
 
     Up to `freeze_step`, some steps send gradients, which update (refresh) the second moments v. At first, each step
     refreshes v; the interval between refreshes doubles after every `refreshes` of them. All other steps send momenta.
@@ -77,7 +77,7 @@ class ZeroOneSchedule:
         return "momenta" if step % self._interval(step) == 0 else "local"
 
     def _refreshes(self, step: int) -> bool:
-        begin, distance = 0, 1  # step before the refreshes with the current interval; the interval in steps
+        begin, distance = 0, 1  # last step before the refreshes with the current interval; this interval in steps
         while step > begin + distance * self.refreshes:
             begin += distance * self.refreshes
             distance *= 2

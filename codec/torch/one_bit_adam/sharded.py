@@ -1,4 +1,4 @@
-"""Agreements among the ranks that hold the shards of one replica, each of which sees only its own shards."""
+"""Agreements among the ranks that hold the shards of one replica. Each rank sees only its own shards."""
 
 import math
 from collections.abc import Sequence

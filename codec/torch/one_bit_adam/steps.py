@@ -20,7 +20,7 @@ State = dict[str, Any]  # optimizer state of a parameter
 class Local:
     """Local steps of a parameter since the last synchronization of the ranks."""
 
-    anchor: torch.Tensor  # parameter without these steps, but with their weight decay; equal on all ranks
+    anchor: torch.Tensor  # parameter before these steps, times their weight decay; equal on all ranks
     sum: torch.Tensor  # sum over these steps of this rank's momentum times the step size
     total: float  # sum of the step sizes, equal on all ranks; 0 if all learning rates were 0
 
@@ -98,7 +98,7 @@ class Steps:
             gradient.copy_(local(self._optimizer.state[p]["exp_avg"]))
 
     def synchronize(self, received: Tensors) -> None:
-        """Replace local steps by their mean over ranks; `received` are the averaged results of :meth:`unsent`."""
+        """Replace local steps by their mean over ranks; `received` has the means of the results of :meth:`unsent`."""
         for group in self._optimizer.param_groups:
             some = [p for p in group["params"] if p in self._local]
             states: list[State] = [self._optimizer.state[p] for p in some]

@@ -1,4 +1,4 @@
-"""Means of all workers' gradients: by TernGrad with shared scales, or as means of frames of other codecs."""
+"""Average the gradients of all workers: by TernGrad with shared scales, or from frames of other codecs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -250,7 +250,7 @@ class ParameterClient:
         return self._session.links.stats()
 
     def close(self) -> None:
-        """Notify the servers that this worker is done, and close the connections. A server ends when all are done."""
+        """Notify the servers that this worker is done, and close the connections. Servers end after all workers."""
         with self._lock:
             if self._session.links.closed:
                 return

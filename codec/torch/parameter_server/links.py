@@ -13,7 +13,7 @@ from codec.torch.transport.messages import Array
 
 T = TypeVar("T")
 
-_SMALL_NBYTES = 1 << 16  # most bytes of a reply without values, such as an error
+_SMALL_NBYTES = 1 << 16  # maximum bytes of a reply without values, such as an error
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,7 +91,7 @@ class ServerLinks:
             Requests by server; each item holds at most one request per server. All requests are sent before the first
             reply is received. A server answers its requests in this order.
         limit : int
-            Most bytes of the values in a reply.
+            Maximum bytes of the values in a reply.
         read : callable
             read(reply, server, count) parses a reply that must have `count` keys, and returns its contents.
 
@@ -127,9 +127,9 @@ class ServerLinks:
         return found
 
     def _try(self, server: int, lost: dict[int, PeerError], call: Callable[[PeerConnection], T]) -> T | None:
-        """Return the result of a call, or None if the server is lost. Then close the connection, and note it in `lost`.
+        """Return the result of a call. If the server is lost, close its connection, add it to `lost`, and return None.
 
-        On an open connection, a late reply could be read as the reply to another request.
+        If the connection stayed open, a late reply could be read as the reply to another request.
         """
         if server not in lost:
             try:

@@ -20,7 +20,7 @@ INTERNAL = "\0"  # prefix of the names of keys that the library registers itself
 TAG = -1  # tag of the connections between workers and servers
 MAX_STEP = 1 << 62
 MAX_NAME_NBYTES = 1024
-INIT_NBYTES = 1 << 22  # most bytes of a request that registers keys
+INIT_NBYTES = 1 << 22  # maximum bytes of a request that registers keys
 ITEMSIZE = {  # bytes per value of each dtype that keys may have
     "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1,
 }  # fmt: skip
@@ -36,7 +36,7 @@ _MAX_DIMENSION = 1 << 40
 _REQUEST = struct.Struct("<BBHIq")  # kind, argument, 0, number of keys, step
 _REPLY = struct.Struct("<BBHI")  # status, 0, 0, number of keys
 _KEY = struct.Struct("<HBB")  # bytes of the name, dtype number, number of dimensions
-_ERROR_NBYTES = 2000  # most bytes of an error message in a reply
+_ERROR_NBYTES = 2000  # maximum bytes of an error message in a reply
 _ERRORS: tuple[type[CodecError], ...] = (ArgumentError, SpecError, FrameError, StateError, PeerError)  # statuses 1 to 5
 _NONFINITE = 6  # status of a PeerError that is caused by NaN or Inf
 ABANDON_ERROR, ABANDON_NONFINITE = range(2)  # argument of ABANDON: reason why the worker abandons the step
@@ -62,7 +62,7 @@ class Key:
 
     @property
     def value_limit(self) -> int:
-        """Most bytes that a frame of the key, or a reply with its packed sums, may have."""
+        """Maximum bytes of a frame of the key, or of a reply with its packed sums."""
         return 2 * self.nbytes + 4096
 
 

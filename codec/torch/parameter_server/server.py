@@ -87,12 +87,12 @@ class ParameterServer:
     group : ProcessGroup, optional
         Group of all servers and workers. Default: all ranks.
     max_keys : int
-        Most keys that can be registered on this server.
+        Maximum number of keys that can be registered on this server.
     max_key_nbytes : int
-        Most bytes of the uncompressed tensor of one key; 1 GiB by default.
+        Maximum size in bytes of the uncompressed tensor of one key; 1 GiB by default.
     max_steps : int
-        Most steps in which a worker can take part at once, 1 or more. It limits memory: from each worker, the server
-        holds at most this many frames per key.
+        Maximum number of steps in which a worker can take part at once, 1 or more. This limits memory: from each
+        worker, the server holds at most this many frames per key.
     options : CallOptions, optional
         ``codec.options(timeout=)``: longest time that a pull waits for workers. Use the same timeout on servers and
         workers. Default: the timeout of the group.
@@ -264,7 +264,7 @@ class ParameterServer:
     def _perform(self, worker: int, request: Request, taken: list[Any], check: Callable[[], None]) -> list[Any]:
         """Execute a request, and return the buffers of its reply.
 
-        This appends to `taken` the entries that must be released after the reply was sent. `check` raises PeerError if
+        The entries that must be released after the reply was sent are appended to `taken`. `check` raises PeerError if
         the worker is lost.
         """
         table, steps = self._table, self._steps

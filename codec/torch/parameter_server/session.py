@@ -39,7 +39,7 @@ class Session:
         self._rank = endpoint.rank
 
     def register(self, keys: Sequence[Key]) -> None:
-        """Register keys on their servers, and store the numbers that these return."""
+        """Register keys on their servers, and store the numbers that the servers return."""
         for batch in _batches(keys):
             groups: dict[int, list[Key]] = {}
             for key in batch:
@@ -72,7 +72,7 @@ class Session:
         return torch.tensor(value, dtype=dtype, device="cpu")
 
     def device_of(self, name: str, given: Any) -> torch.device:
-        """Return the device for the mean of a key: that of its gradient, or, if that is None, of its parameter."""
+        """Return the device for a key's mean: that of the gradient, or of the parameter if the gradient is None."""
         return given.device if isinstance(given, torch.Tensor) else self.devices.get(name, torch.device("cpu"))
 
     def check(self, name: str, tensor: Any) -> None:

@@ -46,12 +46,12 @@ class Entry:
 
 
 class _Step:
-    """Step in flight."""
+    """Step in flight: keys that were pushed, and workers that take part."""
 
     def __init__(self, number: int, expected: frozenset[int]) -> None:
         self.number, self.expected = number, expected  # `expected`: workers that must push each key
         self.entries: dict[int, Entry] = {}  # by number of the key
-        self.gone: dict[int, PeerError] = {}  # workers that push no more keys in this step, and the reason
+        self.gone: dict[int, PeerError] = {}  # workers that push no more keys in this step, each with the reason
         self.left: set[int] = set()  # workers that no longer take part in this step, and pull no more keys
 
 
@@ -85,19 +85,22 @@ class Steps:
     workers : sequence of int
         Ranks of the workers.
     max_steps : int
-        Most steps in which a worker can take part at once.
+        Maximum number of steps in which a worker can take part at once.
     """
 
     def __init__(self, workers: Sequence[int], max_steps: int) -> None:
         self.changed = threading.Condition()
         self.completed = 0  # number of steps that have ended
-        self.state = dict.fromkeys(workers, "expected")  # by worker; also "active", "absent", "lost" or "closed"
+        # State of each worker; also "active", "absent", "lost" or "closed"
+        self.state = dict.fromkeys(workers, "expected")
         self.reasons: dict[int, str] = {}  # reason why a worker was lost
         self._max_steps = max_steps
         self._steps: dict[int, _Step] = {}  # steps in flight
-        self._ended: OrderedDict[int, Mapping[int, PeerError]] = OrderedDict()  # `gone` of ended steps, by step
+        # `gone` of the last ended steps, by step
+        self._ended: OrderedDict[int, Mapping[int, PeerError]] = OrderedDict()
         self._of: dict[int, list[int]] = {w: [] for w in workers}  # steps in which each worker takes part, oldest first
-        # By worker, the steps that it abandoned before they began; True: because of NaN or Inf. Old ones are dropped.
+        # By worker: steps that the worker abandoned before the step began, each with True if NaN or Inf was the reason.
+        # Only the last _REMEMBERED steps are stored.
         self._abandoned: dict[int, OrderedDict[int, bool]] = {w: OrderedDict() for w in workers}
 
     # Workers
@@ -155,7 +158,7 @@ class Steps:
     # Frames
 
     def push(self, worker: int, number: int, frames: Mapping[int, Any], names: Callable[[int], str]) -> None:
-        """Store the frames that a worker pushes, by number of the key. After an error none is stored.
+        """Store the frames that a worker pushes, by number of the key. After an error, no frame is stored.
 
         Raises
         ------
@@ -232,7 +235,7 @@ class Steps:
             return entries
 
     def release(self, number: int, entries: Iterable[Entry]) -> None:
-        """Release entries that :meth:`wait` returned, after their results were sent; free those that all pulled."""
+        """Release entries of :meth:`wait` after their results were sent; free entries that all workers have pulled."""
         with self.changed:
             for entry in entries:
                 entry.users -= 1

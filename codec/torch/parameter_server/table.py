@@ -21,9 +21,10 @@ class Table:
     Parameters
     ----------
     max_keys : int
-        Most keys that the user may register. The same limit applies separately to the library's internal keys.
+        Maximum number of keys that the user may register. The same limit applies separately to the library's internal
+        keys.
     max_key_nbytes : int
-        Most bytes of a key's uncompressed tensor.
+        Maximum size of a key's uncompressed tensor in bytes.
     """
 
     def __init__(self, max_keys: int, max_key_nbytes: int) -> None:
@@ -31,7 +32,7 @@ class Table:
         self._keys: list[Key] = []
         self._internal = 0  # number of internal keys of the library in `_keys`
         self._numbers: dict[str, int] = {}  # number of each key, by name
-        self._limit = 0  # most bytes of one frame of each key, added up
+        self._limit = 0  # sum over all keys of the maximum bytes of a frame
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -83,7 +84,7 @@ class Table:
         return label(self.key(number).name)
 
     def request_limit(self) -> int:
-        """Return the most bytes that a valid request can have."""
+        """Return the maximum size of a valid request in bytes."""
         return max(INIT_NBYTES, 64 + 12 * len(self._keys) + self._limit)
 
     def check(self, number: int, frame: Array) -> None:

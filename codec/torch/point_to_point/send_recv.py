@@ -143,7 +143,7 @@ def recv(
 
 
 class Link:
-    """Connection to one rank for one tag, with asynchronous sends and receives, each of which run in order.
+    """Connection to one rank for one tag. Sends run in the background, in order; so do receives.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ class _Calls:
         try:
             return work.result()
         except BaseException:
-            if not work.is_completed():  # interrupted: a receive left pending would consume the next message
+            if not work.is_completed():  # interrupted: if the receive stayed queued, it would consume the next message
                 self._close()
             raise
 

@@ -87,7 +87,7 @@ class Reduction:
         return bound(piece.n, self.dtype, self.spec, segments=piece.segments or ())
 
     def slices(self, size: int) -> list[list[Piece]]:
-        """Split the tensor into one slice for each of `size` ranks; return the pieces of each slice."""
+        """Split the tensor into one slice per rank, for `size` ranks; return the pieces of each slice."""
         return cut(self.n, size, self.x.itemsize, self.segments, self._chunk_nbytes)
 
     def even_slices(self, size: int) -> list[list[Piece]]:

@@ -28,7 +28,7 @@ def _frame(piece: memoryview, dtype: str) -> bytes:
 
 
 def _encode(piece: memoryview) -> bytes:
-    """Encode some bytes as values of the dtype with which a sample of them becomes smallest."""
+    """Encode bytes as values of the dtype for which the frame of a sample of these bytes is smallest."""
     if len(piece) % 8:
         return _frame(piece, "uint8")
     begin = max(0, len(piece) - _SAMPLE) // 2 & ~7
@@ -132,9 +132,9 @@ class _Reader(io.RawIOBase):
 class FrameStream(StreamTransformExtension):
     """Extension of ``torch.distributed.checkpoint`` that writes each item of a checkpoint as lossless frames.
 
-    :func:`checkpoint_writer` and :func:`checkpoint_reader` use this class. To use it with another storage writer, pass
-    an object of it as an extension, and register the class with the extension registry of the reader. PyTorch's
-    interface for extensions is experimental.
+    :func:`checkpoint_writer` and :func:`checkpoint_reader` use this class. To use the class with another storage
+    writer, pass an instance as an extension, and register the class with the extension registry of the reader.
+    PyTorch's interface for extensions is experimental.
 
     Examples
     --------
@@ -194,7 +194,7 @@ def checkpoint_writer(path: Any, **how: Any) -> FileSystemWriter:
 def checkpoint_reader(path: Any) -> FileSystemReader:
     """Return a ``FileSystemReader`` for ``torch.distributed.checkpoint.load``.
 
-    It reads checkpoints of :func:`checkpoint_writer`, and those without frames. If a frame is damaged or
+    It reads checkpoints of :func:`checkpoint_writer`, and checkpoints without frames. If a frame is damaged or
     incomplete, the error that ``load`` raises contains a :class:`codec.FrameError`.
 
     Parameters
