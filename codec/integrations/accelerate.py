@@ -17,7 +17,7 @@ class _HookState:
         self._hook = hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hook states of all ranks; a collective call."""
+        """Return the hook states of all ranks; all ranks must call this."""
         return state_of(self._hook)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -36,8 +36,8 @@ def compress(accelerator: Any, model: Any, spec: Given = Lossless(), **how: Any)
     Parameters
     ----------
     accelerator : accelerate.Accelerator
-        Accelerator that has wrapped the model in a DistributedDataParallel. In a run of one process it has not, and
-        the hook is not registered, since no gradients are sent.
+        Accelerator that has wrapped the model in a DistributedDataParallel. In a run of one process, the model is not
+        wrapped, and the hook is not registered, since no gradients are sent.
     model : torch.nn.Module
         Model that ``accelerator.prepare()`` returned.
     spec : Spec, str or Hook

@@ -33,7 +33,7 @@ def checked(spec: Any, dtype: Any) -> tuple[Spec, str | None]:
 
 
 def configuration(spec: Spec, dtype: str | None) -> Config:
-    """Return spec and dtype as a JSON object; inverse of :func:`configured`."""
+    """Return spec and dtype as a JSON object, from which :func:`configured` restores them."""
     return config_of(spec) | ({} if dtype is None else {"dtype": dtype})
 
 
@@ -52,9 +52,9 @@ def values_of(x: Array, dtype: str | None) -> tuple[Array, str]:
     x : numpy.ndarray
         C-contiguous array of any dtype except objects.
     dtype : str, optional
-        Dtype as which the memory of x is interpreted. Items of x must have its size, or one byte. Default: the dtype
-        of x; float32 or float64 for complex numbers; int64 for dates and time differences. Other dtypes, such as
-        big-endian numbers, are interpreted as unsigned integers with the same bits.
+        Dtype as which the memory of x is interpreted. Items of x must have the size of this dtype, or one byte.
+        Default: the dtype of x; float32 or float64 for complex numbers; int64 for dates and time differences. Other
+        dtypes, such as big-endian numbers, are interpreted as unsigned integers with the same bits.
 
     Raises
     ------

@@ -74,7 +74,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class Config:
-    """Settings that :func:`read_config` has read from a DeepSpeed configuration.
+    """Arguments for this library's optimizer that :func:`read_config` has computed from a DeepSpeed configuration.
 
     Attributes
     ----------
@@ -203,7 +203,7 @@ class _Section:
         return default if value is None else whole(f"{self.name(key)!r}", value, least)
 
     def end(self, ignored: Mapping[str, str]) -> None:
-        """Report the remaining keys as ignored, with hints; raise ArgumentError if one is not among `ignored`."""
+        """Report the remaining keys as ignored, with hints; raise ArgumentError for a key that is not in `ignored`."""
         for key, value in self._left.items():
             if key not in ignored:
                 raise ArgumentError(

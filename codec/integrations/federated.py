@@ -66,7 +66,7 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
         return FRAME, codec.encode(x, spec if isinstance(spec, Lossless) else Lossless())
     values = _wide(x) if base is None else _wide(x) - _wide(base)
     values = np.ascontiguousarray(values, np.float32)
-    stream = codec.digest(values)  # random stream: differs by client, round and array
+    stream = codec.digest(values)  # random stream, which differs between clients, rounds and arrays
     frame = codec.encode(values, spec, residual=residual, feedback=residual is not None, stream=stream)
     if base is None:
         return FRAME, frame
@@ -85,7 +85,7 @@ def decode_array(kind: str, data: bytes, base: Any, like: Any = None) -> Any:
     base : array or tensor, or None
         Array at the start of the round. A frame of another shape raises FrameError before the result is allocated.
     like : tensor, optional
-        Array whose library and device the result of FRAME has, as in :func:`codec.decode`.
+        Array that sets library and device of the result of FRAME, as in :func:`codec.decode`.
 
     Returns
     -------

@@ -132,6 +132,8 @@ class Compressed:
             values = {at: decode_array(a.stype, a.data, base[at]) for at, a in coded.items()}
         except CodecError as e:
             error = Error(_FAILED, f"the reply cannot be decoded: {e}")
-            return Message(error, reply_to=Message(RecordDict(), reply_to=reply))  # from the client, to the server
+            return Message(
+                error, reply_to=Message(RecordDict(), reply_to=reply)
+            )  # a message from the client to the server
         reply.content = with_arrays(reply.content, {at: plain_array(x) for at, x in values.items()})
         return reply

@@ -71,7 +71,7 @@ class Compression(_Callback):
             self._saved = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hook states of all ranks; a collective call."""
+        """Return the hook states of all ranks; all ranks must call this."""
         return state_of(self._hook)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -35,8 +35,8 @@ class FrameFilter(DXOFilter):
         codecs encode a WEIGHT_DIFF itself; for WEIGHTS they encode the change since the start of the task. Task data
         are encoded losslessly.
     feedback : bool
-        Error feedback for lossy codecs: the residual of a result is added to this client's next result. The filter
-        stores residuals in memory while the job runs, 4 bytes per value.
+        Error feedback for lossy codecs: the encoding error (residual) of a result is added to this client's next
+        result. The filter stores residuals in memory while the job runs, 4 bytes per value.
 
     Raises
     ------
@@ -56,7 +56,8 @@ class FrameFilter(DXOFilter):
         """Return a DXO with encoded arrays if it leaves this site, with decoded arrays if it arrives."""
         is_task = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
         leaves = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.OUT
-        peer = fl_ctx.get_peer_context() if is_task == leaves else None  # only the server has several peers
+        # None on a client; the server has several peers.
+        peer = fl_ctx.get_peer_context() if is_task == leaves else None
         key = f"{BASE}/{peer.get_identity_name()}" if peer else BASE
         base = {} if is_task else fl_ctx.get_prop(key, {})
         meta = dict(dxo.meta)

@@ -30,7 +30,7 @@ from codec.kv import PageCodec
 logger = logging.getLogger(__name__)
 
 # By layout of the host pool: axes of a flat page (s = side, l = layer, t = token, h = head, d = channel), and the
-# permutation of these axes that gives (layers, sides, tokens, heads, channels).
+# permutation of these axes that results in (layers, sides, tokens, heads, channels).
 _ORDERS = {
     "layer_first": ("slthd", (1, 0, 2, 3, 4)),
     "page_first": ("stlhd", (2, 0, 1, 3, 4)),

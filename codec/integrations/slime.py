@@ -41,7 +41,7 @@ def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -
     Parameters
     ----------
     args : Namespace
-        slime's arguments. Only ``hf_checkpoint`` is read, the checkpoint that is version 0.
+        slime's arguments. Only ``hf_checkpoint`` is read: the checkpoint whose weights are version 0.
     version_dir : str or path
         Folder of the version. At the start of a run slime passes the disk dir itself; the store is then cleared.
     rollout_engines : object
@@ -103,7 +103,7 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "codec-engine.lock"), _engine(folder) as base:
-        assert base.version is not None  # a new folder has version 0, the checkpoint
+        assert base.version is not None  # a new folder has the weights of the checkpoint, version 0
         for one in chain(read_head(store), base.version):
             if one.version > target_version:
                 break

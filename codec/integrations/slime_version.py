@@ -104,7 +104,7 @@ class Version:
 
 
 def write_version(folder: Path, update: Update, base: Base) -> None:
-    """Write an update, which `base` has checked, as a slime version folder; it appears once it is complete."""
+    """Write an update, which `base` has checked, as a version folder of slime, which appears once it is complete."""
     if folder.exists():
         return
     new = folder.with_name(f".{folder.name}.tmp")

@@ -80,6 +80,6 @@ class Compression(_TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the hook states of all ranks to the folder of a checkpoint."""
-        saved = state_of(self._hook)  # collective: all ranks call it, one of them saves
+        saved = state_of(self._hook)  # all ranks must call state_of(); one rank saves the result
         if saved and args.should_save:
             torch.save(saved, Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FILE)

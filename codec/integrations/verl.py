@@ -84,7 +84,7 @@ class CodecCheckpointEngine(CheckpointEngine):
         self._source, self._after = source, after
 
     def finalize(self) -> None:
-        """Do nothing: the next update needs the files and the weights."""
+        """Do nothing: files and weights stay, because the next update needs them."""
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
         """Publish the weights as an update. Every actor rank exhausts `weights`, which may run collectives."""

@@ -108,7 +108,7 @@ def chunk_codec(spec: Any, block_nbytes: int, head_size: int) -> PageCodec:
 
 
 def write(path: str, data: bytes) -> None:
-    """Write a file atomically: under a temporary name, which is then renamed."""
+    """Write a file atomically: write it under a temporary name, then rename it."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:

@@ -1,4 +1,4 @@
-"""Container of the frames of one page: a header with the end of each frame, then the frames."""
+"""Container of the frames of one page of a KV cache: a header with the end offset of each frame, then the frames."""
 
 import struct
 from itertools import pairwise
@@ -42,7 +42,7 @@ def head_nbytes(frames: int) -> int:
 
 
 def pack(layout: Layout, frames: list[bytes]) -> bytes:
-    """Concatenate the frames of a page behind its header.
+    """Concatenate the header of a page and its frames.
 
     Raises
     ------

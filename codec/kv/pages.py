@@ -206,7 +206,7 @@ class PageCodec:
             decode_many(frames, out=into, options=options)
         except (ArgumentError, StateError) as e:
             if isinstance(e, ArgumentError) and all(map(_fits, frames.values(), into.values())):
-                raise  # all frames fit their destinations, so the error is that pages of out= overlap
+                raise  # all frames fit their destinations, so the error is about pages of out= that overlap
             raise FrameError(f"the page is not one of shape {self.shape} and dtype {self.dtype}: {e}") from e
         for values, decoded in later:
             values[...] = decoded.reshape(values.shape)
@@ -220,7 +220,7 @@ class PageCodec:
         return (self._channels, self.shape[2]) if transposed else (self.shape[2], self._channels)
 
     def _layers(self, side: int, values: Array) -> Sequence[Array]:
-        """Return a contiguous tensor to encode for each layer of one side (keys or values) of a page."""
+        """Return, for each layer, a contiguous array of one side (keys or values) of a page, to be encoded."""
         shape = self._rows(self._layout, side)
         if self._layout.transposed and side == 0:
             return list(np.ascontiguousarray(np.moveaxis(values, 1, -1)).reshape(-1, *shape))
@@ -280,7 +280,7 @@ def _spec(name: str, given: SpecLike, row: int, shape: tuple[int, ...], dtype: s
 
 
 def _has_dtype(frame: Array, dtype: str) -> bool:
-    """Return True if a frame's header has this dtype. Decoding to unsigned integers would accept any of that size."""
+    """Return True if a frame's header has this dtype. Decoding to integers would accept any dtype of that size."""
     return len(frame) > _DTYPE_AT and int(frame[_DTYPE_AT]) == DTYPES[dtype]
 
 

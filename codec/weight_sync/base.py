@@ -40,7 +40,7 @@ class Base:
         self._applying: Update | None = None  # update that an exception interrupted while it overwrote the weights
 
     def fill(self, given: Given, version: int) -> None:
-        """Copy tensors into this object, and set its version."""
+        """Copy tensors into this object as its weights, and set their version."""
         version = whole("version", version, 0, MAX_VERSION)
         self.complete(copied(given), version)
 
@@ -99,9 +99,9 @@ class Base:
         return digests
 
     def decode(self, update: Update | None, name: str, k: int, out: Bytes) -> None:
-        """Write the value that piece `k` of a tensor has after `update` to `out`, which may be the piece itself.
+        """Write the values that piece `k` of a tensor has after `update` to `out`, which may be the piece itself.
 
-        If `update` is None, write the current value.
+        If `update` is None, write the current values of the piece.
         """
         frame = None if update is None else update.frame(name, k)
         if update is None or frame is None:
@@ -180,7 +180,7 @@ class Base:
         self.weights, self.version = weights, version
 
     def close(self) -> None:
-        """Release files; weights in memory have none."""
+        """Release the files of the weights; weights in memory have none."""
 
 
 def _frame(update: Update, name: str, k: int) -> Bytes:

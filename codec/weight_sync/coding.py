@@ -68,7 +68,7 @@ def decode_full(frame: Bytes, out: Bytes, dtype: str, options: CallOptions | Non
 
 
 def _check(info: Info, spec: type[Spec], dtype: str, nbytes: int) -> None:
-    """Raise FrameError if a frame does not have the codec, dtype and size that the update's index states."""
+    """Raise FrameError unless a frame has the codec, the dtype and the size that the update's index states."""
     if type(info.spec) is not spec or info.dtype != dtype or info.tensor_nbytes != nbytes or len(info.shape) != 1:
         found = f"{type(info.spec).__name__}, {info.dtype} and {info.tensor_nbytes} bytes"
         message = f"the frame has {found}; the index names {spec.__name__}, {dtype} and {nbytes} bytes"

@@ -130,7 +130,7 @@ def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progres
 
 
 def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progress | None = None) -> Update:
-    """Merge a chain of updates of the .safetensors file `old` into one update, and write that to `out`.
+    """Merge a chain of updates of the .safetensors file `old` into one update, and write the update to `out`.
 
     Raises
     ------

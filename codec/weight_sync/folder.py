@@ -1,4 +1,4 @@
-"""Weights in a memory-mapped file in a folder. The system can evict their pages, and they survive the process.
+"""Weights in a memory-mapped file in a folder, which survive the process. The system can evict their memory pages.
 
 The folder has a file ``state`` with version, names, dtypes, shapes, digests and the name of the file of values.
 A snapshot is written to a new file of values; renaming the new ``state`` makes it current. Updates are crash-safe: an
@@ -127,7 +127,7 @@ class FolderBase(Base):
         self.complete(weights, version)
 
     def in_place(self, update: Update) -> bool:
-        """Return True for an update with a base; False for a snapshot, which is written to a new file."""
+        """Return True for an update with a base, which overwrites weights; False for a snapshot, for a new file."""
         return update.base is not None
 
     def apply(self, update: Update) -> None:
@@ -176,7 +176,7 @@ class FolderBase(Base):
                 path.unlink()
 
     def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
-        """Create a file for weights, and map it."""
+        """Create a file for weights of these kinds, and map it to memory."""
         nbytes = memory_nbytes(kinds.values())
         self._next = self._new_file()
         with _opened(self._next, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:

@@ -116,7 +116,7 @@ def is_url(source: object) -> bool:
 
 
 def read_remote(url: str, name: str, most: int, timeout: float) -> mmap.mmap | bytes | None:
-    """Download a file from a server to a temporary file, and map that to memory.
+    """Download a file from a server to a temporary file, and map the temporary file to memory.
 
     Parameters
     ----------

@@ -17,9 +17,9 @@ from codec.weight_sync.weights import Given, items
 class Publisher:
     """Trainer side of weight synchronization through a folder, with a two-phase commit.
 
-    :meth:`stage` writes the file of an update, which receivers can check if they are told its name. :meth:`commit`
-    publishes the update, so that :func:`pull` finds it, and applies it to the base. A receiver that has failed or
-    joins late catches up with the chain of updates, or from a snapshot.
+    :meth:`stage` writes the file of an update, which receivers can check if the caller sends them its name.
+    :meth:`commit` publishes the update, so that :func:`pull` finds it, and applies it to the base. A receiver that has
+    failed or joins late catches up with the chain of updates, or from a snapshot.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Publisher:
     base : str or path, optional
         Folder for the base, as in :class:`WeightSender`.
     snapshot_every : int
-        Number of updates after which a snapshot is published, too.
+        Number of updates after which a snapshot of the last version is published, too.
     options : CallOptions, optional
         Engine and number of threads for encoding.
 
@@ -69,7 +69,7 @@ class Publisher:
         self._base, self._options = base, options
         self._sender: WeightSender | None = None
         self._staged: Update | None = None
-        self._full = False  # True: a snapshot was abandoned, so no receiver has the base; the next update is full
+        self._full = False  # True: a snapshot was abandoned, so no receiver has the base; the next update is a snapshot
         self._since = 0  # updates since the last snapshot
         self._server: UpdateServer | None = None if host is None else serve(self._store.folder, host, port)
         self.source = str(self._store.folder.resolve()) if self._server is None else self._server.url

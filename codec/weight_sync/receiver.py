@@ -255,7 +255,7 @@ class WeightReceiver:
         Raises
         ------
         StateError
-            Something other than this receiver has changed the memory.
+            The memory was changed by something other than this receiver.
         """
         self._base.settle()
         if damaged := self._base.weights.damaged():

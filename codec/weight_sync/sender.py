@@ -195,7 +195,7 @@ class WeightSender:
         self._pending, self._last = None, max(self._last, update.version)
 
     def abandon(self) -> None:
-        """Drop the pending update, if there is one. Call this if receivers do not have it. Its version is not reused.
+        """Drop the pending update, if any. Call this if receivers have not applied it. Its version is not reused.
 
         A receiver that has applied the update nevertheless needs a snapshot: ``diff(weights, full=True)``.
         """

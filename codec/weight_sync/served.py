@@ -45,7 +45,7 @@ class Served:
             self._targets[name] = _target(name, tensors[name], update.entries[name].kind)
 
     def write(self, base: Base, update: Update | None) -> None:
-        """Write the values after `update`, which `base` has checked; None: write the current values of `base`."""
+        """Write the values after `update`, which `base` has checked; if it is None, the current values of `base`."""
         scratch = np.empty(0, np.uint8)
         for name, target in self._targets.items():
             if update is None and base.weights.kinds.get(name) != target.kind:

@@ -1,6 +1,6 @@
 """Format of an update: a header, an index of all tensors, and a frame for each changed piece (weight-updates.md).
 
-Every byte is covered by a check: header and index by a BLAKE2b digest, each frame by the checksum in the frame.
+Every byte is protected: header and index by a BLAKE2b digest, each frame by the checksum in the frame.
 """
 
 import hashlib
@@ -108,7 +108,8 @@ class Update:
     Raises
     ------
     FrameError
-        The bytes are not an update. Subclasses are ChecksumError for damage, UnsupportedError for another format.
+        The bytes are not an update. ChecksumError, a subclass: they are damaged. UnsupportedError, a subclass: they
+        have another format version.
 
     See Also
     --------

@@ -53,7 +53,7 @@ class Weights(dict[str, Slot]):
         return weights_digest({name: (slot.kind, slot.digests) for name, slot in self.items()})
 
     def damaged(self) -> list[str]:
-        """Recompute all digests, and return the names of tensors whose stored digests differ."""
+        """Recompute all digests, and return the names of the tensors whose stored digests differ from the result."""
         return [name for name, slot in self.items() if slot.measure() != slot.digests]
 
 
@@ -118,7 +118,7 @@ def as_view(x: Any) -> TensorView:
 
 
 def kind_of(name: str, v: TensorView) -> Kind:
-    """Return dtype and shape of a tensor; raise ArgumentError if it is on the device "meta"."""
+    """Return dtype and shape of a tensor; raise ArgumentError if it is on the device "meta", where it has no values."""
     if v.device == "meta":
         raise ArgumentError(f"{name!r} is on meta, where tensors have no values")
     return Kind(v.dtype, v.shape)
@@ -139,6 +139,6 @@ def pieces_of(v: TensorView) -> Iterator[Bytes]:
 
 
 def new_tensor(kind: Kind, like: Any) -> tuple[Any, Bytes]:
-    """Allocate a tensor of the library of `like`, and return it and a view of its bytes."""
+    """Allocate a tensor of the library of `like`, such as torch; return the tensor and a view of its bytes."""
     tensor, v = empty(kind.dtype, kind.shape, like)
     return tensor, np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else bytearray(), np.uint8)

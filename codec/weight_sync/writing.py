@@ -165,7 +165,7 @@ def write_update(
     base : Weights or None
         Weights before the update. None: encode a snapshot; `given` must then be a mapping.
     file : path or None
-        File to write; it appears once it is complete. None: return the update in memory.
+        File to write, which appears once it is complete. None: return the update in memory.
     options : CallOptions, optional
         Engine and number of threads.
     progress : callable, optional

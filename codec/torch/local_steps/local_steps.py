@@ -143,8 +143,7 @@ class LocalSteps:
         return not self._apart
 
     def step(self) -> None:
-        """Count a step of the optimizer, and synchronize if the schedule says so. Call this after each
-        ``optimizer.step()``.
+        """Count a step of the optimizer, and synchronize if scheduled; call this after each ``optimizer.step()``.
 
         All ranks must call this equally often, even if a GradScaler has skipped the optimizer's step. With gradient
         accumulation, call it once for each step of the optimizer, not for each backward pass.

@@ -91,7 +91,7 @@ class Reduction:
         return cut(self.n, size, self.x.itemsize, self.segments, self._chunk_nbytes)
 
     def even_slices(self, size: int) -> list[list[Piece]]:
-        """Split the tensor into slices of equal size for `size` ranks; return each slice's pieces."""
+        """Split the tensor into slices of equal size for `size` ranks; return the pieces by slice."""
         return cut_evenly(self.n, size, self.x.itemsize, self._chunk_nbytes, self.segments)
 
     @property
@@ -105,7 +105,7 @@ class Reduction:
         return self.x[piece.begin : piece.end]
 
     def encode(self, piece: Piece, out: Array, number: int) -> int:
-        """Encode this rank's values of a piece to `out`, with random stream `number`; return the frame's size in bytes."""
+        """Encode this rank's values of a piece to `out`, with random stream `number`; return the frame's bytes."""
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
         try:
             return self._encode(self.own_term(piece), piece, out, residual, number)
