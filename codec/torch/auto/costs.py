@@ -30,7 +30,7 @@ class Samples:
     """Samples of the gradients of one step, by parameter name."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    # True if gradients are on a GPU: times of encoding on the host then say nothing about the GPU
+    # True if gradients are on a GPU: times of encoding on the host then say nothing about the GPU.
     on_device: bool = False
 
 

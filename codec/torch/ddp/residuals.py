@@ -117,7 +117,7 @@ class Residuals(ResidualPair):
             for (name, start, stop), g in zip(ranges, squares, strict=True):
                 here, offset = residual[offset : offset + stop - start], offset + stop - start
                 e, former = square(here), found.get(name, (0.0, 1.0))
-                # The worker's or the server's, whichever has the larger ratio
+                # The worker's or the server's, whichever has the larger ratio.
                 if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:
                     found[name] = e, g
         for name, new in found.items():

@@ -188,7 +188,7 @@ class GradientCollective(ModuleCollective):
 
 def modules_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the FSDP2 modules in a model by name; names do not contain the prefixes of torch.compile."""
-    # Imported here because it takes one second, and users of DDP do not need it
+    # Imported here because it takes one second, and users of DDP do not need it.
     from torch.distributed.fsdp import FSDPModule
 
     named = cast(Iterator[tuple[str, torch.nn.Module]], model.named_modules())

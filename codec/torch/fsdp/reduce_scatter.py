@@ -122,7 +122,7 @@ class ReduceScatter(GradientCollective):
             now.run(lambda: begin(False), output)
             return None
         handle = begin(True)
-        # Wait now: only Pass.run keeps the residuals of a failed pass
+        # Wait now: only Pass.run keeps the residuals of a failed pass.
         if handle is not None and self._residuals is not None:
             now.run(handle.wait, output)
         return handle

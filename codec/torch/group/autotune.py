@@ -10,7 +10,7 @@ from codec.torch.network.waits import Turns, Wait
 Way = Literal["frames", "values"]
 
 _WARMUP = 1  # number of untimed collectives, in which memory is allocated and connections are still slow
-# Timed collectives with frames, and with uncompressed values; the fastest counts, since other load slows some
+# Timed collectives with frames, and with uncompressed values; the fastest counts, since other load slows some.
 _TIMED = 2
 TRIALS = _WARMUP + 2 * _TIMED  # number of collectives before the decision
 _PERIOD = 200  # number of collectives after which the trials are repeated, since links and loads change

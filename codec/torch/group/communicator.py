@@ -43,7 +43,7 @@ class Communicator:
         # Create the channel in the worker, so that Ctrl-C can interrupt this thread while it waits.
         channel: Channel = worker.submit(lambda: Channel(group, timeout)).result()
         self.channel = channel
-        # Choice of frames or uncompressed values, by signature; most recently used last
+        # Choice of frames or uncompressed values, by signature; most recently used last.
         self.choices: dict[int, Choice] = {}
         worker.timeout = channel.timeout.total_seconds()
         worker.on_timeout, worker.on_wait = channel.close, channel.counters.add_wait

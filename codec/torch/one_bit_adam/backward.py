@@ -119,7 +119,7 @@ class Backward:
         self._ddp, self._hook_of, self._kind_of_step = ddp, hook_of, kind_of_step
         self._moves, self._clip_factor = moves, clip_factor
         self._before = 0  # step count of the hook at the start of this backward pass
-        # Buckets that are delayed until the norm of all gradients is known
+        # Buckets that are delayed until the norm of all gradients is known.
         self._held: list[tuple[_Bucket, _Future]] = []
         self._buckets: list[_Reduced] = []  # buckets that this backward pass reduces
         self.__name__ = self.__qualname__ = "codec.torch.OneBitAdam"  # torch reads both attributes of a hook

@@ -23,7 +23,7 @@ class Model:
 
     names: Mapping[torch.nn.Parameter, str]
     module: torch.nn.Module  # module whose layers the policy searches for embeddings; empty if there is none
-    # DistributedDataParallel that averages in the backward pass; None: step() averages
+    # DistributedDataParallel that averages in the backward pass; None: step() averages.
     ddp: DistributedDataParallel | None = None
     shards: Any = None  # process group among whose ranks FSDP2 shards the parameters; None: not sharded
 

@@ -19,7 +19,7 @@ from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 logger = logging.getLogger("codec.torch")
 
 STABLE = 0.04  # drift at which freeze_step="auto" freezes: 1 minus the ratio 0.96 in the paper on 1-bit Adam
-# Drift above which a freeze logs a warning: the error of sqrt(v), and so of the step size, is then a seventh or more
+# Drift above which a freeze logs a warning: the error of sqrt(v), and so of the step size, is then a seventh or more.
 MOVING = 0.25
 _MEASUREMENTS = 16  # measurements per window
 

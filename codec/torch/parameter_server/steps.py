@@ -91,7 +91,7 @@ class Steps:
     def __init__(self, workers: Sequence[int], max_steps: int) -> None:
         self.changed = threading.Condition()
         self.completed = 0  # number of steps that have ended
-        # State of each worker; also "active", "absent", "lost" or "closed"
+        # State of each worker; also "active", "absent", "lost" or "closed".
         self.state = dict.fromkeys(workers, "expected")
         self.reasons: dict[int, str] = {}  # reason why a worker was lost
         self._max_steps = max_steps
