@@ -1,4 +1,4 @@
-"""Choose codecs from measurements, equally on all ranks.
+"""Choose codecs from measurements, so that all ranks make the same choice.
 
 This package sends no messages: DDP hooks and pipeline stages exchange its reports. `quality.py` converts the user's
 quality to a list of specs. `meter.py` and `costs.py` measure, `selector.py` decides, and `gradients.py` and `edges.py`

@@ -13,9 +13,9 @@ from codec.torch.auto.selector import Selector
 from codec.torch.network.info import ConnectionInfo
 
 _PICO, _MICRO = 1e12, 1e6
-# A direction switches to a less lossy level if this takes at most this share of the slowest one's wire time.
+# A direction switches to a less lossy level if its wire time is then at most this share of the slowest direction's.
 _SHARE = 0.5
-_KEPT = 0.7  # a direction keeps its less lossy level up to this share of the slowest one's wire time
+_KEPT = 0.7  # a direction keeps that level while its wire time is at most this share of the slowest one's
 _MOST = 1 << 60  # largest number in a report
 
 Pair = tuple[Spec, Spec]  # specs of activations and of gradients

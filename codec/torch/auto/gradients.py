@@ -225,7 +225,7 @@ class GradientChoice:
         return self._selector.observe(seconds, predicted) if seconds and not self.paused else None
 
     def _adopt(self, numbers: list[int]) -> None:
-        """Replace the measurements of gradients by ones that all ranks agree on."""
+        """Replace the measurements of gradients by `numbers`, the measurements that all ranks agree on."""
         self._numbers, specs = numbers, len(self.quality.specs)
         self._costs = costs.costs_of(numbers, specs)
         self._errors = costs.errors_of(numbers, list(self._sizes), specs)
@@ -233,7 +233,7 @@ class GradientChoice:
         self.version += 1
 
     def _add_costs(self) -> None:
-        """Compute the cost of a step at each level from the costs of each spec and the values that it sends."""
+        """Compute the cost of a step at each level, from each spec's cost and the values sent with that spec."""
         self._values = sum(self._sizes.values())
         self._totals: list[Cost] = []
         for way, i in self._levels if self._costs else []:

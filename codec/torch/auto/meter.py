@@ -8,8 +8,8 @@ from codec.torch.network.info import ConnectionInfo
 
 _LEAST_BUSY = 0.02  # seconds of sending that an estimate needs, since the kernel's clock has ticks of up to 4 ms
 _MOST_STEPS = 16  # maximum number of steps that an estimate uses
-_RTT_STEPS = 4  # number of steps, whose shortest round trip is used, since queues lengthen some round trips
-_LEAST_SHARE = 1 / 2  # share of the sending time that is never subtracted as a round trip
+_RTT_STEPS = 4  # number of last steps of which the shortest round trip is used, since queues lengthen some round trips
+_LEAST_SHARE = 1 / 2  # minimum share of a step's sending time that remains after a round trip is subtracted
 _CAREFUL = 3  # number of last estimates, of which the slowest is returned, since some are too fast by chance
 
 
@@ -36,8 +36,8 @@ class Meter:
         self._first: Sequence[ConnectionInfo] = ()  # counters at the start of the current step
         self._last: Sequence[ConnectionInfo] = ()  # counters when the data of the current step had arrived
         self._steps: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)  # per step: bytes, seconds of sending
-        self._rtts: deque[float] = deque(maxlen=_RTT_STEPS)  # seconds
-        self._estimates: deque[float] = deque(maxlen=_CAREFUL)  # seconds per byte
+        self._rtts: deque[float] = deque(maxlen=_RTT_STEPS)  # round-trip time of each step in seconds
+        self._estimates: deque[float] = deque(maxlen=_CAREFUL)  # last estimates in seconds per byte
 
     def begin(self, connections: Sequence[ConnectionInfo]) -> None:
         """Begin a step, given the counters of all connections, and add the previous step to the estimate."""

@@ -130,7 +130,7 @@ class Selector:
         return self._switch(level, record.usual, expected[level])
 
     def _hoped(self, level: int, here: float, expected: float) -> float:
-        """Return an optimistic estimate of a level's seconds per step: at most `expected`, or equal if measured."""
+        """Return an optimistic estimate of a level's seconds per step: `expected`, or less if it was not measured."""
         if level in self._records:
             return expected
         if level < self.level:
@@ -151,7 +151,7 @@ class Selector:
         return max(0.0, here + (predicted[level] - now) * scale)
 
     def _forget(self, predicted: Sequence[float]) -> None:
-        """Drop measurements that are old, or whose prediction has changed because the link has."""
+        """Drop measurements that are old, or whose prediction has changed because the link has changed."""
         for level, record in list(self._records.items()):
             before = record.predicted if level == self.level else record.last_predicted
             moved = abs(predicted[level] - before) > _MOVED * record.usual

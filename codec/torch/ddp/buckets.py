@@ -21,7 +21,8 @@ from codec.torch._compat import divides_by_ranks_with_inputs, local
 from codec.torch.reduction import arguments
 from codec.torch.reduction.host import Reduction, Values
 
-_MAX_OTHERS = 1 / 32  # encode the whole bucket, not a copy of a part, if other parts hold at most this share of it
+# The whole bucket is encoded, not a copy of its largest part, if the others have at most this share
+_MAX_OTHERS = 1 / 32
 
 
 def n_values(parameter: torch.Tensor) -> int:
@@ -192,13 +193,13 @@ def _flat_or_zeros(x: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradient of each parameter in a bucket, as a view with the shape and the kind (real, complex) of it.
+    """Return a view of each parameter's gradient in a bucket, with the parameter's shape; complex for complex ones.
 
     ``GradBucket.gradients()`` is not used: it ignores the order in memory, returns only half of a complex gradient, and
     does not return sparse gradients.
     """
     if buffer.is_sparse:
-        return [buffer]  # a sparse gradient has a bucket of its own
+        return [buffer]  # a sparse gradient is alone in its bucket
     found: list[torch.Tensor] = []
     begin = 0
     for p in parameters:

@@ -1,4 +1,4 @@
-"""Find the model of a hook, and warn of mistakes in the use of hooks that would otherwise be silent."""
+"""Find the model of a hook, and warn of mistakes in using hooks that would otherwise stay unnoticed."""
 
 import atexit
 import functools

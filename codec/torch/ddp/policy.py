@@ -207,7 +207,7 @@ class Plan:
         return 1.0 if self.feedback_argument is None else float(self.feedback_argument or 1)
 
     def serve(self, model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Replace the model for whose parameters this plan chooses."""
+        """Set the model and the names of its parameters, for which this plan chooses specs."""
         self._uneven, self._other = uneven_of(model), _other(model)
         self._small = small_of(names) if self.policy.lossless_small else set()
         self.names, self.chosen, self._basis = dict(names), {}, None

@@ -40,7 +40,7 @@ class Residuals(ResidualPair):
         self._measurements = 0
         self._measured: list[
             tuple[list[Range], Array, list[float]]
-        ] = []  # ranges, residual, squared norms of gradients
+        ] = []  # measurements: ranges, residual, squared norm of the gradient in each range
         self._moved: list[Part] = []  # parts that were first used in the current step
         self._warned = False
 
@@ -117,7 +117,7 @@ class Residuals(ResidualPair):
             for (name, start, stop), g in zip(ranges, squares, strict=True):
                 here, offset = residual[offset : offset + stop - start], offset + stop - start
                 e, former = square(here), found.get(name, (0.0, 1.0))
-                # The worker's or the server's, whichever has the larger ratio.
+                # Record the worker's or the server's residual, whichever has the larger ratio to the gradient.
                 if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:
                     found[name] = e, g
         for name, new in found.items():

@@ -101,7 +101,7 @@ class Stats(Counters):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent, divided by the bytes of an uncompressed all-reduce, 2 (N - 1) / N times all tensors; NaN if 0."""
+        """Bytes sent, divided by those of uncompressed all-reduces, 2 (N - 1) / N of all tensors; NaN if none."""
         plain = self._uncompressed_nbytes
         return self.sent_nbytes / plain if plain else float("nan")
 

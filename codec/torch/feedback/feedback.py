@@ -103,7 +103,8 @@ class Feedback:
         self._owner = UNKNOWN, UNKNOWN  # rank and number of ranks of the residuals
         self._op = ""  # op of the reductions, "mean" or "sum"; "" before the first one
         self._sizes: dict[str, int] = {}  # number of values of each parameter that has a residual
-        self._owned: dict[str, Any] = {}  # by parameter: layout and owned values of the last reduction with it
+        # By parameter: layout and owned values of the last reduction that contained it
+        self._owned: dict[str, Any] = {}
         self._change: Change | None = None  # new residuals of the collective in flight
         self._lock = threading.Lock()  # needed because collectives run in background threads
         self._turns: WeakKeyDictionary[Channel, Turns] = WeakKeyDictionary()  # order of the collectives of each group
@@ -259,7 +260,7 @@ class Feedback:
                 self._change = None
 
     def _check(self, op: str, layout: Layout, here: tuple[int, int]) -> None:
-        """Raise StateError if the residuals belong to another rank, ArgumentError if to another op or other tensors."""
+        """Raise StateError if residuals belong to another rank, ArgumentError if to another op or tensor size."""
         if not self._sizes:
             return
         if UNKNOWN not in self._owner and self._owner != here:

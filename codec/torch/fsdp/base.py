@@ -31,7 +31,7 @@ class ModuleCollective:
 
     def __init__(self, spec: Spec | Preset, options: CallOptions | None) -> None:
         self._spec, self._settings = plain_spec(spec), settings_of(options)
-        self._calls = 0  # collectives so far; equal on all ranks of a group
+        self._calls = 0  # number of collectives so far; equal on all ranks of a group
         self._stats = CommStats()
         self._counting = threading.Lock()
 
@@ -65,7 +65,7 @@ class ModuleCollective:
         output: torch.Tensor,
         async_op: bool,
     ) -> Work | None:
-        """Run work(comm, collective, stream) in the communication thread of `group`, and add it to the statistics.
+        """Run work(comm, collective, stream) in the communication thread of `group`; add its traffic to the totals.
 
         Without compression, this rank would send copies(number of ranks) times the bytes of `tensor`.
         """

@@ -11,7 +11,7 @@ from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.feedback.single import Residuals
 from codec.torch.reduction.host import Reduction, Values
 
-_passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # by autograd's graph task id
+_passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # in progress, by graph task id
 
 
 class Pass:

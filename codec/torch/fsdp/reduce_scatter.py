@@ -122,7 +122,8 @@ class ReduceScatter(GradientCollective):
             now.run(lambda: begin(False), output)
             return None
         handle = begin(True)
-        # Wait now: only Pass.run keeps the residuals of a failed pass.
+        # With error feedback, wait now, so that Pass.run catches an error: the pass then fails, and keeps its
+        # residuals.
         if handle is not None and self._residuals is not None:
             now.run(handle.wait, output)
         return handle

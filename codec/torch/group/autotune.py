@@ -10,7 +10,7 @@ from codec.torch.network.waits import Turns, Wait
 Way = Literal["frames", "values"]
 
 _WARMUP = 1  # number of untimed collectives, in which memory is allocated and connections are still slow
-# Timed collectives with frames, and with uncompressed values; the fastest counts, since other load slows some.
+# Number of timed collectives for frames, and for uncompressed values. The fastest counts, since other load slows some.
 _TIMED = 2
 TRIALS = _WARMUP + 2 * _TIMED  # number of collectives before the decision
 _PERIOD = 200  # number of collectives after which the trials are repeated, since links and loads change
@@ -91,14 +91,14 @@ class Choice:
         self._turns = Turns()
 
     def begin(self) -> "Turn":
-        """Begin a collective: call ``await turn.wait()`` for the way to use, and ``turn.end()`` at its end."""
+        """Begin a collective. On the returned Turn, await ``wait()`` for the way to use; call ``end()`` at the end."""
         index = self._count % _PERIOD
         self._count += 1
         before, after = self._turns.ask()
         return Turn(self, index, before if index <= TRIALS else None, after)
 
     def way(self, index: int) -> Way:
-        """Return the way for the `index`-th collective of a period."""
+        """Return the way, "frames" or "values" (uncompressed), for the `index`-th collective of a period."""
         if index < _WARMUP + _TIMED or not self._worth_trying:
             return "frames"
         if index < TRIALS:
@@ -146,7 +146,7 @@ class Turn:
         self.way: Way = "frames"
 
     async def wait(self) -> Way:
-        """Wait for earlier collectives, if the choice depends on them; return the way to use."""
+        """Wait for earlier collectives, if the choice depends on them; return "frames" or "values" (uncompressed)."""
         if self._before is not None:
             await self._before
         self.way = self._choice.way(self._index)

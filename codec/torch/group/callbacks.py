@@ -112,7 +112,7 @@ class CallbackThreads:
         return left
 
     def stop(self) -> None:
-        """End the thread after its batches."""
+        """End the thread after all batches have run."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Tasks of a worker: functions, or coroutines of which several are in flight."""
+"""Tasks of a worker: functions and coroutines, several of which may be in flight."""
 
 import time
 from collections.abc import Callable, Coroutine, Sequence

@@ -38,7 +38,7 @@ class NoFrameError(PeerError):
     Parameters
     ----------
     rank : int
-        The rank.
+        Rank that had no frame.
     """
 
     def __init__(self, rank: int) -> None:
@@ -224,7 +224,7 @@ class Collective:
             seen.add(source)
             if theirs != unpack_fields(pack_fields(self._fields)) or cause.rank in seen or cause.rank == self.rank:
                 return difference(source, theirs, self._fields)
-            source = cause.rank  # the rank that differs from `source`, which has the arguments of this rank
+            source = cause.rank  # next, the rank whose arguments differ: `source` has those of this rank
 
 
 def _largest(reports: Sequence[Sequence[int]]) -> list[int]:

@@ -52,6 +52,7 @@ class Encoding(NamedTuple):
     Attributes
     ----------
     requests : sequence of EncodeRequest
+        Tensors to encode, with their specs and destinations.
     explain : callable
         explain(error, i) explains the error of request i.
     encoded : callable

@@ -15,9 +15,9 @@ Array = np.ndarray[Any, Any]
 OTHER_RANK, ERROR, NONFINITE, DIFFERS = range(1, 5)
 
 _ABORT = struct.Struct("<qq")  # status, rank that is the cause; a text follows
-_MOST_TEXT = 1 << 12  # bytes of the text
-_SHOWN = 200  # characters of another rank's text in an error
-_MOST_FIELDS = 32  # arguments in the text of an abort
+_MOST_TEXT = 1 << 12  # maximum bytes of the text of an abort
+_SHOWN = 200  # maximum number of characters of another rank's text in an error message
+_MOST_FIELDS = 32  # maximum number of arguments in the text of an abort
 _NUMBERS_NBYTES = 8
 
 Fields = Mapping[str, str]  # arguments that a signature is computed from, by name
@@ -55,7 +55,7 @@ class Cause(NamedTuple):
     rank : int
         Rank that is the cause; with DIFFERS, the rank whose signature differs from the sender's.
     text : str
-        Text of the error; with DIFFERS, :func:`pack_fields`.
+        Text of the error; with DIFFERS, the arguments of the collective, packed by :func:`pack_fields`.
     """
 
     status: int
@@ -102,7 +102,7 @@ def unpack_fields(text: str) -> dict[str, str]:
 
 
 def _printable(text: str) -> str:
-    """Return the first characters of another rank's text; others than printable ones become spaces."""
+    """Return the first characters of another rank's text, with spaces in place of unprintable characters."""
     return "".join(c if c.isprintable() else " " for c in text[:_SHOWN])
 
 

@@ -45,7 +45,7 @@ class DeviceTransfer:
     Attributes
     ----------
     scratch : Scratch
-        Memory of GPUs in which the collectives encode and decode.
+        Counter of the GPU memory that the CUDA engine uses to encode and decode for the collectives.
     cancelled : bool
         True: another thread has cancelled the collective in flight, and closes the connections.
     """
@@ -85,7 +85,7 @@ class DeviceTransfer:
         except BaseException as e:
             self._mesh.close()
             self.release()
-            if self.cancelled:  # another thread has cancelled it, and closing the connections may have caused `e`
+            if self.cancelled:  # another thread has cancelled the collective; closing connections may have caused `e`
                 raise PeerError("the collective was cancelled: make a new group") from e
             raise
 
@@ -155,7 +155,7 @@ class DeviceTransfer:
             self.settle()
 
     def _await(self, done: Callable[[], bool]) -> None:
-        """Wait on the host until done() is true, for one timeout at most."""
+        """Wait on the host until done() returns True, for at most the group's timeout."""
         end = time.monotonic() + self._timeout.total_seconds()
         with _as_peer_errors():
             while not done():

@@ -46,7 +46,7 @@ def host_array(x: torch.Tensor) -> Array:
 
 
 class StreamOrder:
-    """Ordering of a function's GPU work in another thread: it runs after all work submitted by this thread so far.
+    """Runs the GPU work of a function, in another thread, after all work that this thread has submitted so far.
 
     The function runs in a separate stream on this thread's current GPU, concurrently with work that this thread submits
     later. Without GPUs, this class does nothing.
