@@ -86,13 +86,13 @@ def all_reduce(
         ``codec.options(algorithm=, timeout=, engine=, threads=)``. Options that are not set are those of the ``with``
         blocks around the call:
 
-        * ``algorithm``: "two_shot": each rank adds up a slice, and sends frames of 2 (N - 1) / N tensors; "all_gather":
-          one phase, in which each rank sends N - 1 frames; "ring": as many bytes as two-shot, but only to one
-          neighbour, and encoded N - 1 times; "raw": two-shot with uncompressed values; "shared_scale": two-shot for
-          :class:`codec.Ternary` with exact sums, since all ranks share one scale per parameter. Default "auto":
-          all-gather for two ranks and for small tensors, otherwise two-shot; or raw, if the first calls with tensors of
-          that size have measured that raw is faster. With "auto", results of lossy codecs can therefore depend on
-          timing; name an algorithm for reproducible results.
+        * ``algorithm``: "two_shot": each rank sums one slice over all ranks, and sends frames of 2 (N - 1) / N tensors;
+          "all_gather": one phase, in which each rank sends N - 1 frames; "ring": a rank sends as many bytes as with
+          two-shot, but only to one neighbour, and values are encoded N - 1 times; "raw": two-shot with uncompressed
+          values; "shared_scale": two-shot for :class:`codec.Ternary` with exact sums, since all ranks share one scale
+          per parameter. Default "auto": all-gather for two ranks and for small tensors, otherwise two-shot; or raw, if
+          the first calls with tensors of that size have measured that raw is faster. With "auto", results of lossy
+          codecs can therefore depend on timing; name an algorithm for reproducible results.
         * ``timeout``: longest time, in seconds, that a rank may keep others waiting. The group's first collective sets
           it. Default: the group's timeout.
 
@@ -294,7 +294,7 @@ def all_gather(
 ) -> Work | None:
     """Gather the tensors of all ranks on all ranks, like ``dist.all_gather_into_tensor``.
 
-    With a lossy codec, results are bit-identical on all ranks: a rank also stores its own tensor as decoded.
+    With a lossy codec, too, results are bit-identical on all ranks, because each rank also decodes its own tensor.
 
     Parameters
     ----------

@@ -136,7 +136,7 @@ def _exchanged(
 async def _rows_of(
     collective: Collective, r: Reduction, row: tuple[int, ...], outgoing: list[Piece], incoming: list[Piece]
 ) -> Values:
-    """Exchange rows, and return those from all ranks in order (docs/spec/protocol/collectives.md, section 4)."""
+    """Exchange rows; return the rows from all ranks, in rank order (docs/spec/protocol/collectives.md, section 4)."""
     fields = signed(r, "all_to_all of rows") | {"number of values": f"rows of {row}"}
     part = collective.part(hash64(*fields.items()), fields)
     own, frames = r.own_term_is_exact, list[Array]()

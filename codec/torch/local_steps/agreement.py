@@ -20,8 +20,8 @@ _CHUNK = 1 << 26  # maximum bytes of a message with parameters
 class Position:
     """Progress of a rank and digest of its shared values, for comparison with the other ranks."""
 
-    steps: int  # optimizer steps
-    rounds: int  # synchronizations
+    steps: int  # number of optimizer steps so far
+    rounds: int  # number of synchronizations so far
     digest: str  # digest of the values that must be equal on all ranks: anchors, and the outer optimizer's state
 
 
@@ -149,7 +149,7 @@ def _position(rank: int, found: Any) -> Position:
 
 
 def _difference(name: str, theirs: Any, first: Any) -> str:
-    """Describe how an argument differs between two ranks; of lists, describe the first items that differ."""
+    """Describe how an argument differs between two ranks; for lists, describe the first items that differ."""
     if not isinstance(theirs, list) or not isinstance(first, list):
         return f"{name}={_text(theirs)}, not the {name}={_text(first)}"
     mine, other = cast(list[Any], theirs), cast(list[Any], first)

@@ -24,8 +24,8 @@ _MOST = 1 << 48
 class Saved:
     """Parsed and checked state of LocalSteps."""
 
-    steps: int  # optimizer steps
-    rounds: int  # synchronizations
+    steps: int  # number of optimizer steps so far
+    rounds: int  # number of synchronizations so far
     apart: bool  # True if the rank had taken steps since the last synchronization of all parameters
     anchors: dict[str, torch.Tensor]  # values of the last synchronization, by parameter name
     feedback: Feedback | None

@@ -39,8 +39,8 @@ class Flight:
     """Collective that computes a mean over ranks in the background."""
 
     work: Work
-    problem: Problem | None  # reason why this rank does not take part
-    before: Counters  # totals of the group at the start
+    problem: Problem | None  # reason why this rank does not take part; None: it takes part
+    before: Counters  # totals of the group's traffic when the collective started
 
 
 class Ranks:
@@ -63,7 +63,7 @@ class Ranks:
         self.group = group_of(group)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.options = options.over(CallOptions(algorithm="all_gather" if self.size == 2 else "two_shot"))
-        self.traffic = Counters()  # traffic of all means
+        self.traffic = Counters()  # traffic of all means so far
 
     def mean(
         self, x: Any, spec: Spec, problem: Problem | None, feedback: Feedback | None = None, stream: int = 0

@@ -314,7 +314,7 @@ class Synchronizer:
 
 
 def _checked_outer(outer: Outer, fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
-    """Return the optimizer that the argument `outer` creates for the anchors; raise ArgumentError if it is none."""
+    """Return the optimizer that the argument `outer` creates for the anchors; raise ArgumentError if there is none."""
     anchors = [x for f in fragments for x in f.anchors.values()]
     made: Any = outer(anchors) if callable(outer) else outer
     held = [p for group in getattr(made, "param_groups", ()) for p in group["params"]]

@@ -118,7 +118,7 @@ class _Listener:
     def _serve(self) -> None:
         with self._sock, selectors.DefaultSelector() as selector:
             selector.register(self._sock, selectors.EVENT_READ)
-            strangers: dict[socket.socket, tuple[float, bytearray]] = {}  # start time and received bytes
+            strangers: dict[socket.socket, tuple[float, bytearray]] = {}  # by connection: start time, received bytes
 
             def drop(stranger: socket.socket, *, close: bool) -> None:
                 del strangers[stranger]

@@ -12,7 +12,7 @@ from codec.torch.network.waits import Wait
 Array = np.ndarray[Any, Any]
 
 MOST_EARLY_NBYTES = 1 << 26  # maximum bytes of early messages, not yet requested, that are read from one rank
-MOST_AHEAD_NBYTES = 1 << 32  # maximum of these bytes while this rank waits for another message from that rank
+MOST_AHEAD_NBYTES = 1 << 32  # maximum bytes of early messages from a rank while this rank waits for another one from it
 MOST_INBOXES = 1 << 16  # maximum number of collectives in flight, including those that only other ranks have begun
 
 _EARLY_COST = 1 << 10  # estimated bytes of memory of an early message besides its body

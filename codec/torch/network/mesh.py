@@ -20,7 +20,7 @@ CLOSED = "a peer was lost, or the group was shut down: make a new group"
 
 _MAGIC = b"CDCM"
 _DATA, _ABORT = range(2)  # kinds of messages
-_MOST_NBYTES = {_DATA: 1 << 36, _ABORT: 1 << 13}  # bytes of a body, by kind
+_MOST_NBYTES = {_DATA: 1 << 36, _ABORT: 1 << 13}  # maximum bytes of a body, by kind of the message
 _DIRECT_NBYTES = 1 << 18  # maximum bytes of a message that the calling thread writes itself
 _TURN_NBYTES = 1 << 22  # maximum bytes read from one connection before the next one is served
 
@@ -28,10 +28,10 @@ _TURN_NBYTES = 1 << 22  # maximum bytes read from one connection before the next
 class Mesh:
     """Connections to all other ranks, and the network thread, which reads from and writes to them.
 
-    A message contains the number of its collective, of the part of the collective, and of the message among those of
-    the part to the same rank. So messages of a part may use different connections. A message that arrives before this
-    rank has requested it is stored in the inbox of its collective. Messages of collectives that have ended on this rank
-    are dropped. If a rank sends more early messages than the limit, it is treated as lost.
+    A message contains three numbers: of its collective, of the part of the collective, and of the message among the
+    messages of this part to the same rank. So messages of a part may use different connections. A message that arrives
+    before this rank has requested it is stored in the inbox of its collective. Messages of collectives that have ended
+    on this rank are dropped. If a rank sends more early messages than the limit, it is treated as lost.
 
     If a rank is lost, all waits for it end with :class:`PeerError`.
 
@@ -112,7 +112,7 @@ class Mesh:
         to : int
             Receiving rank.
         number, part, index : int
-            Collective, its part, and number of the message among those of the part to this rank.
+            Numbers of the collective, of its part, and of the message among the messages of the part to rank `to`.
         signature : int
             Signature of the part.
         body : sequence of buffers
@@ -134,7 +134,7 @@ class Mesh:
     def explanation(self, number: int, source: int) -> Wait:
         """Return a wait for the abort message from a rank, whose body is then in :attr:`Inbox.aborts`.
 
-        All parts of a collective that wait for the same rank share one object.
+        All parts of a collective that wait for the same rank share one wait.
         """
         with self._lock:
             inbox, error = self._inboxes[number], self._loss(source)

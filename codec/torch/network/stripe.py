@@ -20,7 +20,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seco
 
 
 class Send(Wait):
-    """Message to be sent to a rank; the wait completes when it is written.
+    """Message to be sent to a rank; the wait completes when the whole message is written.
 
     Parameters
     ----------

@@ -244,7 +244,7 @@ class PeerConnection:
     def _acknowledge(self) -> None:
         """Send a delayed TCP acknowledgement now, because the peer measures its time of sending until then."""
         if hasattr(socket, "TCP_QUICKACK"):
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # the connection was closed meanwhile
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def _await_header(self, seconds: float | None) -> int:

@@ -114,7 +114,7 @@ class Averager:
         """Replace gradients, which a GradScaler has scaled by `scale`, by the momenta that this rank sends."""
         groups = parameters.groups(self._optimizer)
         for p, gradient in gradients:
-            if p in groups:  # the optimizer lacks a parameter that required no gradient at registration
+            if p in groups:  # skip parameters that the optimizer lacks: they required no gradient at registration
                 self._steps.message(p, gradient, groups[p], scale)
 
     def _local(self, kind: Kind, gradients: Tensors) -> Tensors:

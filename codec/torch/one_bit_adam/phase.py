@@ -114,7 +114,7 @@ def total(states: Iterable[tuple[Mapping[str, Any], float]]) -> float:
 
 
 class Phase:
-    """Counts the steps of an optimizer, and decides after which one second moments are frozen.
+    """Counts the steps of an optimizer, and decides after which step second moments are frozen.
 
     Parameters
     ----------

@@ -20,7 +20,8 @@ State = dict[str, Any]  # optimizer state of a parameter
 class Local:
     """Local steps of a parameter since the last synchronization of the ranks."""
 
-    anchor: torch.Tensor  # parameter before these steps, times their weight decay; equal on all ranks
+    # Parameter before these steps, times the weight decay factors of these steps; equal on all ranks
+    anchor: torch.Tensor
     sum: torch.Tensor  # sum over these steps of this rank's momentum times the step size
     total: float  # sum of the step sizes, equal on all ranks; 0 if all learning rates were 0
 

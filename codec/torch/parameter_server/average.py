@@ -80,7 +80,7 @@ def _shared_scales(session: Session, step: int, names: Sequence[str], mine: Mapp
 
 
 def _scales_name(servers: Sequence[int], server: int, names: Sequence[str]) -> str:
-    """Return a key name for the scales of the keys `names` that :func:`server_of` assigns to their own server."""
+    """Return the name of a key for the scales of `names`; :func:`server_of` assigns that key to `server`."""
     number = 0
     while True:
         name = f"{INTERNAL}scales {hash64(*names):x} {number}"

@@ -71,11 +71,11 @@ class Request:
     """Parsed request of a worker."""
 
     kind: int
-    argument: int  # number of the reduction of PULL, or reason of ABANDON
+    argument: int  # PULL: number of the reduction; ABANDON: reason
     step: int
-    keys: Sequence[Key] = ()  # keys to register, of INIT
-    ids: Sequence[int] = ()  # numbers of keys, of PUSH and PULL
-    frames: Sequence[Array] = ()  # one frame per key, of PUSH
+    keys: Sequence[Key] = ()  # INIT: keys to register
+    ids: Sequence[int] = ()  # PUSH and PULL: numbers of keys
+    frames: Sequence[Array] = ()  # PUSH: one frame per key
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def request(
     Parameters
     ----------
     kind, argument : int
-        Kind of the request; number of the reduction of PULL, or reason of ABANDON.
+        Kind of the request; and its argument, which is the number of the reduction for PULL, and the reason for
+        ABANDON.
     step : int
         Number of the step.
     ids : sequence of int

@@ -76,7 +76,7 @@ class Session:
         return given.device if isinstance(given, torch.Tensor) else self.devices.get(name, torch.device("cpu"))
 
     def check(self, name: str, tensor: Any) -> None:
-        """Raise ArgumentError unless a dense tensor has the dtype and shape of a key."""
+        """Raise ArgumentError unless `tensor` is a dense tensor with the dtype and shape of the key `name`."""
         key, _ = self.known(name)
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise ArgumentError(f"{name!r} must be a dense torch tensor, got {shown(tensor)}")

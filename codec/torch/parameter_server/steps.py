@@ -50,7 +50,7 @@ class _Step:
 
     def __init__(self, number: int, expected: frozenset[int]) -> None:
         self.number, self.expected = number, expected  # `expected`: workers that must push each key
-        self.entries: dict[int, Entry] = {}  # by number of the key
+        self.entries: dict[int, Entry] = {}  # entry of each pushed key, by number of the key
         self.gone: dict[int, PeerError] = {}  # workers that push no more keys in this step, each with the reason
         self.left: set[int] = set()  # workers that no longer take part in this step, and pull no more keys
 

@@ -60,7 +60,7 @@ class Notes:
         Parameters
         ----------
         last : bool
-            True: the rank makes no further attempt.
+            True: the rank makes no further attempt if this one fails.
         samples : bool
             True: report the samples of the step. After an error, later stages may not know them.
         auto : dict, optional

@@ -61,7 +61,8 @@ class Traffic:
         self.auto = specs.auto
         self._has_deltas, self._rank_of = specs.deltas is not None, rank_of
         self._links: dict[int, Link] = {}  # connections by edge
-        self._expected: dict[tuple[Kind, int], tuple[Sequence[torch.Tensor], Work]] = {}  # by (kind, micro-batch)
+        # Outputs and receive in flight, by (kind, micro-batch)
+        self._expected: dict[tuple[Kind, int], tuple[Sequence[torch.Tensor], Work]] = {}
         self._sends: list[Work] = []
         self._run, self._training = 0, False
         self._broken = False

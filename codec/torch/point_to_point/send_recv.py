@@ -188,7 +188,7 @@ class Link:
 
 
 class _Calls:
-    """Runs the calls of one direction in order: in the caller's thread, or after the first async call in a worker's.
+    """Runs the calls of one direction in order. After the first asynchronous call, a worker thread runs all calls.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ def _decode(part: Part, r: Reduction, frame: Array, piece: Piece, result: Values
 def _encode_sum(
     part: Part, r: Reduction, piece: Piece, bound: int, terms: Sequence[Array | None], result: Values, number: int
 ) -> Array:
-    """Encode the sum of a piece, and store the sum in the result with the values that other ranks decode."""
+    """Encode the sum of a piece, and store in `result` the values that other ranks will decode."""
     place = result[piece.begin : piece.end]
     with part.clock.during("decode_s"):
         total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else r.sum_buffer(part, piece.n)
@@ -236,7 +236,7 @@ def _add(r: Reduction, frame: Array, piece: Piece, total: Array) -> None:
 def _encode_result(
     part: Part, r: Reduction, piece: Piece, bound: int, total: Array, result: Array, number: int
 ) -> Array:
-    """Encode the result of a piece, and store the result with the values that other ranks decode."""
+    """Encode the result of a piece, and store in `result` the values that other ranks will decode."""
     with part.clock.during("decode_s"):
         if r.op == "mean":
             total[piece.begin : piece.end] /= np.float32(part.size)

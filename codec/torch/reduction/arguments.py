@@ -40,7 +40,7 @@ _OPS: dict[Any, Op] = {
 
 
 def op_of(op: Any) -> Op:
-    """Return the name of a reduction.
+    """Return the name of a reduction operation: "sum", "mean" or "max".
 
     Parameters
     ----------

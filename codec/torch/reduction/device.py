@@ -186,7 +186,7 @@ class DeviceReduction(Reduction):
             total.div_(count)
 
     def as_float32(self, x: Values) -> Values:
-        """Return values as float32, without a copy if they are."""
+        """Return values as float32, without a copy if they already are."""
         return x.float()
 
     def tensor_of(self, x: Values) -> torch.Tensor:
@@ -205,16 +205,16 @@ class DeviceReduction(Reduction):
     # Frames on the GPU, several of which are encoded or decoded in one call of the engine
 
     def empty_bytes(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return memory on the GPU for bytes."""
+        """Allocate a uint8 tensor of this shape on the GPU."""
         return torch.empty(shape, dtype=torch.uint8, device=self.x.device)
 
     def term(self, piece: Piece, number: int) -> Term:
-        """Return this rank's term of a piece."""
+        """Return this rank's values of a piece, with the arguments for encoding them."""
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
         return Term(self.own_term(piece), piece, residual, number)
 
     def sum_term(self, total: Values, piece: Piece, number: int) -> Term:
-        """Return the float32 sum of a piece as a term."""
+        """Return the float32 sum of a piece, with the arguments for encoding it."""
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
         return Term(self.rounded(total), piece, residual, number, summed=True)
 
@@ -370,7 +370,7 @@ class DeviceReduction(Reduction):
 
 
 def _explain_sum(e: CodecError) -> None:
-    """Explain NaN or Inf in a sum as :func:`codec.reduce` does."""
+    """Set the message of an error about NaN or Inf in a sum, as :func:`codec.reduce` does."""
     if isinstance(e, ArgumentError):
         decoding.explain(e, cast(Any, None), None)
 

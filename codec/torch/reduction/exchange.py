@@ -43,7 +43,7 @@ class Exchange(Protocol):
         ...
 
     async def gather(self, terms: Sequence[Term], pieces: Pieces) -> Phase:
-        """Send this rank's `terms`, by chunk, to all ranks; return those of all ranks, whose pieces are given."""
+        """Send this rank's `terms`, by chunk, to all ranks; return the terms of all ranks, which `pieces` describes."""
         ...
 
 

@@ -20,7 +20,8 @@ from codec.torch.transport.joint import Joint
 _CHOICES = 256  # maximum number of signatures for which a group stores the choice of frames or uncompressed values
 _SMALL = 1 << 16  # size of a tensor in bytes up to which all-gather (one phase) is faster than two-shot (two phases)
 
-Planned = tuple[Reduction, Algorithm]  # the algorithm is chosen once, when the reduction is prepared
+# Reduction and its algorithm, which is chosen once, when the reduction is prepared
+Planned = tuple[Reduction, Algorithm]
 Store = Callable[[Values, Reduction], None]
 
 

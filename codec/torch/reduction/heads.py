@@ -49,7 +49,7 @@ def most_nbytes(bounds: Sequence[int]) -> int:
 
 
 def unpack(body: Array, count: int, rank: int) -> tuple[int, list[Announced]]:
-    """Parse the message in which `rank` announces `count` frames. Return its largest size, and the row of frames.
+    """Parse the message in which `rank` announces `count` frames. Return its largest frame size, and the row.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def note(r: DeviceReduction, piece: Piece, head: Array) -> None:
 
 
 def _depends_on_values(head: Array) -> bool:
-    """Return True unless the side section of a frame in blocks holds nothing but parts (docs/spec/format.md, 8.3)."""
+    """Return False if the frame has blocks, and its side section holds only their parts (docs/spec/format.md, 8.3)."""
     info = read_header(view_bytes(head))
     begin = info.side_offset
     parts = int(head[begin : begin + 4].view("<u4")[0]) if info.side_nbytes else 0

@@ -38,7 +38,7 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _TERMS = "the ranks' tensors"  # name of the terms of sums, for error messages
 _LARGE = 1 << 21  # number of values of a piece above which several threads encode it
 _STREAM_STRIDE = (
-    0x9E3779B97F4A7C15  # between random streams; odd and large, so that pieces of two streams never collide
+    0x9E3779B97F4A7C15  # stride between random streams; odd and large, so that pieces of two streams never collide
 )
 
 
@@ -105,7 +105,7 @@ class Reduction:
         return self.x[piece.begin : piece.end]
 
     def encode(self, piece: Piece, out: Array, number: int) -> int:
-        """Encode this rank's values of a piece to `out`, with random stream `number`; return the frame's bytes."""
+        """Encode this rank's values of a piece to `out`, using random stream `number`; return the number of bytes."""
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
         try:
             return self._encode(self.own_term(piece), piece, out, residual, number)

@@ -42,7 +42,7 @@ def cut(
 ) -> list[list[Piece]]:
     """Return a slice for each of `size` ranks, as pieces of about `chunk_nbytes` bytes; pieces may be empty.
 
-    The begin of a slice does not depend on `chunk_nbytes`. Rows of segments that are much shorter than a chunk stay
+    The start of a slice does not depend on `chunk_nbytes`. Rows of segments that are much shorter than a chunk stay
     whole.
 
     Parameters

@@ -83,7 +83,7 @@ class _Rooms:
         return {o: (room, self._part.receive_values(room, o)) for o, room in rooms.items()}
 
     async def values(self, room: Array, receive: Receive) -> Array:
-        """Wait for values, and return them."""
+        """Wait for the values that :meth:`receive` has requested, and return them."""
         await self._part.frame(receive)
         return room
 
@@ -100,7 +100,7 @@ def _send(part: Part, x: Array, slices: list[list[Piece]], c: int) -> None:
 
 
 def _sum_piece(terms: Sequence[Array], r: Reduction, piece: Piece, total: Array) -> None:
-    """Store the sum of a piece in `total`, rounded with the residual of sums.
+    """Store the sum of a piece, plus the residual of sums, in `total`, rounded to the dtype of `total`.
 
     Raises
     ------

@@ -104,7 +104,7 @@ class _Shared(Reduction):
                 yield slice(a - piece.begin, b - piece.begin), slice(a, b), self._scales[i]
 
     def bound(self, n: int) -> int:
-        """Return the upper bound of the bytes of a frame of `n` terms or sums, for the partition."""
+        """Return the upper bound of the bytes of a frame of `n` terms or sums, for choosing chunk sizes."""
         return max(self._signs.bound(n), bound(*self._packed(n), Lossless()))
 
     def frame_bound(self, piece: Piece) -> int:
@@ -116,7 +116,7 @@ class _Shared(Reduction):
         return -(-n // self._digits), "uint16" if self._wide else "uint8"
 
     def encode(self, piece: Piece, out: Array, number: int) -> int:
-        """Encode the ternary terms of a piece to `out`; return the bytes of the frame."""
+        """Encode the ternary terms of a piece to `out`; return the frame's size in bytes."""
         x = np.zeros(piece.n, np.float32)
         for here, there, scale in self._within(piece):
             if scale:
@@ -128,7 +128,7 @@ class _Shared(Reduction):
         self._signs.sum(parts, piece, total)
 
     def encode_sum(self, total: Array, piece: Piece, out: Array, number: int) -> int:
-        """Encode the sum of a piece to `out`; return the bytes of the frame."""
+        """Encode the sum of a piece to `out`; return the frame's size in bytes."""
         digits = total + np.float32(self._most)
         count, dtype = self._packed(piece.n)
         padded = np.zeros(count * self._digits, dtype)
