@@ -84,7 +84,7 @@ def attach(hook: Hook, model: Any, world_size: int) -> bool:
     plain: Any = _plain(model)
     if not isinstance(plain, DistributedDataParallel) and world_size == 1:
         logger.info("one process: no gradient is sent, and none compressed")
-        hook.called = True  # no warning at exit
+        hook.called = True  # so that the process logs no warning about an unused hook when it ends
         return False
     if not isinstance(plain, DistributedDataParallel) or all(h is not hook for h, _ in comm_hooks(plain)):
         hook.register(model)

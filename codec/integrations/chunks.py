@@ -64,7 +64,7 @@ def values_of(x: Array, dtype: str | None) -> tuple[Array, str]:
     if dtype is not None:
         size = ITEMSIZE[dtype]
         if x.itemsize == 1 < size and x.nbytes % size == 0:
-            x = x.reshape(-1)  # bytes
+            x = x.reshape(-1)  # items are single bytes of values
         elif x.itemsize != size:
             raise ArgumentError(f"items of {x.dtype} have {x.itemsize} bytes, those of dtype={dtype!r} have {size}")
         return x.view(f"u{size}"), dtype

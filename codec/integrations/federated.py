@@ -60,7 +60,8 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
     """
     if base is not None and tuple(base.shape) != tuple(x.shape):
         raise ArgumentError(f"the array has shape {tuple(x.shape)}, but {tuple(base.shape)} when the round began")
-    if isinstance(spec, Delta) and base is not None and x.dtype == base.dtype:  # averaging changes integers to floats
+    # Dtypes differ if averaging made floats of integers
+    if isinstance(spec, Delta) and base is not None and x.dtype == base.dtype:
         return FRAME, codec.encode(x, spec, base=base)
     if isinstance(spec, Lossless | Delta) or not is_float(x):
         return FRAME, codec.encode(x, spec if isinstance(spec, Lossless) else Lossless())

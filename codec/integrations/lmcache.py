@@ -84,7 +84,7 @@ def tensors(obj: MemoryObj) -> Iterator[tuple[torch.Tensor, torch.Size, torch.dt
 
 
 class CodecSerializer(Serializer):
-    """Encode a chunk into its slot. If it does not fit, ValueError tells LMCache that the store has failed."""
+    """Encode a chunk into its slot. If it does not fit, raise ValueError, so that LMCache does not store it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -84,7 +84,7 @@ class FrameFilter(DXOFilter):
                     residuals[at] = residual
                 before = base.get(name) if dxo.data_kind == DataKind.WEIGHTS else None
                 kinds[name], data[name] = encode_array(x, spec, before, residual)
-            self._residuals |= residuals  # only after all arrays were encoded
+            self._residuals |= residuals  # store residuals only after all arrays were encoded
         meta |= {KINDS: kinds, TORCH: is_torch}
         return data
 
@@ -106,7 +106,7 @@ def _decoded(dxo: DXO, base: dict[str, Any], is_task: bool, meta: dict[str, Any]
         except FrameError as e:
             e.args = (f"{name}: {e}",)
             raise
-        if like is not None and isinstance(x, np.ndarray):  # a difference was added
+        if like is not None and isinstance(x, np.ndarray):  # `x` is the sum of base and difference
             x = torch.from_numpy(x).to(before.dtype)  # pyright: ignore
         data[name] = x
     return data

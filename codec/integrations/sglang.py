@@ -40,7 +40,7 @@ _ORDERS = {
 
 
 class CodecFile(HiCacheFile):
-    """File backend whose files hold encoded pages. A damaged file is a miss, and is removed.
+    """File backend whose files hold encoded pages. A damaged file counts as a cache miss, and is removed.
 
     File names contain "-codec", so that the folder may be shared with SGLang's backend ``file``.
     """

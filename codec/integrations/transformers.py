@@ -12,7 +12,7 @@ from codec.specs import Lossless
 from codec.torch import Hook
 
 _TrainerCallback: Any = host("transformers").TrainerCallback
-_FILE = "codec.pt"  # in the folder of a checkpoint
+_FILE = "codec.pt"  # name of the file for hook states in the folder of a checkpoint
 
 logger = logging.getLogger("codec.torch")
 

@@ -37,7 +37,7 @@ class CodecCheckpointEngine(CheckpointEngine):
     host : str, optional
         Address on which to serve the folder over HTTP. Default: rollout workers read the folder from a shared disk.
     base : str, optional
-        Folder for the master's base. Default: the base is stored in memory.
+        Folder for the base on the master, which is a copy of the published weights. Default: it is stored in memory.
     timeout : float
         Maximum time that a rollout worker waits for an update, in seconds.
     """

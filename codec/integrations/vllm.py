@@ -115,7 +115,8 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
     def _drop_cpu_kernels(self) -> bool:
         """Remove the MoE kernels of a CPU model, so that vLLM rebuilds them; return True if there were any.
 
-        On CPUs, vLLM packs expert weights only while it builds the kernel. All layers must be reloaded for that.
+        On CPUs, vLLM packs expert weights only while it builds the kernel. To rebuild the kernels, all layers must be
+        reloaded.
         """
         if self.device.type != "cpu":
             return False

@@ -30,7 +30,7 @@ _ONE_THREAD = options(threads=1)  # threads per chunk; vLLM's pool processes sev
 
 
 class CodecTier(FileSystemTierManager):
-    """Tier ``fs`` whose files hold encoded chunks. A damaged file is a miss, and is removed.
+    """Tier ``fs`` whose files hold encoded chunks. A damaged file counts as a cache miss, and is removed.
 
     Only the transfers are overridden; file names, look-ups, threads and events are inherited from vLLM's tier.
     """

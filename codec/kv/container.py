@@ -11,7 +11,7 @@ from codec.errors import ArgumentError, ChecksumError, FrameError, Status
 from codec.tensors.view import on_host, view_bytes
 
 MAGIC, VERSION = b"CKVP", 1
-_HEAD = struct.Struct("<4sBBH")  # magic, version, flags, frames
+_HEAD = struct.Struct("<4sBBH")  # magic, version, flags, number of frames
 _SUM = struct.Struct("<I")  # CRC-32 of the bytes before this field and of the table of frame ends after it
 _TRANSPOSED = 1  # flag: frames of keys have the shape (channels, tokens)
 

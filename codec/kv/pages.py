@@ -215,7 +215,7 @@ class PageCodec:
         return given
 
     def _rows(self, layout: Layout, side: int) -> tuple[int, int]:
-        """Return the shape of each frame of one side of a page."""
+        """Return the shape of each frame of one side (keys or values) of a page."""
         transposed = layout.transposed and side == 0
         return (self._channels, self.shape[2]) if transposed else (self.shape[2], self._channels)
 

@@ -21,7 +21,7 @@ from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
 from codec.weight_sync.weights import Slot, Weights
 from codec.weight_sync.writing import Encoder, Progress, write_update
 
-_OTHER_DTYPES = {"complex64": "uint64"}  # dtypes that frames do not support: integer dtypes for the same bits
+_OTHER_DTYPES = {"complex64": "uint64"}  # by dtype that frames do not support: integer dtype of the same size
 
 
 def weights_in(path: str, memory: Bytes | None = None) -> Weights:

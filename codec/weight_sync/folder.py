@@ -127,7 +127,7 @@ class FolderBase(Base):
         self.complete(weights, version)
 
     def in_place(self, update: Update) -> bool:
-        """Return True for an update with a base, which overwrites weights; False for a snapshot, for a new file."""
+        """Return True for an update with a base, which overwrites the weights; a snapshot is written to a new file."""
         return update.base is not None
 
     def apply(self, update: Update) -> None:

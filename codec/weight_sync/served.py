@@ -16,7 +16,7 @@ from codec.weight_sync.weights import items
 class _Target(NamedTuple):
     kind: Kind
     tensor: Any
-    memory: Bytes | None  # None: the tensor is on a device
+    memory: Bytes | None  # bytes of the tensor in host memory; None: the tensor is on a device
 
 
 class Served:

@@ -207,7 +207,7 @@ def chain(listed: Sequence[Listed], version: int | None) -> list[Listed]:
 
 
 def read_update(source: str | PathLike[str], one: Listed, timeout: float = TIMEOUT) -> Update:
-    """Read the update from a store whose entry in the store's list is `one`."""
+    """Read an update from a store, given its entry `one` in the store's list."""
     if not is_url(source):
         return Update.open(Path(source) / one.file)
     data = read_remote(str(source), one.file, one.nbytes, timeout)

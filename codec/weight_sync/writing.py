@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
     name: str
     new: Bytes
-    old: Bytes  # empty in a snapshot
+    old: Bytes  # piece of the base; empty in a snapshot
     old_digest: bytes
 
 
