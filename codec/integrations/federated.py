@@ -60,7 +60,7 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
     """
     if base is not None and tuple(base.shape) != tuple(x.shape):
         raise ArgumentError(f"the array has shape {tuple(x.shape)}, but {tuple(base.shape)} when the round began")
-    # Dtypes differ if averaging made floats of integers
+    # Dtypes differ if averaging made floats of integers.
     if isinstance(spec, Delta) and base is not None and x.dtype == base.dtype:
         return FRAME, codec.encode(x, spec, base=base)
     if isinstance(spec, Lossless | Delta) or not is_float(x):

@@ -184,12 +184,12 @@ class End:
         return found
 
     def commit(self) -> None:
-        """Commit m, the activations that this step has stored for its samples."""
+        """Commit m, the activations to store that this step has computed for its samples."""
         for d in self._deltas:
             d.commit()
 
     def rollback(self) -> None:
-        """Drop m, the activations that this step has stored for its samples."""
+        """Drop the m that this step has computed for its samples; the stored m is unchanged."""
         for d in self._deltas:
             d.rollback()
 

@@ -207,7 +207,7 @@ class Traffic:
                 end.use(self.auto)
 
     def commit(self) -> None:
-        """Commit m, the stored activations of this step's samples, on all edges."""
+        """Commit m, the activations to store that this step has computed for its samples, on all edges."""
         for end in self.ends:
             end.commit()
 
