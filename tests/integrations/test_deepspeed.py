@@ -1,4 +1,4 @@
-"""Arguments from DeepSpeed configurations: steps of DeepSpeed's formulas, and keys that are refused or ignored."""
+"""DeepSpeed configurations become arguments of our optimizers, whose steps equal DeepSpeed's; some keys are refused."""
 
 import json
 import math
@@ -35,7 +35,7 @@ CONFIG = {
 
 
 def read(config):
-    """Return the arguments of a configuration, and the text of the warnings."""
+    """Read a configuration; return the arguments found and the texts of warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = read_config(config)
@@ -43,7 +43,7 @@ def read(config):
 
 
 def changed(**entries):
-    """Return CONFIG with some entries; names of the optimizer's parameters begin with `params_`."""
+    """Return CONFIG with entries replaced; the prefix `params_` marks an entry of the optimizer's parameters."""
     params = {k.removeprefix("params_"): v for k, v in entries.items() if k.startswith("params_")}
     others = {k: v for k, v in entries.items() if not k.startswith("params_")}
     optimizer = CONFIG["optimizer"] | {"params": CONFIG["optimizer"]["params"] | params}
@@ -82,7 +82,7 @@ def test_defaults_are_those_of_deepspeed_without_a_warning():
 
 
 def deepspeed_steps(theta, gradients, lr, betas, eps, weight_decay, freeze_step):
-    """Take the steps of DeepSpeed's OnebitAdam on one rank: no bias correction, decoupled decay."""
+    """Compute steps of DeepSpeed's OnebitAdam on one rank: no bias correction, decoupled weight decay."""
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)
     for t, g in enumerate(gradients, 1):
         m = betas[0] * m + (1 - betas[0]) * g
@@ -105,12 +105,12 @@ def test_steps_are_those_of_deepspeeds_formula():
     for i, g in enumerate(gradients):
         p.grad = g.clone()
         optimizer.step()
-        if i == 7:  # in the frozen phase
+        if i == 7:  # after freeze_step, when second moments are frozen
             state = optimizer.state_dict()
             optimizer = codec.torch.OneBitAdam([("weight", p)], freeze_step=6)
             optimizer.load_state_dict(state)
     torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-6)
-    assert (expected - corrected).abs().max() > 1e-4  # bias correction would be seen
+    assert (expected - corrected).abs().max() > 1e-4  # a step with bias correction would differ visibly
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_parameter_groups_without_bias_correction_are_checked():
     with pytest.raises(codec.ArgumentError, match="bias_correction"):
         codec.torch.OneBitAdam([{"params": [p], "bias_correction": None}], freeze_step=4)
     optimizer = codec.torch.OneBitAdam(groups, freeze_step=4)
-    optimizer.load_state_dict(torch.optim.AdamW([p]).state_dict())  # which has no such option
+    optimizer.load_state_dict(torch.optim.AdamW([p]).state_dict())  # torch's state dict lacks the option
     assert optimizer.param_groups[0]["bias_correction"] is False
     damaged = optimizer.state_dict()
     damaged["param_groups"][0]["bias_correction"] = 7

@@ -1,4 +1,4 @@
-"""codec.integrations.safetensors gives what the package safetensors gives, for packed and plain files."""
+"""codec.integrations.safetensors loads packed and plain files with the same results as the package safetensors."""
 
 import json
 
@@ -31,7 +31,7 @@ def equal(a, b):
 
 @pytest.fixture
 def paths(tmp_path):
-    """Write some tensors to a plain and to a packed file, and return both paths."""
+    """Write tensors to a plain and to a packed file, and return both paths."""
     plain.save_file(TENSORS, tmp_path / "plain", metadata={"format": "pt"})
     save_file(TENSORS, tmp_path / "packed", metadata={"format": "pt"})
     return tmp_path / "plain", tmp_path / "packed"

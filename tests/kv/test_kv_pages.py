@@ -1,4 +1,4 @@
-"""Pages of KV caches: values, layouts, slots, damage."""
+"""KV cache pages: decoded values, memory layouts, fixed-size slots, and damaged or hostile input."""
 
 import struct
 import zlib
@@ -11,7 +11,7 @@ import torch
 import codec
 from codec.kv import PageCodec, page_nbytes
 
-SHAPE = (2, 2, 32, 3, 16)  # layers, sides, tokens, heads, channels of a head
+SHAPE = (2, 2, 32, 3, 16)  # layers, sides (keys, values), tokens, heads, channels per head
 RNG = np.random.default_rng(0)
 NEAREST = {bits: codec.Quantize(bits, group_size=16, rounding="nearest", zero_point=True) for bits in (4, 8)}
 SPECS = ["lossless", NEAREST[8], replace(NEAREST[8], zero_point=False), codec.Float8(group_size=16)]
@@ -19,7 +19,7 @@ SPECS += [codec.Float8("mxfp8_e4m3"), codec.Float4()]
 
 
 def keys_and_values(shape=SHAPE, seed=0):
-    """Return a page as a model's: keys with a few large channels far from zero, values alike in all channels."""
+    """Return a random page like a model's: a few channels of the keys lie far from zero."""
     rng = np.random.default_rng(seed)
     page = rng.standard_normal(shape, np.float32)
     page[:, 0] += 20 * (rng.random(shape[3:], np.float32) > 0.8)
@@ -49,7 +49,7 @@ def test_lossless_pages_keep_every_bit(dtype):
 @pytest.mark.parametrize("value", SPECS[:2], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_frames_have_scales_along_tokens_for_keys_and_channels_for_values(key, value, dtype):
-    """The result is that of the public functions on transposed keys, whatever the strides of a page."""
+    """Pages decode as codec.decode(codec.encode()) of transposed keys and of values does, for any strides of a page."""
     dt = getattr(torch, dtype)
     page = torch.from_numpy(keys_and_values()).to(dt)
     pages = PageCodec(SHAPE, dtype, key=key, value=value)
@@ -71,7 +71,7 @@ def test_frames_have_scales_along_tokens_for_keys_and_channels_for_values(key, v
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("group_size", [8, 16, 1024])
 def test_zero_point_bounds_the_error_by_the_range_of_a_group(dtype, group_size):
-    """Half a level, plus the rounding of the dtype."""
+    """The error is at most half a quantization step of the group, plus the rounding of the dtype."""
     dt = getattr(torch, dtype)
     page = torch.from_numpy(keys_and_values()).to(dt)
     spec = codec.Quantize(4, group_size=group_size, rounding="nearest", zero_point=True)
@@ -138,7 +138,7 @@ def test_encoded_pages_do_not_depend_on_threads():
 
 
 def test_damaged_pages_are_refused_and_leave_out_unchanged():
-    shape = (2, 2, 48, 3, 16)  # as many channels as tokens: transposed frames have the same shape
+    shape = (2, 2, 48, 3, 16)  # 48 channels and 48 tokens: a frame and its transpose have the same shape
     page = bfloat16(keys_and_values(shape))
     for pages in (PageCodec(shape), PageCodec(shape, key=NEAREST[4], value=NEAREST[4])):
         good = pages.encode(page)
@@ -153,7 +153,7 @@ def test_damaged_pages_are_refused_and_leave_out_unchanged():
 
 
 def hostile():
-    """Yield pages that are valid in all but one respect, as an attacker makes them."""
+    """Yield pages that an attacker might craft: each is valid except in one respect."""
     x = np.zeros((SHAPE[2], 48), np.float32)
 
     def page(frames, flags=0, ends=None):

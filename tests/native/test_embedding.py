@@ -23,7 +23,7 @@ SECTIONS = dict(HEADING.findall(PAGE))
 
 
 def blocks(language, text=PAGE):
-    """Return the code blocks of a language, in order."""
+    """Return the page's code blocks of a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -42,7 +42,7 @@ def run(command, folder):
 
 
 def test_c_code_of_the_page(tmp_path):
-    """It compiles as C99 without a warning and succeeds."""
+    """The page's C code, which embedding.c includes and tests, compiles as C99 without a warning and succeeds."""
     (tmp_path / "page.h").write_text("\n".join(blocks("c")))
     shutil.copy(ROOT / "tests/native/embedding.c", tmp_path)
     strict = "-std=c99 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Werror"
@@ -51,7 +51,7 @@ def test_c_code_of_the_page(tmp_path):
 
 @pytest.fixture(scope="module", params=range(3), ids=["flags", "pkg-config", "cmake"])
 def floats(request, tmp_path_factory):
-    """Build examples/c/floats.c as the page says."""
+    """Build examples/c/floats.c with one of the page's three commands, and return a function that runs it."""
     folder = tmp_path_factory.mktemp("floats") / "empty"
     shutil.copytree(ROOT / "examples/c", folder)
     commands = [b for b in blocks("sh", SECTIONS["Build"]) if "python -m codec" in b]
@@ -69,7 +69,7 @@ def floats(request, tmp_path_factory):
 
 
 def test_floats_round_trip(floats, tmp_path):
-    """Frames equal those of the package, for every codec that needs no state."""
+    """The C program and the Python package write equal frames, and decode each other's."""
     x, frame, back = tmp_path / "x", tmp_path / "frame", tmp_path / "back"
     for n in (0, 1, 50_000):
         values = np.random.default_rng(n).standard_normal(n, np.float32)
@@ -84,14 +84,14 @@ def test_floats_round_trip(floats, tmp_path):
 
 
 def test_floats_rejects_other_files(floats, tmp_path):
-    """One line of error, status 1, and no file; an existing file is unchanged."""
+    """For an invalid file, floats prints one line, returns 1 and writes nothing; an existing file is unchanged."""
     good = codec.encode(np.random.default_rng(0).standard_normal(2000, np.float32))
     bad = [good[:n] for n in (0, 3, 47, 48, 55, 56, 700, len(good) - 1)]
     for at in (0, 6, 17, 23, 30, 52, 60, 700, len(good) - 1):
         flipped = bytearray(good)
         flipped[at] ^= 1
         bad.append(bytes(flipped))
-    large = bytearray(codec.encode(np.ones(1, np.float32)))  # stored: the header may declare any size
+    large = bytearray(codec.encode(np.ones(1, np.float32)))  # a stored frame, whose header could declare any size
     struct.pack_into("<Q", large, 16, 56 + (4 << 38))
     struct.pack_into("<Q", large, 48, 1 << 38)
     bad += [good + b"\0", codec.encode(np.arange(9)), bytes(large)]
@@ -126,12 +126,13 @@ void page(int rank, int size, std::shared_ptr<::gloo::rendezvous::Store> store,
     "command", every(2, blocks("sh", SECTIONS["All-reduce over Gloo"])), ids=every(2, ["pkg-config", "cmake"])
 )
 def test_allreduce_example(command, tmp_path):
-    """examples/gloo/allreduce.cc, built as the page says: two ranks find the same parameters."""
+    """examples/gloo/allreduce.cc, built with the page's command, trains equal parameters on two ranks."""
     folder = tmp_path / "empty"
     shutil.copytree(ROOT / "examples/gloo", folder)
     strict = "-Wall -Wextra -Wpedantic -Wshadow -Werror"
     assert " -O2 " in command or "cmake" in command
-    run(f"export CXXFLAGS='{strict}'\n" + command.replace(" -O2 ", f" {strict} "), folder)  # halves the build time
+    # Without -O2 the build takes half the time.
+    run(f"export CXXFLAGS='{strict}'\n" + command.replace(" -O2 ", f" {strict} "), folder)
     (folder / "store").mkdir()
     ranks = [
         subprocess.Popen([folder / "allreduce", str(rank), "2", folder / "store"], stdout=subprocess.PIPE, text=True)
@@ -143,12 +144,12 @@ def test_allreduce_example(command, tmp_path):
     assert all(found), said
     assert found[0].groups() == found[1].groups()
     sent, error = map(float, found[0].groups())
-    assert sent < 12  # 8 bits and scales
+    assert sent < 12  # bits per value: 8, and the scales
     assert error < 0.01
 
 
 def test_compiler_flags(tmp_path, monkeypatch, capsys):
-    """Flags are printed in the given order, one line each, quoted for a shell; missing headers are an error."""
+    """`python -m codec` prints flags in the order of its options, shell-quoted; missing headers are an error."""
     package = tmp_path / "in a folder"
     (package / "include/codec").mkdir(parents=True)
     monkeypatch.setattr(codec._c, "PACKAGE", package)

@@ -1,4 +1,4 @@
-"""Headers of native/src/exact compile as C, C++ and CUDA, and no compiler may fuse or flush their arithmetic."""
+"""Headers of native/src/exact compile as C, C++ and CUDA, without fused multiply-adds or flushed subnormals."""
 
 import platform
 import re
@@ -17,7 +17,7 @@ FUNCTIONS = sorted(name for header in HEADERS for name in FUNCTION.findall((EXAC
 
 
 def ptx_of(*options: str, source: str = EVERYTHING) -> str:
-    """Return the PTX of all functions of all headers."""
+    """Compile a source, by default all functions of all headers, with NVRTC, and return the PTX."""
     log, ptx, _ = compile_cuda(source, {name: (EXACT / name).read_text() for name in HEADERS}, list(options))
     assert not log.strip()
     return ptx
@@ -28,7 +28,7 @@ ALONE = ("-default-device", "--relocatable-device-code=true", "-DBITS_FN=__devic
 
 @pytest.mark.nightly
 def test_ptx_has_no_fused_or_approximate_instructions() -> None:
-    """For the oldest supported GPU."""
+    """PTX for the oldest supported GPU has no fused multiply-add and no approximate instruction."""
     ptx = ptx_of("-arch=compute_80", "-fmad=false", *ALONE)
     missing = [name for name in FUNCTIONS if f"_Z{len(name)}{name}" not in ptx]
     assert FUNCTIONS
@@ -37,7 +37,7 @@ def test_ptx_has_no_fused_or_approximate_instructions() -> None:
 
 
 def test_nvrtc_fuses_without_fmad_false() -> None:
-    """NVRTC fuses operations without -fmad=false. If this test fails, the option is no longer needed."""
+    """Without -fmad=false, NVRTC fuses multiply-adds. If this test fails, the option is no longer needed."""
     assert "fma.rn" in ptx_of("-arch=compute_90", *ALONE, source='#include "round.h"\n')
 
 
@@ -69,7 +69,7 @@ def test_each_header_compiles_alone() -> None:
 
 
 def _freestanding() -> str:
-    """Return gcc's folder of headers that need no libc, such as stdint.h."""
+    """Return the folder of gcc's freestanding headers, such as stdint.h."""
     return subprocess.run(
         ["gcc", "-print-file-name=include"], text=True, capture_output=True, check=True
     ).stdout.strip()
@@ -86,7 +86,7 @@ def _freestanding() -> str:
 )
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are its compiler's options")
 def test_builds_with_other_float_semantics_are_rejected(options: list[str], refused: bool) -> None:
-    """Options that reorder operations or use excess precision are a compile error."""
+    """Compiler options that reorder float operations or use excess precision cause a compile error."""
     command = ["gcc", "-std=c11", "-fsyntax-only", *options, f"-I{EXACT}", "-xc", "-"]
     said = subprocess.run(command, input=EVERYTHING, capture_output=True, text=True, check=False)
     assert ("numbers would depend on the build" in said.stderr) == refused

@@ -1,4 +1,4 @@
-"""An engine outside the library reads a job through codec_job_view: here numpy, which decodes and encodes blocks."""
+"""External engines can read a job through codec_job_view: numpy decodes and encodes the blocks here."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def view_of(job):
 
 
 def array(memory, a, dtype):
-    """Return an array of a job's memory, without a copy."""
+    """Return a numpy view of the array that `a`, a field of codec_view, describes in a job's memory."""
     assert a.count == 0 or np.dtype(dtype).itemsize == a.itemsize
     return np.frombuffer(memory, dtype, a.count, a.at)
 
@@ -35,7 +35,7 @@ def head_nbytes(frame):
 
 
 def planned(frame, given=None):
-    """Return a job for a frame of which it sees only the header and the side section."""
+    """Plan decoding from header and side section alone (or `given` bytes); return job, plan and status."""
     like = codec.inspect(frame)
     sizes = ffi.new("size_t[2]")
     spec = spec_struct(like.spec)
@@ -64,7 +64,7 @@ def block_checksum(frame, view, b, at, end):
 
 
 def checksums_of(frame, view, nblocks):
-    """Return the contributions of blocks and directory to the checksum, and the ends of blocks."""
+    """Return the sum that blocks and directory contribute to the checksum, and the byte offsets where blocks end."""
     directory = np.frombuffer(frame, "<u4", 2 * nblocks, view.directory_offset).reshape(-1, 2)
     ends = [view.regions_offset, *(8 * int(e) for e in directory[:, 0])]
     checksums = sum(block_checksum(frame, view, b, ends[b], ends[b + 1]) for b in range(nblocks))
@@ -112,7 +112,7 @@ def test_plan_needs_header_and_side_section() -> None:
         assert planned(frame, given)[2] == lib.CODEC_TRUNCATED
     job, _, status = planned(frame, at)
     assert status == lib.CODEC_OK
-    first = ffi.new("codec_range *", (0, 1))  # without a destination, none of the job's own steps works
+    first = ffi.new("codec_range *", (0, 1))  # the job was planned without a destination, so its own steps are refused
     dst = new_tensor(DTYPES["bfloat16"], (300, 128), ffi.from_buffer(gradient()), 76800)
     work = new_bytes(1 << 20)
     status = lib.codec_decode_blocks(frame, len(frame), dst, ffi.NULL, job, first, work, len(work))
@@ -121,7 +121,7 @@ def test_plan_needs_header_and_side_section() -> None:
 
 @pytest.mark.parametrize("segments", [None, [(0, (100, 150)), (20000, (70, 200))]])
 def test_sign_blocks_encoded_by_numpy(segments) -> None:
-    """The library computes scales and segments, numpy the codes; the frame equals the library's."""
+    """The library computes scales and parts, numpy the sign bits; the frame equals codec.encode's."""
     x = np.random.default_rng(1).standard_normal(50000).astype(np.float32)
     expected = bytes(codec.encode(codec.view(x, segments=segments), codec.Sign()))
     spec, t = spec_struct(codec.Sign()), new_tensor(DTYPES["float32"], x.shape, ffi.from_buffer(x), x.nbytes)
@@ -159,7 +159,7 @@ def test_sign_blocks_encoded_by_numpy(segments) -> None:
     assert lib.codec_encode_head(job, dst, 60, sizes) == lib.CODEC_SHORT_OUTPUT
     check(lib.codec_encode_head(job, dst, len(frame), sizes))
     assert sizes[0] == view.directory_offset
-    assert frame[16:32] == bytes(16)  # size and checksum are not set
+    assert frame[16:32] == bytes(16)  # codec_encode_head leaves size and checksum 0
     checksum, _ = checksums_of(bytes(frame[:at]), view, plan.nblocks)
     check(lib.codec_encode_final_head(job, at, checksum, dst, len(frame)))
     assert bytes(frame[:at]) == expected
@@ -168,7 +168,7 @@ def test_sign_blocks_encoded_by_numpy(segments) -> None:
 
 @pytest.mark.parametrize("spec", [codec.Lossless(), codec.Lossless(model="flat"), codec.Sign(), codec.Truncate(1)])
 def test_job_opened_by_shape_alone(spec) -> None:
-    """Segments and the header follow from shapes; all other steps are rejected."""
+    """A job opened without data knows parts and header; all other steps are rejected."""
     x = np.random.default_rng(1).standard_normal((500, 100)).astype(np.float32)
     frame = bytes(codec.encode(x, spec))
     s, t = spec_struct(spec), new_tensor(DTYPES["float32"], x.shape, ffi.from_buffer(x), x.nbytes)
@@ -188,7 +188,8 @@ def test_job_opened_by_shape_alone(spec) -> None:
     assert lib.codec_encode_head(job, head, 63, sizes) == lib.CODEC_SHORT_OUTPUT
     check(lib.codec_encode_head(job, head, 64, sizes))
     assert sizes[0] == 64
-    decided = {10, 11, *range(12, 16), *range(16, 32), 40, 41}  # offsets of planes, sizes, checksum and flags
+    # Bytes of the header that depend on values: planes, sizes, checksum, flags
+    decided = {10, 11, *range(12, 16), *range(16, 32), 40, 41}
     assert all(ffi.buffer(head)[i] == frame[i : i + 1] for i in range(64) if i not in decided)
     blocks, work = ffi.new("codec_range *", (0, 1, 4096)), new_bytes(1 << 20)
     steps = [

@@ -1,11 +1,11 @@
-"""Run the commands of a hosted job on a clean clone of this checkout, with an environment of its own.
+"""Run the commands of a GitHub Actions job on a clean clone of this checkout, in a new virtual environment.
 
 Usage: run_job.py WORKFLOW JOB [matrix.KEY=VALUE ...] [env.KEY=VALUE ...]
 
-The values replace those of the matrix and of `env`: a machine without network has no second package index, for example.
-Steps that use an action are printed, and left out: the clone replaces checkout,
-and a new virtual environment of this interpreter replaces setup-python. Commands see nothing of the environment that
-runs this program but PATH, HOME and the settings of pip.
+matrix.KEY and env.KEY replace values of the job's matrix and `env`, such as a package index that this machine cannot
+reach. Steps that use an action are printed and skipped: the clone replaces checkout, and the virtual environment, made
+with this interpreter, replaces setup-python. Of the caller's environment variables, commands see PATH, HOME, LANG and
+PIP_* only.
 """
 
 import os
@@ -23,7 +23,7 @@ EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
 
 
 def filled(text, values):
-    """Return a text with the values of its expressions; those with no value are an error."""
+    """Replace ${{ expressions }} in a text by their values; KeyError if one has no value."""
     return EXPRESSION.sub(lambda found: values[found[1]], str(text))
 
 

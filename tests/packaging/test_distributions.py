@@ -1,6 +1,6 @@
 """The sdist and the wheel contain every required file once, and no other files.
 
-Both are built from a copy of the tracked files, without optimization: 5 s of CPU time a wheel.
+Both are built from a copy of the tracked files. C code is compiled with -O0, so that a wheel takes 5 s of CPU time.
 """
 
 import os
@@ -30,14 +30,14 @@ STRAY = [
 
 
 def tracked():
-    """Return the paths of all files that git tracks or would add."""
+    """Return the paths of all files that git tracks, or that `git add .` would add."""
     command = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
     return {name for name in listed if name and (ROOT / name).is_file()}
 
 
 def build(kind, source, target):
-    """Build an sdist or a wheel of a folder with the packages of this environment, and return its path."""
+    """Build an sdist or a wheel from a folder, without build isolation, and return its path."""
     command = [sys.executable, "-P", "-m", "build", f"--{kind}", "--no-isolation", "--outdir", target]
     debug = ["-Ccmake.build-type=Debug", "-Ccmake.define.CMAKE_C_FLAGS_DEBUG=-O0"]
     done = subprocess.run([*command, *debug, source], check=False, capture_output=True, text=True, cwd=target)
@@ -48,7 +48,7 @@ def build(kind, source, target):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """Copy the tracked files, and put files beside them that no distribution may hold."""
+    """Return a copy of the tracked files, with stray files added that no distribution may contain."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in tracked() | set(STRAY):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def sdist(checkout, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unpacked(sdist, tmp_path_factory):
-    """Unpack the sdist, and return its folder."""
+    """Unpack the sdist, and return the folder with its files."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -80,7 +80,7 @@ def wheel(checkout, tmp_path_factory):
 
 
 def contents(wheel):
-    """Return the bytes of each file in a wheel but RECORD, which has their digests."""
+    """Return the bytes of each file in a wheel except RECORD, which contains the other files' digests."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
@@ -104,7 +104,8 @@ def test_wheel_holds_each_module_and_file_once(wheel):
         names = archive.namelist()
     assert len(names) == len(set(names))
     info = f"tensor_codec-{codec.__version__}.dist-info/"
-    own = {name for name in tracked() if name.startswith("native/cuda_api/")}  # built and installed by CMake alone
+    # Installed by CMake, but not part of the Python package
+    own = {name for name in tracked() if name.startswith("native/cuda_api/")}
     headers = {name.replace("bindings/gloo/", "native/") for name in tracked() - own if "/include/codec/" in name}
     kernels = {name for name in tracked() if name.startswith(("native/cuda/", "native/src/exact/"))}
     cmake = {f"codec/lib/cmake/codec/codec-config{part}.cmake" for part in ("", "-version", "-debug")}
@@ -145,7 +146,7 @@ def test_wheel_installs_the_command(wheel):
 
 
 def test_library_needs_no_glibc_newer_than_2_28():
-    """A library that is built on Debian 12 (glibc 2.36) gets the tag manylinux_2_28."""
+    """A wheel built on Debian 12 (glibc 2.36) runs with glibc 2.28, so that its tag manylinux_2_28 is right."""
     command = ["objdump", "-T", _c.PACKAGE / "lib/libcodec.so"]
     symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     needed = {tuple(map(int, version.split("."))) for version in re.findall(r"\(?GLIBC_([\d.]+)\)?", symbols)}

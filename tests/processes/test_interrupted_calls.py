@@ -1,4 +1,4 @@
-"""Exceptions that a signal handler raises while a call runs."""
+"""A signal handler raises an exception while a call encodes, decodes, reduces or accumulates."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def interrupt(call, *args, **kw):
 
 @pytest.mark.parametrize("threads", [2, nightly(3), 8])
 def test_exception_of_a_signal_handler_stops_all_threads(threads):
-    """Nothing is written to the destination after the exception was raised."""
+    """After the exception has left the call, no thread writes to the destination any more."""
     run(
         f"THREADS = {threads}"
         + STORM

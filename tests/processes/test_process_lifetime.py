@@ -1,10 +1,10 @@
-"""Forks and the exit of the interpreter while calls are in flight."""
+"""Processes fork, and interpreters exit, while calls are in flight."""
 
 from support.processes import run
 
 
 def test_forked_child_encodes_with_its_own_threads():
-    """A child that is forked while the parent's threads encode starts threads of its own."""
+    """A child process forked while the parent's threads encode starts new worker threads."""
     run(
         """
 frame, stop = codec.encode(big), False
@@ -33,7 +33,7 @@ print("the end")
 
 
 def test_calls_succeed_while_the_interpreter_exits():
-    """atexit handlers and threads that outlive the main one get right results, also for large tensors."""
+    """Calls in atexit handlers and in threads that outlive the main thread succeed, also for large tensors."""
     run(
         """
 huge = normal(1 << 20)
@@ -71,7 +71,7 @@ def last():
 
 
 def test_interpreter_exits_while_daemon_threads_encode():
-    """The process ends without a crash or a message."""
+    """The process exits without a crash and prints nothing."""
     for _ in range(10):
         run(
             """

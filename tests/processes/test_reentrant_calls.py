@@ -1,10 +1,10 @@
-"""Calls inside of calls: from signal handlers, finalizers and arguments that use the library themselves."""
+"""Calls inside calls: signal handlers, finalizers and lazy arguments use the library while a call runs."""
 
 from support.processes import run
 
 
 def test_signal_handler_may_encode_and_decode():
-    """Frames of the handler and of the interrupted call are both right."""
+    """The signal handler's frame and the interrupted call's frame are both correct."""
     run(
         """
 other = normal(5_000)
@@ -40,7 +40,7 @@ print("the end")
 
 
 def test_finalizer_may_encode():
-    """The garbage collector may run a finalizer at any point of a call; both frames are right."""
+    """The garbage collector may run a finalizer at any point of a call; both calls return correct frames."""
     run(
         """
 other = normal(3_000)

@@ -1,4 +1,4 @@
-"""Calls without the threads, memory or stack that they need give the same result, or an error without effect."""
+"""Without enough threads, memory or stack, a call returns the same result or raises and changes nothing."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from support.tiers import nightly
 
 
 def test_calls_succeed_when_threads_cannot_start():
-    """If threads cannot start, those that did start, or the caller alone, do all the work."""
+    """If worker threads cannot start, the threads that did start, or the calling thread alone, do all the work."""
     run(
         """
 import _thread
@@ -92,13 +92,13 @@ for step in (*range(0, 1 << 20, 1 << 17), *range(1 << 20, 12 << 20, 3 << 18), 64
 assert seen == {0, 1}, seen
 print("the end")
 """,
-        # CPython prints this for a thread that has no memory for its first call; the pool goes on without the thread
+        # CPython prints this if a new thread has no memory for its first call; the pool works without that thread
         noise=("Exception ignored in thread started by", "MemoryError:"),
     )
 
 
 def test_frame_too_large_for_memory_raises_memory_error():
-    """No finalizer prints a warning."""
+    """A finalizer that runs after the MemoryError prints no warning."""
     run(
         """
 x = np.zeros(1 << 24, np.uint8)
@@ -117,7 +117,7 @@ print("the end")
 
 
 def test_calls_near_the_recursion_limit_succeed_or_raise_recursion_error():
-    """After a RecursionError nothing is left running and the next call succeeds."""
+    """After a RecursionError no task is left running, and the next call succeeds."""
     run(
         """
 frame = codec.encode(big, options=codec.options(threads=3))

@@ -1,10 +1,10 @@
-"""Threads: callers in several threads, the pool that calls run on, and references that calls must not keep."""
+"""Calls from several threads, the thread pool on which calls run, and references that calls must not keep."""
 
 from support.processes import run
 
 
 def test_tracebacks_hold_no_memoryview_with_exports():
-    """CPython crashes when it collects a memoryview whose buffer another object uses."""
+    """CPython would crash when it collects a memoryview whose buffer another object still uses."""
     run(
         """
 import gc
@@ -43,7 +43,7 @@ print("the end")
 
 
 def test_calls_from_16_threads_are_independent():
-    """Each thread gets the result or the error that a single thread gets, for good and damaged frames."""
+    """Each thread's calls return or raise the same as in a single thread, for valid and damaged frames."""
     run(
         """
 specs = [codec.Lossless(), ternary, codec.Float8(), codec.Quantize(), codec.Truncate(1)]
@@ -89,7 +89,7 @@ print("the end")
 
 
 def test_pool_runs_all_tasks_and_raises_the_first_error():
-    """Results are in order, at most `threads` tasks run at once, and no task runs after an error was raised."""
+    """The pool returns results in order, runs at most `threads` tasks at once, and none after an error was raised."""
     run(
         """
 from codec._c import pool

@@ -1,7 +1,8 @@
-"""Reference decoder of frames, written from docs/spec/format.md alone with numpy and struct; plain and slow.
+"""Reference decoder of frames: slow, simple, and written from docs/spec/format.md alone with numpy and struct.
 
 The decoder shares no code with the library. One file: it is read beside the specification, section by section.
-``python tests/reference/decoder.py FRAME`` prints the contents of a frame, ``--example`` the example of section 14.
+
+``python tests/reference/decoder.py FRAME`` dumps a frame; ``--example`` dumps the example of section 0.
 """
 
 import struct
@@ -14,7 +15,7 @@ import numpy as np
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
-# (name, planes, octave, s) by number; octave and s are 0 for dtypes without a pattern
+# (name, byte planes, octave, s) by dtype number; octave and s are 0 for dtypes without a pattern (section 3)
 DTYPES = {
     1: ("float32", 4, 128, 7),
     2: ("float64", 8, 16, 4),
@@ -28,16 +29,16 @@ DTYPES = {
 
 
 class Bad(Exception):
-    """The frame is invalid; the message names the rule."""
+    """Raised for an invalid frame; the message names the violated rule."""
 
 
 def need(condition: Any, what: str) -> None:
-    """Raise Bad(what) if a condition is false."""
+    """Raise Bad(what) if `condition` is false."""
     if not condition:
         raise Bad(what)
 
 
-# by codec: number of variants, allowed options, most bits, least and most code length limit
+# by codec: number of variants, mask of allowed options, largest `bits`, least and largest max_code_length
 PARAMS = {
     1: (3, 0, 0, 2, 8),
     2: (3, 0, 0, 0, 0),
@@ -52,7 +53,7 @@ PARAMS = {
 
 
 def check_params(codec: int, variant: int, options: int, bits: int, max_code_length: int, row: int) -> None:
-    """Check params by section 2, except the row of codecs 2 to 6."""
+    """Check the header's params by the rules of section 2. Class Rows checks `row` for codecs 2 to 6."""
     variants, allowed, most, *caps = PARAMS[codec]
     need(
         variant < variants and not options & ~allowed and bits <= most and caps[0] <= max_code_length <= caps[1],
@@ -70,7 +71,7 @@ def check_params(codec: int, variant: int, options: int, bits: int, max_code_len
 
 
 def mix(x: int) -> int:
-    """Return the mixed 64-bit word of section 1: the finalizer of splitmix64."""
+    """Mix a 64-bit word with the finalizer of splitmix64 (section 13)."""
     x ^= x >> 30
     x = x * 0xBF58476D1CE4E5B9 & MASK64
     x ^= x >> 27
@@ -79,7 +80,7 @@ def mix(x: int) -> int:
 
 
 def key(i: int) -> int:
-    """Return word i of the digest's key."""
+    """Return word i of the key of the digest (section 13)."""
     x = i + 1
     x ^= x >> 16
     x = x * 0x85EBCA6B & 0xFFFFFFFF
@@ -92,7 +93,7 @@ KEYS = np.array([key(i) for i in range(256)], np.uint64)
 
 
 def digest(data: bytes, seed: int) -> int:
-    """Return the digest of bytes with a seed."""
+    """Return the 64-bit digest of `data` with a seed (section 13)."""
     total = 0
     for c in range(0, len(data), 1024):
         words = np.frombuffer(data[c : c + 1024].ljust(1024, b"\0"), "<u4").astype(np.uint64)
@@ -103,7 +104,7 @@ def digest(data: bytes, seed: int) -> int:
 
 @dataclass
 class Segment:
-    """Part of the scale model: its values, and offsets of rows and columns in eighths of an octave."""
+    """Part of the scale model: its range of values, and the offsets of its rows and columns in eighths of an octave."""
 
     start: int
     count: int
@@ -119,26 +120,26 @@ ESCAPE = 256
 
 
 class Codebook:
-    """Code lengths of the 256 values and, at 256, of the escape."""
+    """Codebook with the code lengths in bits of the byte values 0 to 255 and, at index 256, of the escape."""
 
     def __init__(self, lengths: list[int]) -> None:
         codes = [i for i in range(257) if lengths[i]]
         need(lengths[ESCAPE] and all(0 <= x <= 8 for x in lengths), "code length")
         need(2 <= len(codes) <= 256 and sum(1 << (8 - lengths[i]) for i in codes) == 256, "Kraft sum")
         self.lengths = lengths
-        self.table: list[tuple[int, int]] = []  # (value, length) by the next 8 bits
+        self.table: list[tuple[int, int]] = []  # (value, code length) for each value of the next 8 bits
         for i in sorted(codes, key=lambda i: (lengths[i], i)):
             self.table += [(i, lengths[i])] * (1 << (8 - lengths[i]))
         self.first = self.table[0][0]
 
 
 def codebook_id(lengths: list[int], symbols: int) -> int:
-    """Return the id of a shared codebook."""
+    """Return the id of a shared codebook, a digest of its code lengths and kind of symbols."""
     return digest(bytes([*lengths, symbols]), 0x101) or 1
 
 
 class Reader:
-    """Cursor over a section of the frame; reading beyond its end raises Bad."""
+    """Cursor over a section of a frame; a read beyond the section's end raises Bad."""
 
     def __init__(self, data: bytes, at: int, end: int) -> None:
         self.data, self.at, self.end = data, at, end
@@ -152,13 +153,13 @@ class Reader:
         return struct.unpack("<" + fmt, self.take(struct.calcsize("<" + fmt)))
 
     def zeros(self, limit: int) -> None:
-        """Check that the rest of the section is padding of fewer than `limit` zeros."""
+        """Check that the rest of the section is padding: zero bytes, fewer than `limit`."""
         rest = self.take(self.end - self.at)
         need(len(rest) < limit and not any(rest), "padding")
 
 
 def nibbles(r: Reader, n: int) -> list[int]:
-    """Read n values of 4 bits."""
+    """Read n 4-bit numbers, low nibble first."""
     data = r.take((n + 1) // 2)
     out = [data[i // 2] >> 4 * (i % 2) & 15 for i in range(2 * len(data))]
     need(not any(out[n:]), "nibble padding")
@@ -202,7 +203,7 @@ def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
 
 
 def offsets(segments: list[Segment], octave: int, first: int, m: int) -> np.ndarray[Any, Any]:
-    """Return the offsets in patterns of values `first` to `first + m`."""
+    """Return the offset, in units of patterns, of each value from index `first` to `first + m`."""
     out = np.zeros(m, np.int64)
     for s in segments:
         lo, hi = max(first, s.start), min(first + m, s.start + s.count)
@@ -219,12 +220,12 @@ def offsets(segments: list[Segment], octave: int, first: int, m: int) -> np.ndar
 
 
 def raised(u: np.ndarray[Any, Any], off: np.ndarray[Any, Any], zero: int) -> np.ndarray[Any, Any]:
-    """Return the patterns that lowered patterns stand for."""
+    """Undo the lowering: add the offsets to patterns, modulo the range above `zero`."""
     return np.where(u < zero, u, zero + (u - zero + off) % (32768 - zero))
 
 
 def decode_lanes(book: Codebook, r: Reader, k: int, wide: bool = False) -> tuple[list[int], list[int]]:
-    """Decode a coded plane: values with literals in place, and positions of escapes; ``wide``: 2-byte literals."""
+    """Decode a coded plane; return its k symbols, escapes replaced by literals, and the indices of escapes."""
     begin = r.at
     (nwords,) = r.ints("H")
     bits = "".join(f"{b:08b}" for b in r.take(20))
@@ -268,9 +269,9 @@ def decode(
 ) -> tuple[str, tuple[int, ...], bytes]:
     """Decode a frame; return the dtype's name, the shape, and the values' little-endian bytes.
 
-    ``codebooks``: 257 code lengths for each codebook id: of bytes 0 to 255, then of the escape.
-    ``a_exponents``: exponent fields of A, the optimizer's step, for shared levels.
-    ``base``: little-endian bytes of the base of a Delta frame.
+    ``codebooks``: codebook id -> 257 code lengths, of byte values 0 to 255 and then of the escape.
+    ``a_exponents``: exponent field of the float32 number A of each value (section 9.3), needed for shared levels.
+    ``base``: little-endian bytes of the base tensor of a Delta frame.
     """
     need(len(frame) >= 48, "truncated")
     magic, version, codec, dtype, rank, layout, block_log2, fixed, coded, side_nbytes = struct.unpack_from(
@@ -321,7 +322,7 @@ def decode(
         topk = TopK(params[2], params[4], n)
         need(topk.c <= block_log2 <= 16 and nblocks == -(-n // (1 << block_log2)), "blocks of topk")
         values = topk.decode(frame, header_nbytes, 1 << block_log2, nblocks, computed, checksum)
-        return name, shape, narrow(narrowed(values, dtype) + F32(0), dtype)  # the sum with +0 is never -0
+        return name, shape, narrow(narrowed(values, dtype) + F32(0), dtype)  # + 0 turns -0 into +0
     planes_mask = (1 << nplanes) - 1
     need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
     need(not halved & ~coded and not (octave and halved & 1), "halved")
@@ -401,7 +402,7 @@ def decode_region(
     slices: dict[int, bytes],
     off: np.ndarray[Any, Any],
 ) -> np.ndarray[Any, Any]:
-    """Decode the region of a lossless block (sections 6 and 7)."""
+    """Decode the region of a lossless block into the bits of its m values (sections 6 and 7)."""
     (head,) = struct.unpack_from("<I", frame, at)
     r = Reader(frame, at + 4, end)
     need(not head & ~((1 << 2 * nplanes) - 1 | 1 << 16), "region head")
@@ -481,7 +482,7 @@ class Truncate:
         }[dtype]
 
     def packed(self, r: Reader, widths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Read numbers of the given widths, from the lowest bit of the first byte on."""
+        """Read packed numbers of the given widths in bits, starting at the lowest bit of the first byte."""
         total = int(widths.sum())
         flat = np.unpackbits(np.frombuffer(r.take(-(-total // 8)), np.uint8), bitorder="little").astype(np.int64)
         need(not flat[total:].any(), "padding")
@@ -563,7 +564,7 @@ class Bits:
         return x
 
     def zeros(self, most: int) -> int:
-        """Read zeros and the one behind them, or `most` zeros; return the number of zeros."""
+        """Read zero bits up to and including a one bit, at most `most` zeros; return the number of zeros."""
         for n in range(most):
             if self.take(1):
                 return n
@@ -585,7 +586,7 @@ class Bits:
 
 
 class Delta:
-    """Decoder of delta's frames (section 10)."""
+    """Decoder of Delta frames (section 10)."""
 
     def __init__(self, dtype: int, n: int, base: bytes | None) -> None:
         self.size = DTYPES[dtype][1]
@@ -599,11 +600,11 @@ class Delta:
         self.mask, self.half = (1 << w) - 1, 1 << (w - 1)
 
     def rank(self, x: int) -> int:
-        """Return the rank of a value, or the value of a rank."""
+        """Convert the bits of a value to its rank in numeric order, or a rank to bits: the map is its own inverse."""
         return x ^ (self.half - 1) if self.last and x & self.half else x
 
     def moved(self, x: int, size: int, negative: int) -> int:
-        """Return the value that a step leads to from x."""
+        """Return the bits of the value `size` ranks above x, or below x if `negative`."""
         return self.rank((self.rank(x) + (-size if negative else size)) & self.mask)
 
     def exponent(self, x: int) -> int:
@@ -638,7 +639,7 @@ class Delta:
         return out
 
     def region(self, region: bytes, base: list[int]) -> list[int]:
-        """Return the values of a block."""
+        """Decode the region of a block; return the bits of its new values."""
         head, m, new = int.from_bytes(region[:4], "little"), len(base), list(base)
         mode, scale, changes = head & 3, head >> 2 & 0xFFF, (head >> 14) + 1
         if mode == 0:
@@ -688,7 +689,8 @@ class Delta:
             self.steps_of_class(bits, base, new, members[r], r)
 
     def steps_of_class(self, bits: Bits, base: list[int], new: list[int], members: list[int], r: int) -> None:
-        at, run, i, negative = -1, 8, 0, 0  # run: codes 0 since the last change; none may be the first
+        # Run: zero codes since the last change; 8 at first, because the first code must not be 0
+        at, run, i, negative = -1, 8, 0, 0
         for _ in range(bits.gamma() - 1):
             x = bits.rice(2 * r, 20)
             if x == 0:
@@ -707,7 +709,7 @@ F32 = np.float32
 
 
 def narrow(x: np.ndarray[Any, Any], dtype: int) -> bytes:
-    """Round float32 to the frame's dtype, to nearest even, and saturate at its largest number."""
+    """Round float32 to the dtype, to nearest even, saturating at its largest number; return the bytes."""
     most = np.finfo(F32).max
     x = np.clip(x, -most, most)
     if dtype == 1:
@@ -722,7 +724,7 @@ def narrow(x: np.ndarray[Any, Any], dtype: int) -> bytes:
 
 
 def narrowed(x: np.ndarray[Any, Any], dtype: int) -> np.ndarray[Any, Any]:
-    """Round float32 to the frame's dtype, and return float32."""
+    """Round float32 to the frame's dtype, and convert the result back to float32."""
     u = np.frombuffer(narrow(x, dtype), "<u4" if dtype == 1 else "<u2")
     return (
         u.view("<f4")
@@ -734,7 +736,7 @@ def narrowed(x: np.ndarray[Any, Any], dtype: int) -> np.ndarray[Any, Any]:
 
 
 def small_floats(mbits: int, bias: int, last: int) -> np.ndarray[Any, Any]:
-    """Return the values of all codes without a sign; NaN above `last`."""
+    """Return the value of each code of a small float format, without the sign bit; NaN for codes above `last`."""
     codes = np.arange(1 << 7 if mbits > 1 else 8)
     e, m = codes >> mbits, codes & (1 << mbits) - 1
     values = np.where(e > 0, (1 + m / 2**mbits) * 2.0 ** (e - bias), m / 2**mbits * 2.0 ** (1 - bias))
@@ -745,14 +747,14 @@ E4M3, E5M2, E2M1 = small_floats(3, 7, 126), small_floats(2, 15, 123), small_floa
 
 
 def finite(r: Reader, count: int) -> np.ndarray[Any, Any]:
-    """Read float32 scales, which must be finite and not negative."""
+    """Read float32 scales; Bad if one is negative, -0, Inf or NaN."""
     data = r.take(4 * count)
     need((np.frombuffer(data, "<u4") < 0x7F800000).all(), "scale")
     return np.frombuffer(data, "<f4")
 
 
 def row_ends(r: Reader, nrows: int, dtype: int) -> tuple[Any, Any]:
-    """Return half the distance and the middle of the two numbers of each row, which are of the frame's dtype."""
+    """Read the minimum and maximum of each row, in the frame's dtype; return half their distance, and the middle."""
     data = r.take(nrows * (8 if dtype == 1 else 4))
     if dtype == 3:
         ends = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(F32)
@@ -904,7 +906,7 @@ class Rows:
 
 
 class TopK:
-    """Decoder of topk's frames (section 11)."""
+    """Decoder of TopK frames (section 11)."""
 
     def __init__(self, bits: int, group: int, n: int) -> None:
         self.b, self.c, self.kept, self.n = bits, group >> 16, group & 0xFFFF, n
@@ -934,7 +936,7 @@ class TopK:
         return out
 
     def region(self, region: bytes, out: np.ndarray[Any, Any]) -> None:
-        """Write the values of a block to `out`, which is zero."""
+        """Decode the region of a block into `out`, which is zero-filled before."""
         chunks = -(-len(out) // (1 << self.c))
         r = Reader(region, 0, len(region))
         each = 1 if self.b == 1 else 2
@@ -961,7 +963,7 @@ class TopK:
 
 
 def example() -> bytes:
-    """Return the frame of the specification's example, as the library encodes it."""
+    """Encode the specification's example (section 0) with the library."""
     import codec
 
     x = np.ones(512, np.float32)
@@ -970,7 +972,7 @@ def example() -> bytes:
 
 
 def dump(frame: bytes) -> str:
-    """Return the hex bytes of a frame and their meaning, line by line."""
+    """Return a hex dump of a frame, with the meaning of the bytes on each line."""
     side = struct.unpack_from("<I", frame, 12)[0]
     rank = frame[7]
     parts = [

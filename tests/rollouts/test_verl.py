@@ -1,4 +1,4 @@
-"""verl's registry of checkpoint engines: make rollouts."""
+"""verl's checkpoint engine registry: actors send compressed weight updates to rollouts. Run by make rollouts."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ import codec
 
 
 def engines(tmp_path, **kwargs):
-    """Return engines of an actor's two ranks and of two rollouts, made as verl's workers make them."""
+    """Return checkpoint engines of two actor ranks and of two rollouts, created as verl's workers create them."""
     import_external_libs("codec.integrations.verl")
     folder = str(tmp_path / "updates")
     new = CheckpointEngineRegistry.new
@@ -20,7 +20,7 @@ def engines(tmp_path, **kwargs):
 
 
 async def update(actor, rollouts, weights, steps, take=lambda engine: None):
-    """Update all rollouts as CheckpointEngineManager.update_weights does."""
+    """Update all rollouts as verl's CheckpointEngineManager.update_weights does; return what each received."""
     everyone = actor + rollouts
     metadata = [engine.prepare() for engine in everyone]
     cls = CheckpointEngineRegistry.get("codec")

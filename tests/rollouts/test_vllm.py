@@ -1,4 +1,4 @@
-"""Weight transfer into vLLM, which generates on the CPU: make rollouts."""
+"""Compressed weight updates are loaded by a vLLM engine that generates on the CPU. Run by make rollouts."""
 
 import os
 
@@ -26,7 +26,7 @@ GREEDY = vllm.SamplingParams(max_tokens=12, temperature=0, detokenize=False, ign
 
 
 def new_model(kind, seed=0):
-    """Return a small model with random weights, dense or with a grouped MoE layer."""
+    """Return a small random model: Qwen3-MoE with grouped experts if `kind` is "moe", else dense Qwen2."""
     torch.manual_seed(seed)
     if kind == "moe":
         config = transformers.Qwen3MoeConfig(
@@ -39,7 +39,7 @@ def new_model(kind, seed=0):
 
 
 class Served:
-    """Engine of vLLM, with the calls of a trainer's client."""
+    """vLLM engine with the methods that a trainer calls on its client."""
 
     def __init__(self, folder):
         self.llm = vllm.LLM(
@@ -69,7 +69,7 @@ class Served:
         return {name: x.detach().clone() for name, x in self.model.state_dict().items()}
 
     def generated(self):
-        """Return tokens and their log-probabilities."""
+        """Return (token, log-probability) pairs of a greedy completion."""
         [out] = self.llm.generate([PROMPT], GREEDY, use_tqdm=False)
         steps = zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True)
         return [(token, step[token].logprob) for token, step in steps]
@@ -98,7 +98,7 @@ def served(request, tmp_path_factory):
 
 @pytest.fixture
 def trainer(served, tmp_path):
-    """A trainer whose first weights the engine has."""
+    """Return a trainer that has sent its initial weights to the engine."""
     served.worker.weight_transfer_engine.shutdown()
     model = new_model(served.kind, seed=1)
     info = CodecTrainerInitInfo(folder=str(tmp_path / "updates"), rank=0)
@@ -110,7 +110,7 @@ def trainer(served, tmp_path):
 
 
 def step(model, seed, names=None):
-    """Change a few values of the weights with these names, as a step of training does."""
+    """Change 2% of the values of weights whose name contains `names`, as a training step does. None: all weights."""
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -121,7 +121,7 @@ def step(model, seed, names=None):
 
 
 def fresh(model, path):
-    """Return weights and log-probabilities of an engine, in a process of its own, that loads the model from files."""
+    """Save the model, load it into an engine of another process, and return that engine's weights and completion."""
     model.save_pretrained(path)
     done = subprocess.run(
         [sys.executable, __file__, path, path / "result"], check=False, capture_output=True, text=True
@@ -140,7 +140,7 @@ def test_engine_has_the_weights_of_one_that_loads_them_from_files(served, traine
 
 
 def test_change_of_one_expert_or_layer_leaves_the_others(served, trainer, tmp_path):
-    """A grouped layer is loaded as a whole: none of its weights is undefined when few of them have changed."""
+    """vLLM loads grouped layers as a whole, so weights that did not change must not become undefined."""
     step(trainer.model, 1, "layers.0.mlp.experts" if served.kind == "moe" else "layers.1.self_attn.q_proj")
     trainer.send_weights()
     weights, tokens = fresh(trainer.model, tmp_path / "model")
@@ -179,7 +179,7 @@ def test_refused_update_leaves_the_engine_serving(served, trainer, fault, monkey
 
 
 def test_failure_inside_load_is_rolled_back(served, trainer, tmp_path, monkeypatch):
-    """The engine gets back the version that it served, and catches up with the next update."""
+    """The engine returns to the version that it served before, and the next update brings it up to date."""
     weights, tokens = served.weights(), served.generated()
     original, calls = served.model.load_weights, []
 

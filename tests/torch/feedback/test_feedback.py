@@ -1,4 +1,4 @@
-"""Feedback of all-reduces: values in numpy, sums of results and residuals, errors on one rank, checkpoints, names."""
+"""Error feedback of all-reduces equals a numpy oracle, loses no part of a gradient, and keeps residuals by name."""
 
 import numpy as np
 import pytest
@@ -36,9 +36,11 @@ def test_values_and_residuals_are_those_of_the_definition(size):
 
 
 def _imbalance(rank, size, spec, algorithm, op, steps):
-    """Return |sum of inputs - sum of results - residuals| and |sum of inputs - sum of results|, at most.
+    """Return the largest |sum of inputs - sum of results - residuals| and |sum of inputs - sum of results| of any
+    value.
 
-    Both are relative to the largest value of an input or residual; the first one in units of its rounding to float32.
+    Both are divided by the largest magnitude of an input or residual. The first is also multiplied by 2**23, so that 1
+    means one float32 rounding step of that magnitude.
     """
     feedback, largest = codec.torch.Feedback(spec), 0.0
     put, got = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
@@ -71,12 +73,13 @@ def test_results_and_residuals_add_up_to_the_inputs(size):
     for found in run_ranks(size, _balances, steps):
         for (spec, algorithm, op), (imbalance, lost) in found.items():
             assert imbalance < 4 * size * steps, (spec, algorithm, op)
-            if algorithm != "auto" and (algorithm != "raw" or size == 1):  # "auto" may send values uncompressed
+            # "auto" may choose the uncompressed all-reduce
+            if algorithm != "auto" and (algorithm != "raw" or size == 1):
                 assert lost > 0.01, (spec, algorithm, op)
 
 
 def _renamed(rank, size, op):
-    """Reduce the parameters in changing buckets and by changing algorithms: owners of sums change, nothing is lost."""
+    """Change buckets and algorithms between steps, so that other ranks own the sums; check that no residual is lost."""
     feedback = codec.torch.Feedback(codec.Quantize(2, levels="odd", rounding="nearest"))
     put, got = {}, {}
     for step in range(9):
@@ -100,7 +103,7 @@ def _renamed(rank, size, op):
     assert held.keys() == put.keys()
     for name, sent in put.items():
         lost = sent - got[name]
-        if lost.size > 1:  # one value has its own scale
+        if lost.size > 1:  # a parameter of one value has its own scale, and no error
             assert np.abs(lost).max() > 0.01
         assert np.abs(lost - held[name][: lost.size]).max() < 1e-4 * size, name
     assert feedback.norms().keys() == put.keys()
@@ -112,7 +115,7 @@ def test_residuals_belong_to_names_not_to_buckets(op):
 
 
 def _as_hook(rank, size):
-    """A hook and an all-reduce of the same gradients have the same results and residuals."""
+    """Check that a DDP hook and an all-reduce of the same gradients give the same results and residuals."""
     spec = codec.Quantize(2, levels="odd", rounding="nearest")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 300, bias=False))
     two_shot = codec.options(algorithm="two_shot")
@@ -169,7 +172,7 @@ def test_residuals_of_half_precision_tensors_are_float32():
 
 
 def _scattered(rank, size, steps):
-    """Return the imbalance of a reduce-scatter, which encodes once."""
+    """Return the largest |inputs - results - residuals| and |inputs - results|, summed over reduce-scatters."""
     n = 3 * size * 5000
     feedback, mine = codec.torch.Feedback(codec.Quantize(4)), slice(n // size * rank, n // size * (rank + 1))
     put, got = torch.zeros(n), torch.zeros(n // size)
@@ -196,7 +199,7 @@ def test_reduce_scatter_takes_feedback():
 
 
 def _truncated(rank, size):
-    """A bound spec replaces the spec of the Feedback."""
+    """Check that a bound spec passed to all_reduce replaces the spec of the Feedback."""
     feedback, theta = codec.torch.Feedback(codec.Truncate(guard="feedback")), torch.linspace(-1, 1, N)
     x = gradient(rank, 0)
     codec.torch.all_reduce(x, feedback.spec.bind(codec.optimizers.SGD(0.1), theta=theta), feedback=feedback)

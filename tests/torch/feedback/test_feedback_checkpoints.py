@@ -1,4 +1,4 @@
-"""Checkpoints of feedback: resumed to the bit, loaded by fewer ranks, checked."""
+"""Checkpoints of codec.torch.Feedback: resumed steps are bit-identical, other numbers of ranks, invalid states."""
 
 import copy
 import os
@@ -51,9 +51,9 @@ def _saved(rank, size, op):
 
 
 def _resharded(rank, size, states, op):
-    """Continue with the residuals of another number of ranks; nothing of them is lost."""
+    """Reshard residuals that four ranks saved, continue, and check that later results contain all of them."""
     feedback = codec.torch.Feedback(codec.Sign(group_size=128))
-    feedback.load_state_dict(states[0])  # of another number of ranks
+    feedback.load_state_dict(states[0])  # saved by rank 0 of 4
     x = torch.zeros(4000)
     with pytest.raises(codec.StateError, match=r"rank 0 of 4, and this is rank"):
         reduce(codec.view(x, segments={"a": (40, 100)}), feedback, op=op)
@@ -62,7 +62,8 @@ def _resharded(rank, size, states, op):
     total = {}
     for step in range(3):
         shapes = BUCKETS[(step + 1) % 3]
-        x = torch.zeros(sum(int(np.prod(s)) for s in shapes.values()))  # results hold corrections only
+        # Zero gradients: results consist of residuals only
+        x = torch.zeros(sum(int(np.prod(s)) for s in shapes.values()))
         reduce(codec.view(x, segments=shapes), feedback, op=op)
         at = 0
         for name, shape in shapes.items():
@@ -72,7 +73,7 @@ def _resharded(rank, size, states, op):
     left = corrections(gathered(feedback), op)
     for name, got in total.items():
         want = held[name][: got.size]
-        if name != "b":  # the sign and the scale of a single value are exact
+        if name != "b":  # parameter b has a single value, which sign and scale reproduce exactly
             assert np.abs(want).max() > 0.1
             assert np.abs(got).max() > 0.01
         assert np.abs(want - got - left[name][: got.size]).max() < 1e-4, name
@@ -89,7 +90,7 @@ def test_residuals_continue_on_fewer_ranks(size, op):
 
 
 def _in_group_of_one(rank, size):
-    """Wrong states are rejected, and change nothing."""
+    """Check that invalid states are rejected and leave the residuals unchanged."""
     feedback = codec.torch.Feedback(codec.Sign(group_size=128))
     reduce(gradient(0, 0, 300), feedback)
     good, before = feedback.state_dict(), state_bytes(feedback)
@@ -138,5 +139,5 @@ def _stats(rank, size):
 
 def test_stats_of_a_group_count_bytes():
     (sent, received), other = run_ranks(2, _stats)
-    assert N / 2 < sent < N  # 4.5 bits a value
+    assert N / 2 < sent < N  # 4.5 bits per value
     assert other == (received, sent)

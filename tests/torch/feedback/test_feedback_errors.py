@@ -1,4 +1,4 @@
-"""Errors of all-reduces with feedback leave residuals unchanged on all ranks; collectives in flight take turns."""
+"""A failed all-reduce with error feedback leaves residuals unchanged on all ranks; concurrent ones run in order."""
 
 import os
 import time
@@ -51,7 +51,7 @@ def test_error_on_one_rank_leaves_residuals_unchanged_on_all():
 
 
 def _damaged(rank, size):
-    """Damage a frame of the second phase, when residuals of this step have been computed."""
+    """Damage a frame sent after this step's residuals were computed; check that these residuals are discarded."""
     feedback, x = codec.torch.Feedback(codec.Quantize(4)), gradient(rank, 8)
     reduce(gradient(rank, 7), feedback)
     before = state_bytes(feedback)
@@ -60,7 +60,7 @@ def _damaged(rank, size):
     def damage(arena, message, nbytes):
         nonlocal calls
         message, calls = shrink(arena, message, nbytes), calls + 1
-        if rank == 0 and calls == size + 1:  # the frame of its sum, after frames of its terms
+        if rank == 0 and calls == size + 1:  # rank 0's frame of a sum, which follows its frames of terms
             message[-1] ^= 1
         return message
 
@@ -78,7 +78,7 @@ def test_damaged_frame_leaves_residuals_unchanged():
 
 
 def _killed(rank, size, at):
-    """Kill rank 1 at one of its messages; the others must have unchanged residuals and tensors."""
+    """Kill rank 1 as it sends message number `at`; the other ranks must have unchanged residuals and tensors."""
     communicator.communicator_of(None, 5)
     feedback, x = codec.torch.Feedback(codec.Sign(group_size=256)), gradient(rank, 8)
     reduce(gradient(rank, 7), feedback)
@@ -125,7 +125,7 @@ def _refused(rank, size):
     ]
     usual = {"feedback": feedback, "op": "mean", "spec": codec.Quantize(4)}
     for how, error, message in wrong:
-        if rank == 0:  # an error on one rank is an error on all
+        if rank == 0:  # all other ranks raise PeerError
             with pytest.raises(error, match=message):
                 flatcall.all_reduce(x, **(usual | how))
         else:
@@ -150,11 +150,11 @@ def test_feedback_rejects_specs_without_effect():
         codec.torch.Feedback(codec.Truncate().bind(codec.optimizers.SGD(0.1), theta=np.zeros(3, np.float32)))
 
 
-# Collectives in the background
+# Asynchronous collectives
 
 
 def _in_flight(rank, size):
-    """Collectives in flight have the results and residuals of the same ones one after the other."""
+    """Check that collectives in flight give the same results and residuals as the same collectives run one by one."""
     found = []
     for async_op in (True, False):
         feedback = codec.torch.Feedback(codec.Sign(group_size=128))
@@ -176,7 +176,7 @@ def test_collectives_in_flight_take_turns():
 
 
 def _cancelled(rank, size):
-    """Cancel a collective that another rank never joins: the residuals can be used with another group at once."""
+    """Cancel a collective that another rank never joins, and use its residuals with another group at once."""
     first, second = (dist.new_group(timeout=timedelta(seconds=60)) for _ in range(2))
     feedback = codec.torch.Feedback(codec.Sign(group_size=128))
     reduce(gradient(rank, 0), feedback, group=first)
@@ -197,7 +197,7 @@ def _cancelled(rank, size):
     assert state_bytes(feedback) == before
     got = reduce(gradient(rank, 2), feedback, group=second)
     if rank == 1:
-        communicator.close_communicator(first, cancel=True)  # ends the wait of rank 0
+        communicator.close_communicator(first, cancel=True)  # ends rank 0's wait for rank 1
     else:
         with pytest.raises(codec.PeerError):
             work.wait()

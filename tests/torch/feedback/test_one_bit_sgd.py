@@ -1,4 +1,4 @@
-"""1-bit SGD: what was sent and the last residual add up to all gradients, for frames and in training."""
+"""1-bit SGD: the sum of all sent tensors plus the last residual equals the sum of all gradients."""
 
 import os
 import re
@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).parents[3] / "examples/one_bit_sgd.py"
     st.integers(0, 2**32 - 1),
 )
 def test_sent_tensors_and_the_residual_add_up_to_the_gradients(scale, group_size, dtype, n, seed):
-    """The difference is at most the rounding to float32 of the two additions of each step."""
+    """The sums differ at most by the float32 rounding of the two additions of each step."""
     spec = codec.Sign(scale, group_size=group_size)
     generator = torch.Generator().manual_seed(seed)
     residual, given_sum, sent_sum, rounding = torch.zeros(n), *(torch.zeros(n, dtype=torch.float64) for _ in range(3))
@@ -47,7 +47,7 @@ def test_sent_tensors_and_the_residual_add_up_to_the_gradients(scale, group_size
 
 
 def test_two_scales_are_the_means_of_both_signs():
-    """The quantizer of CNTK: threshold 0, and the mean of each side as its value."""
+    """As in CNTK: the threshold is 0, and each value decodes to the mean of all values with its sign."""
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((40, 200)).astype(np.float32)
     decoded = codec.decode(codec.encode(rows, codec.Sign("two_mean", group_size="row")))
@@ -63,12 +63,12 @@ def _trained(rank, size, steps):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_training_delays_gradients_and_loses_none(size):
-    """Residuals of all ranks and of the encoded means, as state_dict() has them."""
+    """Sums of gradients equal sums of results plus the residuals in the state_dict() of all ranks."""
     steps = 40
     results: list[Any] = run_ranks(size, _trained, steps)
     for plain, (losses, bits, (difference, held)) in results:
         assert difference < 1e-6
-        assert held > 0.005  # errors are held back, and are no rounding
+        assert held > 0.005  # residuals are quantization errors, larger than float32 rounding
         assert losses[0] == plain[0][0]
         assert losses[-1] < losses[0] - 0.1
         assert losses[-1] == pytest.approx(plain[0][-1], abs=0.1)

@@ -1,4 +1,4 @@
-"""TopK on two ranks: collectives, hooks and local steps with error feedback, its decay, and refusals without it."""
+"""TopK on two ranks: collectives, hooks and local steps with error feedback and its decay; without it an error."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def everyones(value):
 
 
 def _collectives(rank, size):
-    """Results are the means of frames whose residuals were decayed; a loaded state goes on with the same bits."""
+    """Check that results equal means of frames with decayed residuals, also after a state was saved and loaded."""
     for spec in (TOPK, codec.Quantize(3, levels="odd", rounding="nearest")):
         feedback, residuals = codec.torch.Feedback(spec, decay=DECAY), [np.zeros(N, np.float32) for _ in range(size)]
         for step in range(5):
@@ -55,7 +55,7 @@ def _collectives(rank, size):
 
 
 def _step_of_a_policy(rank):
-    """Take a step with a hook that has no error feedback, but a policy with TopK."""
+    """Take a step with a hook without error feedback whose policy returns TopK."""
     model = DistributedDataParallel(small_net())
     codec.torch.ddp_hook(policy=lambda name, p: TOPK).register(model)
     take_step(model, rank, small_forward)
@@ -91,7 +91,7 @@ def hooked(model, **how):
 
 
 def _ddp(rank, size):
-    """All ranks have the same parameters, also after a resumed training, which has those of the training itself."""
+    """Check that all ranks have equal parameters, and that resumed training equals uninterrupted training."""
     for how in ({}, {"feedback": 0.9}):
         model, hook = hooked(small_net(), **how)
         assert hook.register(model).reducer.plan.feedback
@@ -111,7 +111,7 @@ def _ddp(rank, size):
 
 
 def _decay_of_the_hook(rank, size):
-    """set_spec changes the decay of the residuals that there are."""
+    """Check that set_spec also changes the decay of existing residuals."""
     model, hook = hooked(small_net(), feedback=0.5)
     hook.register(model)
     take_step(model, rank, small_forward)
@@ -185,7 +185,7 @@ def test_local_steps(ranks):
 
 
 def test_decay_of_a_single_process():
-    """The residual is multiplied before it is added; an error and a rollback leave it as it was."""
+    """The residual is multiplied by the decay before it is added; an error or a rollback leaves it unchanged."""
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     feedback, e = codec.ErrorFeedback(TOPK, decay=0.5), np.zeros(1000, np.float32)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Pools of ranks shared by all tests of parameter servers."""
+"""Fixture `pools`: pools of rank processes, shared by all tests of parameter servers."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from support.ranks import RankPool
 
 @pytest.fixture(scope="package")
 def pools():
-    """Return pools of ranks by size, each with a group."""
+    """Yield a function that returns the pool with a given number of ranks, whose group is initialized."""
     made = {}
 
     def pool(size):

@@ -1,4 +1,4 @@
-"""Workers and servers that die, are interrupted or never connect."""
+"""Parameter-server workers and servers that die, are interrupted or never connect."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ from support.tiers import NIGHTLY
 
 
 def training(client, worker, workers, victim, point, steps=6):
-    """Average in steps; the victim dies before request number `point`. Return the mean or error of each step."""
+    """Average gradients; worker `victim` dies before it sends request number `point` (-1: never)."""
     links = client._session.links
     count = 0
     send = links._try
@@ -57,8 +57,8 @@ def _killed(rank, size, servers, victim, point):
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_worker_that_dies_leaves_the_others_in_agreement(servers):
-    """The living workers all raise in the same steps, get the same bits in the others, and end all steps."""
-    points = 60 if NIGHTLY else 5  # five of each parameter: ten fault points
+    """The other workers raise in the same steps, receive bit-identical means in the rest, and finish all steps."""
+    points = 60 if NIGHTLY else 5  # number of fault points; ten in the default run: five per number of servers
     with RankPool(servers + 3, timeout=SOON) as pool:
         pool.new_group()
         total = pool.run(_killed, servers, 2, -1)[servers + 2][1]
@@ -69,8 +69,8 @@ def test_worker_that_dies_leaves_the_others_in_agreement(servers):
             pool.start(_killed, servers, 2, point)
             first, second = (f for f, _ in pool.results([servers, servers + 1]))
             assert first == second, point
-            # Each server detects the loss by itself. Its step in progress fails then, and no later one. Different
-            # servers may be in different steps (protocol/point-to-point.md, section 2.4).
+            # Each server detects the loss on its own: the step that it has in progress fails, and no later step.
+            # Different servers may be in different steps (protocol/point-to-point.md, section 2.4).
             assert first.count("PeerError") <= servers, point
             failed += first.count("PeerError")
             assert all(list(lost) == [servers + 2] for lost in pool.results(range(servers))), point
@@ -117,7 +117,8 @@ def test_server_that_dies_is_an_error_for_all_workers(point):
         pool.new_group()
         pool.start(_server_dies, point)
         found = pool.results([0, 2, 3])
-        assert abs(len(found[1]) - len(found[2])) <= 1  # the server may die between two replies
+        # The server may die after its reply to one worker and before the other's
+        assert abs(len(found[1]) - len(found[2])) <= 1
         assert all(a == b for a, b in zip(found[1], found[2], strict=False))
         assert pool.results([1]) == [KILLED]
 
@@ -150,7 +151,7 @@ def _interrupted(rank, size, where):
             client.pull(0, ["a"])
         with pytest.raises(codec.StateError, match="client is closed"):
             client.pull(0, ["a"])
-        again = codec.torch.ParameterClient([0], options=options)  # takes part in later steps
+        again = codec.torch.ParameterClient([0], options=options)  # a new client of the same worker joins later steps
         again.init(x)
         dist.send(torch.ones(1), 2)
         found = again.average(5, x, codec.Lossless())["a"].tolist()

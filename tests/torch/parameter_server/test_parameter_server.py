@@ -1,4 +1,4 @@
-"""Parameter servers: values to the bit, in calls, trainings and examples."""
+"""Parameter servers return bit-exact values in single calls, in training loops and in the example."""
 
 import re
 import runpy
@@ -37,7 +37,7 @@ def _average(client, worker, workers, spec, dtype, steps):
     ],
 )
 def test_average_is_the_integer_mean_times_the_scale(pools, servers, workers, spec, dtype):
-    steps = 6  # more than max_steps
+    steps = 6  # more than the server's max_steps
     found, stats = run(pools(servers + workers), servers, _average, spec, dtype, steps)
     ranks = list(range(servers, servers + workers))
     for step in range(steps):
@@ -74,7 +74,7 @@ def _push_and_pull(client, worker, workers):
     client.push(5, {"a": x})
     client.push(5, {"b": codec.encode(torch.full((3,), worker - 1.0))})
     client.push(5, {"c": torch.tensor(float(worker))}, codec.Float8())
-    client.push(9, {"c": torch.tensor(2.0)})  # a second step in flight
+    client.push(9, {"c": torch.tensor(2.0)})  # step 9 is in flight together with step 5
     found = client.pull(5, ["b", "a"]) | client.pull(5, ["c"], reduce="max")
     assert list(found) == ["b", "a", "c"]
     return found, client.pull(9, ["c"])
@@ -89,7 +89,7 @@ def test_push_and_pull(pools):
 
 
 def _topk(client, worker, workers):
-    """Push frames of TopK, made with residuals, in three steps; return the sums of means, gradients and residuals."""
+    """Push TopK frames with error feedback for three steps; return sums of means and of gradients, and the residual."""
     spec, left = codec.TopK(1 / 16, chunk=64), np.zeros(1000, np.float32)
     total, given = np.zeros_like(left), np.zeros_like(left)
     client.init({"x": (1000,)})
@@ -113,7 +113,7 @@ def test_frames_of_topk_are_averaged_and_topk_without_residuals_is_refused(pools
 
 
 def _unused_and_frozen(client, worker, workers):
-    """The loop of docs/methods/parameter-server.md; worker 0 does not use an expert, and a layer is frozen."""
+    """Run the loop of docs/methods/parameter-server.md with an expert that worker 0 does not use and a frozen layer."""
     torch.manual_seed(0)
     net = torch.nn.ModuleDict({name: torch.nn.Linear(20, 20) for name in ("frozen", "expert", "last")})
     net["frozen"].requires_grad_(False)
@@ -178,7 +178,8 @@ def _abandons(client, worker, workers):
     store = dist.distributed_c10d._get_default_store()
     if worker == 1:
         client.abandon(1)
-        store.wait(["step 1 has failed"])  # a worker that has closed its client takes no part in later steps
+        # Keep the client open: a closed worker is not expected in steps that begin later
+        store.wait(["step 1 has failed"])
         return None
     with raises(codec.PeerError, "before it pushed the shared scales in step 1") as raised:
         client.average(1, {"a": torch.ones(4)}, TERNARY)
@@ -205,7 +206,8 @@ def _many_keys(client, worker, workers, count):
 def test_thousand_keys(pools):
     found, stats = run(pools(4), 2, _many_keys, 1000)
     assert found[0][0] == found[1][0]
-    assert found[0][1].requests == 2 * (1 + 1 + 1 + 4)  # init twice, scales once, then push and pull twice
+    # Requests to two servers: init, init, scales, and four that push and pull
+    assert found[0][1].requests == 2 * (1 + 1 + 1 + 4)
     assert sum(s.keys for s in stats) == 1000
     assert min(s.keys for s in stats) > 400
 
@@ -222,11 +224,11 @@ def _example(rank, size, servers, name):
 @pytest.mark.parametrize("name", ["ternary", "lossless"])
 def test_example_learns_with_few_bits(pools, name):
     results = pools(3).run(_example, 1, name)[1:]
-    assert results[0]["loss"] == results[1]["loss"]  # workers have the same model, to the bit
-    assert results[0]["loss"] < 3.7  # 5.5 before the first step
+    assert results[0]["loss"] == results[1]["loss"]  # workers have bit-identical models
+    assert results[0]["loss"] < 3.7  # the loss is 5.5 before the first step
     if name == "ternary":
         assert results[0]["up"] <= 1.9
-        assert results[0]["down"] <= 3  # ceil(log2(2 * 2 + 1))
+        assert results[0]["down"] <= 3  # bits per value of a sum of two workers: ceil(log2(2 * 2 + 1))
 
 
 @pytest.mark.nightly

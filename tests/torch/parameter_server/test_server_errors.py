@@ -1,4 +1,4 @@
-"""Errors of parameter servers: wrong requests, limits, NaN and late workers are errors for the worker concerned."""
+"""Parameter servers report invalid requests, exceeded limits, NaN and late workers to the worker concerned."""
 
 import time
 
@@ -52,7 +52,7 @@ def _errors(client, worker, workers):
     client.push(1, {"a": torch.ones(4)})
     with raises(codec.StateError, "has pushed 'a' in step 1 before"):
         client.push(1, {"b": torch.ones(2, 2), "a": torch.ones(4)})
-    client.push(1, {"b": torch.ones(2, 2)})  # the refused push has stored nothing
+    client.push(1, {"b": torch.ones(2, 2)})  # accepted, because the refused push stored none of its tensors
     client.pull(1, ["a"])
     with raises(codec.StateError, "has pulled 'a' in step 1 before"):
         client.pull(1, ["a"])
@@ -134,14 +134,14 @@ def test_nan_on_one_worker_is_an_error_on_all(pools, spec):
 
 
 def _late(client, worker, workers):
-    """Worker 1 pushes after the timeout of worker 0."""
+    """Worker 1 pushes too late: worker 0's pull has already timed out."""
     x = {"a": torch.ones(4)}
     client.init(x)
     if worker == 0:
         client.push(0, x)
         with raises(codec.PeerError, r"worker 2 was too late \(1 s\) before it pushed 'a' in step 0"):
             client.pull(0, ["a"])
-        alone = client.average(1, x, TERNARY)["a"].tolist()  # worker 1 does not take part
+        alone = client.average(1, x, TERNARY)["a"].tolist()  # step 1 begins without worker 1
         dist.send(torch.ones(1), 2)
     else:
         dist.recv(torch.ones(1), 1)
@@ -162,7 +162,7 @@ def test_late_worker_is_refused_and_takes_part_in_later_steps(pools):
 
 
 def _arguments(rank, size):
-    if rank == 1:  # rank 0 has no port yet
+    if rank == 1:  # rank 0 is not listening yet
         with pytest.raises(codec.PeerError, match="in time"):
             codec.torch.ParameterClient([0], options=codec.options(timeout=0.1))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Messages of parameter servers: hostile requests and replies, packed sums, damaged averages."""
+"""Parameter-server messages: hostile requests and replies raise errors; packed sums round-trip; damaged means raise."""
 
 import contextlib
 import itertools
@@ -16,11 +16,12 @@ from support.tiers import NIGHTLY
 
 
 def _hostile(rank, size):
-    """If worker 1 sends hostile bytes, the server reports errors, and continues to serve worker 2."""
+    """Worker 1 sends hostile requests; the server must answer them with errors, and continue to serve worker 2."""
     from codec.torch.network.endpoint import endpoint_of
 
     if rank == 0:
-        limits = {"max_keys": 10, "max_key_nbytes": 1 << 16}  # flipped bytes may register keys; requests stay short
+        # Random bytes may register keys; the limits keep memory small
+        limits = {"max_keys": 10, "max_key_nbytes": 1 << 16}
         server = codec.torch.ParameterServer([0], [1, 2], **limits, options=codec.options(timeout=SOON))
         server.serve()
         return server.stats()
@@ -32,7 +33,7 @@ def _hostile(rank, size):
             for step in itertools.count(1000):
                 try:
                     return client.average(step, {"a": torch.ones(4)}, codec.Lossless())["a"].tolist()
-                except codec.PeerError:  # the server has not yet noticed that worker 1 is gone
+                except codec.PeerError:  # until the server detects that worker 1 is gone
                     assert step < 1100
     dist.barrier(workers_group())
     link = endpoint_of(dist.group.WORLD).connect(0, messages.TAG, SOON)
@@ -69,7 +70,7 @@ def _hostile(rank, size):
     for message in wrong:
         status = ask(message)[0]
         assert status in range(1, 7), (message, status)
-    for _ in range(2000 if NIGHTLY else 200):  # flipped bytes: an error, or a request that happens to be valid
+    for _ in range(2000 if NIGHTLY else 200):  # random bytes: an error, or by chance a valid request
         message = bytearray(good[["init", "push"][rng.integers(2)]])
         for at in rng.integers(0, len(message), rng.integers(1, 4)):
             message[at] = rng.integers(256)
@@ -77,7 +78,7 @@ def _hostile(rank, size):
             continue
         assert ask(message)[0] in range(7), bytes(message)
     with pytest.raises(codec.PeerError):
-        ask(bytes(1 << 23))  # longer than any request
+        ask(bytes(1 << 23))  # longer than any valid request
     dist.barrier(workers_group())
     return None
 
@@ -92,7 +93,7 @@ def test_hostile_requests_are_refused_and_the_server_goes_on(pools):
 
 
 def _replies():
-    """Return wrong replies to a pull of one key of four float32 values."""
+    """Return invalid replies to a pull of one key with four float32 values."""
     head, frame = messages._REPLY.pack, codec.encode(torch.ones(4))
 
     def value(body, nbytes=None):
@@ -117,7 +118,7 @@ def _replies():
 
 
 def _hostile_server(rank, size):
-    """Hostile replies by a server, rank 0, are errors on the client."""
+    """Rank 0 acts as a hostile server; each of its invalid replies must raise on the client."""
     from codec.torch.network.endpoint import endpoint_of
 
     good = messages.reply(values=[(b"", bytes(codec.encode(torch.ones(4))))])
@@ -137,7 +138,7 @@ def _hostile_server(rank, size):
             continue
         raise AssertionError(f"{reply} was read as {found}")
     assert client.pull(0, ["a"])["a"].tolist() == [1.0] * 4  # the client is still usable
-    for _ in range(2):  # a reply longer than any value closes the connection
+    for _ in range(2):  # a reply longer than any tensor closes the connection
         with pytest.raises(codec.PeerError, match="server 0"):
             client.pull(0, ["a"])
     client.close()
@@ -177,6 +178,7 @@ def test_damaged_averages_are_refused():
         changed[at] = byte
         with pytest.raises(codec.FrameError):
             decode(changed)
-    packed = np.frombuffer(sums._HEAD.pack(2, 1.0, 1) + b"\xff" * 37 + b"\x0f", np.uint8)  # sums of 5
+    # 100 sums, all 5; two workers' sums are at most 2
+    packed = np.frombuffer(sums._HEAD.pack(2, 1.0, 1) + b"\xff" * 37 + b"\x0f", np.uint8)
     with pytest.raises(codec.FrameError, match="largest sum"):
         decode(packed)

@@ -1,4 +1,4 @@
-"""Steps of a parameter server: for any requests, few steps are in flight, and other workers get correct values."""
+"""Bookkeeping of a server's steps: random requests leave few steps in flight, and other workers correct values."""
 
 import random
 from contextlib import suppress
@@ -9,7 +9,7 @@ import codec
 from codec.torch.parameter_server.steps import Steps
 from support.tiers import NIGHTLY
 
-MOST = 4  # max_steps
+MOST = 4  # max_steps: largest number of steps in flight per worker
 FRAME = bytes(100)
 
 
@@ -68,15 +68,15 @@ def test_steps_of_a_worker_that_dies_again_and_again_are_freed():
         steps.join(1)
     assert steps.in_flight() == 1
     push(steps, 2, 0, keys=(1,))
-    with pytest.raises(codec.PeerError, match="worker 1 was lost"):  # it had pushed key 0 only
+    with pytest.raises(codec.PeerError, match="worker 1 was lost"):  # worker 1 had pushed key 0 only
         pull(steps, 2, 0, keys=(1,))
-    push(steps, 2, 50)  # begins anew, and expects worker 1
+    push(steps, 2, 50)  # a new step, which expects worker 1 again
     push(steps, 1, 50)
     assert len(pull(steps, 2, 50)[0].pushed) == 2
 
 
 def _misbehave(steps, worker, rng):
-    """Send a random request, as a faulty or hostile worker may."""
+    """Make a random call, as requests of a faulty or hostile worker may."""
     number, keys = rng.randrange(30), rng.sample(range(3), rng.randrange(4))
     kind = rng.randrange(5)
     with suppress(codec.CodecError):
@@ -93,7 +93,7 @@ def _misbehave(steps, worker, rng):
 
 @pytest.mark.parametrize("seed", range(40 if NIGHTLY else 3))
 def test_random_requests_leave_few_steps_in_flight(seed):
-    """Steps of a bounded number hold frames of a bounded size, and all are freed once all workers have left."""
+    """The number of steps and the bytes of their frames stay bounded; all are freed once all workers have left."""
     rng, workers = random.Random(seed), [3, 5, 8]
     steps = Steps(workers, MOST)
     for _ in range(3000):
@@ -106,7 +106,7 @@ def test_random_requests_leave_few_steps_in_flight(seed):
     for w in workers:
         steps.leave(w, "closed", "has closed")
     assert steps.in_flight() == steps.nbytes() == 0
-    for w in workers:  # steps that begin later are right
+    for w in workers:  # workers that join again complete a step
         steps.join(w)
     for w in workers:
         push(steps, w, 1000)

@@ -1,4 +1,4 @@
-"""Stages with forward="auto" and backward="auto": equal levels on all ranks, quality floors, checkpoints."""
+"""Stages with forward="auto" and backward="auto": equal bit widths on all ranks, quality floors, checkpoints."""
 
 import io
 
@@ -25,7 +25,7 @@ LEVELS = bits_of("smallest")
 
 
 class Scripted:
-    """Selector that chooses another level in each step."""
+    """Fake selector that cycles through the levels, one step each."""
 
     def __init__(self, level):
         self.level = level
@@ -36,7 +36,7 @@ class Scripted:
 
 
 def _trained(rank, size, schedule, arguments):
-    """Train with another level in each step; disturb one step; continue from a checkpoint."""
+    """Train with another level in each step, damage a message of one step, and continue from a checkpoint."""
     edges.Selector = Scripted
     p = Pipeline(schedule, rank, size, **arguments)
     count = 0
@@ -83,7 +83,7 @@ def test_bits_stay_within_the_default_floor(ranks, arguments):
 
 
 def steps(choice, count, rates, seconds, start=0):
-    """Simulate steps: edge e sends 1 MB at 8 bits in both directions over a link of rates[e] bytes per second."""
+    """Simulate steps whose edge e sends 1 MB (at 8 bits) per direction over a link of rates[e] bytes/s."""
     for _ in range(count):
         sent = []
         for edge, rate in enumerate(rates):

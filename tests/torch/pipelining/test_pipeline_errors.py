@@ -1,4 +1,4 @@
-"""Wrong gradients, sample ids and arguments of compressed stages are errors on all ranks, and change nothing."""
+"""Invalid gradients, sample ids and arguments of CompressedStage raise on all ranks and leave state unchanged."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ FIRST = torch.arange(BATCH)
 
 
 def _error_of(p, call):
-    """Return the error that a call raises, with what it has changed."""
+    """Return type, message and code of the error that `call` raises, None if none; check that no state changed."""
     before = p.digest(), p.memories()
     try:
         call()
@@ -102,7 +102,7 @@ def _arguments(rank, size):
     ]:
         with pytest.raises(error):
             CompressedStage(net, rank, size, "cpu", **wrong)
-    wrapped = torch.nn.parallel.DistributedDataParallel(net)  # a collective
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)  # on both ranks: the constructor is a collective
     with pytest.raises(codec.ArgumentError, match="must not be wrapped"):
         CompressedStage(wrapped, rank, size, "cpu")
     for wrong in ((), (net,)):

@@ -28,22 +28,22 @@ from support.pipelines import (
 from support.ranks import RankPool
 from support.tiers import HANG_SECONDS, NIGHTLY, every
 
-STEPS = 150 if NIGHTLY else 8  # steps with faults of each schedule
+STEPS = 150 if NIGHTLY else 8  # number of training steps with random faults, per schedule
 FIRST = torch.arange(BATCH)
-KIND_AT = 5  # offset of the kind in a message
+KIND_AT = 5  # byte offset of the field `kind` in a message
 
 
 class Faults:
-    """Random faults of a rank: at most one kind of fault per step, in the step's first attempt."""
+    """Injects random faults on one rank: at most one per step, in the step's first attempt."""
 
     def __init__(self, rank, seed):
         self._random = random.Random(f"{rank} {seed}")
-        self.counts = Counter()  # of faults of each kind of message, and of the state
+        self.counts = Counter()  # number of faults by kind of message, and of "state"
         self._left = 0
         self._old = []
 
     def begin_step(self, pipeline):
-        """Choose the fault of a step. If the fault is a loss of state, drop some state."""
+        """Choose the step's fault. If it is "lost" or "stale", damage stored activations at once."""
         kind = self._random.choice(["none", "bit", "cut", "replayed", "lost", "stale"])
         self._kind, self._left = kind, self._random.randrange(8)
         if kind in ("lost", "stale"):
@@ -52,14 +52,14 @@ class Faults:
             ids = self._random.sample(range(0, 7 * SAMPLES, 7), 5)
             if kind == "lost":
                 end.forget(ids)
-            else:  # an entry that was restored from an older state
+            else:  # stale: entries look as if restored from an older checkpoint
                 for delta in end.deltas:
                     for i in ids:
                         if entry := delta._ledger.entries.get(i):
                             delta._ledger.entries[i] = entry._replace(check=entry.check ^ 1 << 40)
 
     def change(self, message):
-        """Return the message to send in place of `message`."""
+        """Return `message`, or the damaged one that is sent instead."""
         self._left -= 1
         self._old.append(message)
         if self._left != 0 or self._kind in ("none", "lost", "stale"):
@@ -88,16 +88,17 @@ def _train_with_faults(rank, size, schedule, seed):
 
 @pytest.mark.parametrize("schedule", every(2, SCHEDULES))
 def test_random_faults_leave_equal_activations_on_both_sides(ranks, schedule):
-    """Of two checks one may be lost or stale, which the next delta detects; equal checks mean equal activations.
+    """Sender and receiver of an edge keep equal activations wherever their checks agree, in spite of faults.
 
-    No rank decodes a message with other bytes than those that its neighbour has encoded.
+    One of the two checks may be lost or stale, which the next delta detects. Every message that a rank decodes has
+    exactly the bytes that its neighbour encoded.
     """
     results = ranks.run(_train_with_faults, schedule, len(schedule))
     states, counts, refused, messages = zip(*results, strict=True)
     faults = sum(counts, Counter())
     assert faults.total() >= STEPS
     assert faults.keys() >= ({Kind.ACTIVATIONS, Kind.GRADIENTS, "state"} if NIGHTLY else {"state"})
-    assert 0 < refused[0] == refused[1] <= 2 * faults.total()  # at most two attempts of a step fail
+    assert 0 < refused[0] == refused[1] <= 2 * faults.total()  # each fault makes at most two attempts of a step fail
     for step in zip(*states, strict=True):
         checks, memories = ([x for rank in rows for x in rank] for rows in zip(*step, strict=True))
         _check_consistent(checks, memories)
@@ -120,7 +121,7 @@ def _check_consistent(checks, memories):
 
 
 def _lose_a_rank(rank, size, schedule, lost, fault, point, seconds):
-    """Train; then rank `lost` fails before its message number `point` of a step, or at the end of the step for -1."""
+    """Train a step; in the next, rank `lost` fails before its message number `point` (-1: its final report)."""
     p = Pipeline(schedule, rank, size, options=codec.options(timeout=seconds))
     p.train(1)
     before = p.digest(), p.memories(), [x.grad for x in p.parameters]
@@ -179,7 +180,7 @@ def _go_on(rank, size, schedule, states):
 
 
 def _points(schedule):
-    """Return a rank, and the number of a message that it sends in a step, -1 for the report at the end."""
+    """Return all fault points (schedule, rank, point): `point` numbers a rank's messages in a step; -1: report."""
     n = CHUNKS * (1 if schedule in SINGLE else 2 if schedule in V_SHAPED else 3)
     return [(schedule, rank, point) for point in (*range(n), -1) for rank in (0, 1)]
 
@@ -218,7 +219,7 @@ def test_exception_on_one_rank_is_an_error_on_the_others(ranks, point):
 @pytest.mark.parametrize(("fault", "seconds"), [(die, HANG_SECONDS), (freeze, 3)])
 @pytest.mark.parametrize("schedule", every(5, ["InterleavedZeroBubble", "1F1B", "GPipe", "LoopedBFS"]))
 def test_all_ranks_of_a_longer_pipeline_learn_of_a_lost_rank(schedule, fault, seconds):
-    """If a rank is lost, ranks that are not its neighbours raise, too, because their neighbours close connections."""
+    """Ranks that are not neighbours of the lost rank raise as well, because their own neighbours close connections."""
     with RankPool(4, timeout=HANG_SECONDS) as four:
         four.new_group()
         four.start(_lose_a_rank, schedule, 2, fault, 1, seconds)

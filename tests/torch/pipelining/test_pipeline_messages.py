@@ -1,4 +1,4 @@
-"""Messages and reports of pipelines: bytes as docs/spec/protocol/point-to-point.md specifies them, and damaged ones."""
+"""Pipeline messages and reports have the bytes of docs/spec/protocol/point-to-point.md; damaged ones are refused."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ PARTS = [b"activation", b"", b"mask" * 9]
 SHAPES = [(2, 5), (), (9, 1, 1 << 40)]
 PLACE = Place(3, 1 << 40)
 WHOLE = pack(Kind.GRADIENTS, PLACE, SHAPES, PARTS)
-ENVELOPE = 24 + 3 * 16 + 5 * 8  # bytes
+ENVELOPE = 24 + 3 * 16 + 5 * 8  # size in bytes: header, three records, five dimensions
 
 
 def read(message):
@@ -65,7 +65,7 @@ def test_other_bytes_are_refused(message):
 
 @pytest.mark.parametrize("sizes", [(1 << 63, 0, 0), (11, 0, 36), (9, 0, 36), (10, 0, 35)])
 def test_sizes_that_do_not_fit_the_message_are_refused(sizes):
-    """A message whose sizes do not match its length is refused, also with valid checksums."""
+    """A message with valid checksums is refused if the sizes in its envelope do not match its length."""
     start = WHOLE[:20]
     table = b"".join(struct.pack("<2Q", n, 0) for n in sizes)
     crc = struct.pack("<I", zlib.crc32(start + bytes(4) + table))

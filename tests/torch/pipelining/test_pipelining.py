@@ -34,7 +34,7 @@ FIRST = torch.arange(BATCH)
 
 def _train(rank, size, schedule, epochs, arguments):
     p = Pipeline(schedule, rank, size, **arguments)
-    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+    torch.use_deterministic_algorithms(True)  # makes torch.empty fill memory with NaN
     try:
         return p.train(epochs), p.digest()
     finally:
@@ -43,7 +43,7 @@ def _train(rank, size, schedule, epochs, arguments):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_lossless_stages_train_as_those_of_torch(ranks, schedule):
-    """Shapes that torch learns by running modules on uninitialized memory leave no trace in buffers, either."""
+    """Buffers equal torch's, too, although torch infers shapes by running modules on uninitialized memory."""
     compressed = ranks.run(_train, schedule, 2, LOSSLESS)
     assert compressed == ranks.run(_train, schedule, 2, {"plain": True, "static": True})
 
@@ -71,7 +71,7 @@ def test_both_sides_of_each_edge_keep_the_same_activations(ranks, schedule):
 
 
 def _train_disturbed(rank, size, schedule, at, arguments):
-    """Train while the messages of rank 0 with the numbers `at` are damaged."""
+    """Train three epochs; messages 3 and 11 of rank 0 are damaged at the fraction `at` of their bytes."""
     p = Pipeline(schedule, rank, size, dropout=0.1, **arguments)
     count = 0
 
@@ -159,7 +159,7 @@ def test_evaluation_changes_no_state(ranks, schedule):
 
 
 def _accumulate(rank, size, disturbed):
-    """Accumulate the gradients of a run outside of the step and of two runs inside, the second one damaged."""
+    """Accumulate gradients of two steps; in the second, with two runs, a damaged message forces a repeat."""
     p = Pipeline("1F1B", rank, size)
     for attempt in attempts(*p.stages):
         with attempt:
@@ -199,7 +199,7 @@ def _resume(rank, size, schedule, folder, through):
         file = io.BytesIO()
         torch.save(s.state_dict(), file)
         file.seek(0)
-        states.append(torch.load(file))  # weights_only is torch's default
+        states.append(torch.load(file))  # torch.load defaults to weights_only=True
         s.close()
     q = Pipeline(schedule, rank, size, **arguments)
     for old, new, state in zip(p.stages, q.stages, states, strict=True):
@@ -234,7 +234,7 @@ class _Tuple(torch.nn.Module):
             x, y, tokens = x.bfloat16(), x * 2, torch.arange(len(x)) + 5
         h = self.linear(x.float())
         if self.last:
-            self.tokens = tokens.tolist()  # of uninitialized memory while torch learns shapes
+            self.tokens = tokens.tolist()  # arbitrary numbers while torch infers shapes on uninitialized memory
             return h + y
         return h.bfloat16(), y + h, tokens
 
@@ -294,7 +294,7 @@ def four_ranks():
 
 
 def _mesh(rank, size, disturbed):
-    """Train two pipelines of two stages; gradients of equal stages are averaged in 4 bits with error feedback."""
+    """Train two replicas of a two-stage pipeline; replicas average gradients in 4 bits with error feedback."""
     replica, place = divmod(rank, 2)
     pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]

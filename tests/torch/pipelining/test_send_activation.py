@@ -1,4 +1,4 @@
-"""send_activation() and related calls, by which a program sends activations and gradients between stages."""
+"""send_activation, recv_activation, send_gradient, recv_gradient: point-to-point calls for custom pipelines."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _exchange(rank, size, dtype, asynchronous):
     delta, ids, a = codec.ActivationDelta(), [9, 2, 7, 4], _values(dtype)
     found = []
     for _ in range(3):
-        # a view whose memory is not contiguous
+        # the sender's tensor is not contiguous
         h = torch.zeros(4, 50, 3, dtype=dtype).transpose(1, 2)
         if rank == 0:
             h.copy_(a)
@@ -31,7 +31,7 @@ def _exchange(rank, size, dtype, asynchronous):
         delta.commit()
         a = a + 0.01
     if rank == 0:
-        send_activation(a, 1, delta=delta, samples=None)  # an evaluation
+        send_activation(a, 1, delta=delta, samples=None)  # no samples: an evaluation, without state
     else:
         recv_activation(h, 0, delta=delta)
         assert (h - a).abs().max() < 0.05
@@ -57,7 +57,7 @@ def _errors(rank, size):
         send_activation(a, 1, delta=delta, samples=range(4))
         send_gradient(a / 0, 1, delta=delta)
     else:
-        recv_activation(a, 0, delta=delta)  # rolled back
+        recv_activation(a, 0, delta=delta)  # received, but rolled back below
         delta.rollback()
         before = a.clone()
         with pytest.raises(codec.StateError, match="samples 0, 1, 2, 3"):

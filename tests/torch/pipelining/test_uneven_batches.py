@@ -1,4 +1,4 @@
-"""Batches of different sizes, and sequences of different lengths, in one training of a pipeline."""
+"""A pipeline trains with batches of different sizes and sequences of different lengths."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from support.pipelines import (
 )
 from support.tiers import every, nightly
 
-SIZES = (20, 19, 17, 24, 16)  # samples of each batch
+SIZES = (20, 19, 17, 24, 16)  # number of samples of each batch
 
 
 def _train(rank, size, schedule):
@@ -37,7 +37,7 @@ def _train(rank, size, schedule):
 
 
 def _alone(stages):
-    """Train in one process, without a pipeline."""
+    """Train the same model in one process, without a pipeline; return losses, blocks and evaluated outputs."""
     blocks = nn.Sequential(*(Block(i, 0.0) for i in range(stages)))
     optimizer = torch.optim.SGD(blocks.parameters(), lr=0.05, momentum=0.9)
     x, y, _ = data()
@@ -71,7 +71,7 @@ def test_batches_of_different_sizes_train_as_without_a_pipeline(ranks, schedule)
 
 
 def _with_deltas(rank, size, schedule, at):
-    """Train two epochs; two messages of rank 0 are damaged."""
+    """Train two epochs; unless `at` is None, two messages of rank 0 are damaged at the fraction `at` of their bytes."""
     p = Pipeline(schedule, rank, size, dropout=0.1)
     count = 0
 
@@ -90,7 +90,7 @@ def _with_deltas(rank, size, schedule, at):
 
 @pytest.mark.parametrize(("schedule", "at"), every(7, [(s, at) for s in SCHEDULES for at in (0.5, 0.999)]))
 def test_repeated_steps_of_uneven_batches_are_bit_identical(ranks, schedule, at):
-    """The envelopes of damaged and of aborted messages contain the shapes of the step."""
+    """A repeated step works because envelopes of damaged and aborted messages contain the shapes of the step."""
     calm, disturbed = ranks.run(_with_deltas, schedule, None), ranks.run(_with_deltas, schedule, at)
     assert [r[:3] for r in calm] == [r[:3] for r in disturbed]
     assert disturbed[0][3][0] > 0 == calm[0][3][0]
@@ -98,7 +98,7 @@ def test_repeated_steps_of_uneven_batches_are_bit_identical(ranks, schedule, at)
 
 
 class _Tokens(nn.Module):
-    """Layer over the last dimension, with an output that the loss does not use and a mask."""
+    """Linear stage; the first one returns activations, a tensor that the loss ignores, and a mask."""
 
     def __init__(self, rank):
         super().__init__()
@@ -144,7 +144,7 @@ def _other_dimensions(rank, size):
     p.step(torch.arange(8))
     norms = [s.submod.norm for s in p.stages]
     for s in p.stages:
-        s.submod.norm = nn.Identity()  # which takes any dimensions
+        s.submod.norm = nn.Identity()  # accepts tensors of any number of dimensions
     x, p.x = p.x, p.x[:, None].expand(-1, 3, -1)
     with pytest.raises(codec.CodecError, match="number of dimensions") as raised:
         p.step(torch.arange(8))

@@ -1,4 +1,4 @@
-"""The C++ adapter over Gloo gives the bits of codec.torch: two implementations of one protocol."""
+"""The C++ adapter for Gloo and codec.torch implement the same protocol and give bit-identical results."""
 
 import os
 import struct
@@ -31,11 +31,12 @@ OPS = ["mean", "sum", "max"]
 ALGORITHMS = ["auto", "two_shot", "all_gather", "ring", "raw"]
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STATE = ["theta", "v", "m"]
-MANY = 999_983  # random values; longer tensors repeat them at other offsets
+# Number of random values drawn per rank; longer tensors repeat them, at other offsets in blocks because it is prime
+MANY = 999_983
 
 
 class Job(NamedTuple):
-    """Collective of a given kind, size and spec, without its values."""
+    """Arguments of one collective, from which `values` generates the tensors of all ranks."""
 
     spec: Any
     kind: str = "allreduce"
@@ -46,19 +47,19 @@ class Job(NamedTuple):
     segments: Any = None
     stream: int = 0
     metric: Any = None
-    state: tuple[tuple[str, str], ...] = ()  # names of the optimizer's state and their dtypes
+    state: tuple[tuple[str, str], ...] = ()  # (name, dtype) of each tensor of optimizer state
     feedback: bool = False
     values: str = "normal"
 
     def whole(self, size):
-        """Return the values of the tensor on each of `size` ranks."""
+        """Return the number of values of the input tensor on each of `size` ranks."""
         return self.n * (size if self.kind == "reduce_scatter" else 1)
 
 
 def values(job, rank, size):
     n = job.whole(size)
     g = torch.Generator().manual_seed(100 * job.n + rank)
-    if job.values == "bits":  # random bits: NaN, Inf, subnormals, zeros of both signs
+    if job.values == "bits":  # random bit patterns: NaN, Inf, subnormals, zeros of both signs
         bits = torch.randint(-(1 << 31), 1 << 31, (n,), generator=g).int()
         bits[torch.randint(0, 4, (n,), generator=g) == 0] &= -(1 << 31)
         return (bits if job.dtype == "float32" else (bits >> 16).short()).view(DTYPE[job.dtype])
@@ -85,7 +86,7 @@ def as_bytes(x):
 
 
 def _python(rank, size, jobs):
-    """Return result and residuals of each job on a Python rank."""
+    """Run the jobs on a Python rank; return the bytes of each job's result and residuals."""
     results = []
     for job in jobs:
         x = values(job, rank, size)
@@ -109,7 +110,7 @@ def _python(rank, size, jobs):
 
 
 def _with_feedback(job, x, size):
-    """Reduce with the residuals of a hook, which all_reduce does not have."""
+    """All-reduce with residuals as a DDP hook passes them; the public all_reduce does not accept them as arrays."""
     residual, sums = residual_of(job, size), residual_of(job, size)
 
     async def reduced(collective):
@@ -118,14 +119,14 @@ def _with_feedback(job, x, size):
         planned = r, execution.choose(job.algorithm, r, line.channel)
         [result] = await execution.run_several(collective, job.algorithm, [planned])
         await collective.agree()
-        return result.tobytes()  # of the collective's memory
+        return result.tobytes()  # copies: the result is in memory of the collective
 
     line = communicator.communicator_of(None)
     return line.run(reduced) + residual.tobytes() + sums.tobytes()
 
 
 def packed_metrics(job, size):
-    """Return the packed metrics of each parameter group, as peer.cc reads them, and their number."""
+    """Return the metrics of all parameter groups, packed for peer.cc, and the number of groups."""
     if job.metric is None:
         return b"", 0
     call = Call()
@@ -141,7 +142,7 @@ def packed_metrics(job, size):
 
 
 def packed(job, size):
-    """Return a job as peer.cc reads it."""
+    """Yield the bytes of a job and of its tensors on all ranks, in the layout that peer.cc reads."""
     state = state_of(job, size) or {}
     terms, nmetrics = packed_metrics(job, size)
     dtypes = [DTYPES[dict(job.state)[name]] if name in state else 0 for name in STATE]
@@ -159,7 +160,7 @@ def packed(job, size):
 
 
 def in_cpp(size, jobs, folder):
-    """Return the results of all jobs on each C++ rank."""
+    """Run the jobs in C++ (peer.cc); return the concatenated results of all jobs for each rank."""
     if not PEER.exists():
         pytest.fail(f"{PEER} is missing: make gloo builds it")
     with (folder / "jobs").open("wb") as file:
@@ -171,7 +172,7 @@ def in_cpp(size, jobs, folder):
 
 
 def compare(size, jobs, folder, like=lambda job, got: got):
-    """Check that C++ and Python ranks give the same bits, after `like` has unified what may differ."""
+    """Check that C++ and Python ranks return equal bytes, apart from bits that `like` replaces."""
     found = in_cpp(size, jobs, folder)
     for rank, (want, got) in enumerate(zip(run_ranks(size, _python, jobs), found, strict=True)):
         at = 0
@@ -188,7 +189,7 @@ FIXED = {"lossless": codec.Lossless(), "lossless_flat": codec.Lossless(5, "flat"
 
 
 def every_codec(size):
-    """Return jobs of each codec with each algorithm, in different dtypes and operations."""
+    """Return a job per codec and algorithm, with varying dtypes and operations."""
     jobs = []
     for i, spec in enumerate((FIXED | LOSSY).values()):
         for a, algorithm in enumerate(ALGORITHMS):
@@ -201,12 +202,12 @@ def every_codec(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_codec_gives_the_same_bits(size, tmp_path):
-    """Every codec gives the same bits with every algorithm, with and without segments."""
+    """Python and C++ agree for every codec and algorithm, with and without segments."""
     compare(size, every_codec(size), tmp_path)
 
 
 def test_every_size_gives_the_same_bits(tmp_path):
-    """Slices of several chunks, and sizes around block and slice boundaries."""
+    """Python and C++ agree for slices of several chunks, and for sizes around block and slice boundaries."""
     sizes = [0, 1, 2, 1023, 1024, 1025, 3071, 3073, 65537]
     specs = [codec.Lossless(), codec.Quantize(4), codec.Float8(group_size=100)]
     small = [
@@ -242,12 +243,12 @@ def optimizer_jobs():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_truncate_by_optimizer_state_gives_the_same_bits(size, tmp_path):
-    """Truncate gives the same bits with parameter groups, with levels that are sent and that are shared."""
+    """Python and C++ agree for Truncate with parameter groups, whether levels are sent or shared by the ranks."""
     compare(size, list(optimizer_jobs()), tmp_path)
 
 
 def test_error_feedback_gives_the_same_residuals(tmp_path):
-    """Results, and residuals of workers and owners of sums."""
+    """Python and C++ agree in results, in residuals of inputs, and in residuals of the sums that a rank owns."""
     specs = [codec.Quantize(2), codec.Sign(group_size=1024), codec.Float8("e5m2"), codec.Truncate(2)]
     ways = [(dtype, algorithm) for dtype in DTYPE for algorithm in ("two_shot", "all_gather", "raw")]
     jobs = [Job(spec, dtype=d, algorithm=a, n=20_000, feedback=True) for spec in specs for d, a in ways]
@@ -255,10 +256,10 @@ def test_error_feedback_gives_the_same_residuals(tmp_path):
 
 
 def any_nan(job, got):
-    """Unify NaNs, whose bits the protocol leaves open where they are made or added.
+    """Replace every NaN by the same NaN: the protocol leaves their bits open if arithmetic produced them.
 
-    The maximum of -0 and 0 is the first operand in frames and in C++. In raw and ring reductions of numpy and torch it
-    may be the other one, the same on all ranks.
+    For ring and raw with op "max", also replace -0 by 0. C++ and codec.reduce return the first operand of max(-0, 0).
+    In numpy's and torch's raw and ring reductions the result may be the other zero, on all ranks alike.
     """
     x = torch.frombuffer(bytearray(got), dtype=DTYPE[job.dtype])
     if job.algorithm in ("ring", "raw") and job.op == "max":
@@ -267,7 +268,7 @@ def any_nan(job, got):
 
 
 def test_special_values_give_the_same_bits(tmp_path):
-    """Lossless and raw, for every kind of float; only NaN payloads may differ."""
+    """Python and C++ agree for random bit patterns sent lossless; only payloads of NaN may differ."""
     jobs = [
         Job(codec.Lossless(), dtype=dtype, op=op, algorithm=algorithm, n=20_000, values="bits")
         for dtype in DTYPE

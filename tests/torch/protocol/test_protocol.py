@@ -66,7 +66,7 @@ def perform(call: Call, rank: int, size: int) -> Any:
 
 
 class Message(NamedTuple):
-    """Message as it travels, and the rank that gets it."""
+    """Bytes of a message, with its header, and the rank that receives it."""
 
     to: int
     data: bytes
@@ -106,12 +106,12 @@ def recording(call: Any) -> tuple[list[Message], Any]:
 
 
 def record(rank: int, size: int, calls: list[Call]) -> list[tuple[list[Message], Any]]:
-    """Return the messages that this rank sends, and the result, of each call. The first call also connects."""
+    """Return this rank's messages and the result of each call. The first call also connects the ranks."""
     return [recording(lambda call=call: perform(call, rank, size)) for call in calls]
 
 
 def record_failures(rank: int, size: int) -> list[list[Message]]:
-    """Return the messages of calls: rank 1 has a wrong argument, then NaN, then another op, and then none of these."""
+    """Return the messages of four calls: rank 1 has an invalid argument, a NaN, another op than rank 0, no error."""
     x = torch.ones(2048)
 
     def refused() -> None:
@@ -135,7 +135,7 @@ def record_failures(rank: int, size: int) -> list[list[Message]]:
 
 
 def check_sent(expected: dict[int, list[bytes]], found: list[Message]) -> None:
-    """Compare the messages to each rank, whose order the specification fixes; of a report only the header."""
+    """Compare the messages to each rank, in order. A report's body is not compared, because it contains times."""
     queues: dict[int, list[bytes]] = defaultdict(list)
     for message in found:
         last = HEADER.unpack_from(message.data)[5] == VERDICT
@@ -148,22 +148,23 @@ def check_sent(expected: dict[int, list[bytes]], found: list[Message]) -> None:
 
 
 SEGMENTS = [(0, (900, 100)), (90_000, (7,)), (90_100, (3, 66_000)), (300_000, (500, 1000)), (800_000, ())]
-N = 900_000  # float32 values: two chunks in a slice of three ranks
+N = 900_000  # number of values; with float32 and three ranks, each slice has two chunks
 CALLS = [
     Call(spec=codec.Quantize(4), n=N, op="mean", segments=SEGMENTS, stream=3),
     Call(n=5000, dtype=torch.bfloat16),
     Call(spec=codec.Float8(), n=N, algorithm="ring", op="mean", dtype=torch.float16, stream=1),
     Call(spec=codec.Quantize(2), n=3 * N, algorithm="ring"),
     Call(spec=codec.Sign(), n=N, algorithm="all_gather", op="mean", segments=SEGMENTS),
-    Call(n=3 * N, algorithm="raw", op="mean", segments=SEGMENTS),  # five chunks in a slice
+    Call(n=3 * N, algorithm="raw", op="mean", segments=SEGMENTS),  # five chunks per slice
     Call(n=5000, algorithm="raw", dtype=torch.bfloat16),
     Call(spec=codec.Ternary("base3"), n=40_000, algorithm="shared_scale", op="mean", stream=5),
-    *[Call(n=1100, algorithm=name, segments=[(0, (190, 2))]) for name in ("two_shot", "ring", "raw")],  # 0 366 366 1100
+    # Cut points 0 366 366 1100
+    *[Call(n=1100, algorithm=name, segments=[(0, (190, 2))]) for name in ("two_shot", "ring", "raw")],
     Call("reduce_scatter", codec.Quantize(4), n=N, op="mean", stream=2),
     Call("all_gather", codec.Quantize(3), n=7000, stream=4),
     Call("all_to_all", codec.Ternary(), n=N),
 ]
-SIZED = [  # of the specification's table of sizes
+SIZED = [  # calls in the specification's table of message sizes
     *[Call(spec=codec.Sign(), n=6000, algorithm=name) for name in ("two_shot", "all_gather", "ring", "raw")],
     Call(spec=codec.Ternary(), n=6000, algorithm="shared_scale"),
     *[Call(kind, codec.Sign(), n=6000) for kind in ("reduce_scatter", "all_gather", "all_to_all")],
@@ -174,7 +175,7 @@ ALL = [*CALLS, *SIZED]
 
 @pytest.fixture(scope="module")
 def recorded() -> list[list[tuple[list[Message], Any]]]:
-    """Return what each of three ranks sends in ALL, after a collective that connects them."""
+    """Return the messages and results of each of three ranks: of a collective that connects them, then of ALL."""
     return run_ranks(3, record, [EXAMPLE, *ALL])
 
 
@@ -222,7 +223,7 @@ def test_address_of_a_rank_has_the_version_of_the_protocol() -> None:
 
 
 def aborts_of(messages: list[Message]) -> list[tuple[int, int, int, str]]:
-    """Return the collective, the status, the rank and the text of each abort, after a check of its header."""
+    """Check the header of each abort message, and return its collective's number, status, rank and text."""
     found = []
     for m in messages:
         if m.kind == ABORT:
@@ -236,15 +237,15 @@ def test_errors_are_sent_as_aborts() -> None:
     (refused,), (not_finite,), (differs,) = (aborts_of(messages) for messages in one[:3])
     assert refused[:3] == (1, FAILED, 1)
     assert refused[3].startswith("ArgumentError: ")
-    assert len(one[0]) == 1  # nothing else is sent
+    assert len(one[0]) == 1  # rank 1 sends the abort and nothing else
     assert not_finite[:3] == (2, NONFINITE, 1)
     for abort, messages in ((refused, zero[0]), (not_finite, zero[1])):
-        assert aborts_of(messages) == [abort]  # passed on
-        assert not [m for m in messages if m.kind == DATA and m.part == 1]  # no report
+        assert aborts_of(messages) == [abort]  # rank 0 sends the abort it received to other ranks
+        assert not [m for m in messages if m.kind == DATA and m.part == 1]  # rank 0 sends no report
     for (found,), rank, op in ((aborts_of(zero[2]), 1, "mean"), ([differs], 0, "sum")):
         items = signed("two_shot, requested as two_shot", codec.Lossless(), 2048, op)
         assert found == (3, DIFFERS, rank, json.dumps(items))
-    assert [m.number for m in zero[3]] == [4] * 3  # term, sum, report: the connections are still there
+    assert [m.number for m in zero[3]] == [4] * 3  # term, sum and report: the connections are still open
 
 
 def record_steps(rank: int, size: int) -> list[list[Message]]:
@@ -258,7 +259,7 @@ def record_steps(rank: int, size: int) -> list[list[Message]]:
     def step() -> None:
         ddp(torch.ones(1, 40)).sum().backward()
 
-    step()  # DistributedDataParallel rebuilds its buckets after it
+    step()  # DistributedDataParallel rebuilds its buckets after the first step
     hook.load_state_dict(hook.state_dict())
     return [recording(step)[0] for _ in range(2)]
 
@@ -269,7 +270,7 @@ def test_steps_have_a_collective_for_each_bucket_and_one_agreement(size: int) ->
     hook, bucket = digest(repr(("hook",))), digest(text_of(items))
     for rank, steps in enumerate(run_ranks(size, record_steps)):
         for i, messages in enumerate(steps):
-            to = 1 - min(rank, 1)  # of rank 0 the messages to rank 1, of others those to rank 0
+            to = 1 - min(rank, 1)  # rank 0's messages to rank 1; other ranks' messages to rank 0
             sent = sorted((m for m in messages if m.to == to), key=lambda m: (m.number, m.part))
             found = [HEADER.unpack_from(m.data) for m in sent]
             first = found[0][2]
@@ -278,10 +279,10 @@ def test_steps_have_a_collective_for_each_bucket_and_one_agreement(size: int) ->
             expected = [*state, (first, len(state), bucket), (first + 1, 0, bucket), *reports]
             assert [(number, part, signature) for _, _, number, part, _, signature, _ in found] == expected
             if i == 0:
-                assert sent[0].body[:8] == integers(1)  # steps so far
+                assert sent[0].body[:8] == integers(1)  # number of steps so far
 
 
-# The generated blocks of the specification
+# Blocks of text in the specification that this module generates
 
 
 SPECS = [
@@ -297,7 +298,7 @@ SPECS = [
 
 
 def signatures_block() -> str:
-    """Return examples of the texts that are hashed, and their hashes."""
+    """Return examples of signature texts, and their hashes."""
     segments = [(0, (64, 100)), (6400, (64,))]
     reductions = [
         text_of(
@@ -317,7 +318,7 @@ def signatures_block() -> str:
 
 
 def partitions_block() -> str:
-    """Return the cut points of some tensors."""
+    """Return the cut points at which collectives divide example tensors."""
     lines = []
     for call, size in ((CALLS[0], 3), (CALLS[0]._replace(algorithm="raw", n=3 * N), 3), (Call(n=5000), 4)):
         slices = Expected(call, size).slices()
@@ -330,7 +331,7 @@ def partitions_block() -> str:
 
 
 def sizes_block(recorded: Any) -> str:
-    """Return the sizes of the bodies from rank 0 to each other rank."""
+    """Return the body sizes in bytes of rank 0's messages to each other rank; "v" marks reports."""
     lines = []
     for call, (messages, _) in zip(SIZED, recorded[0][1 + len(CALLS) :], strict=True):
         lines.append(f"all_reduce, {call.algorithm}" if call.kind == "all_reduce" else call.kind)
@@ -341,7 +342,7 @@ def sizes_block(recorded: Any) -> str:
 
 
 def fields_of(message: Message, what: str) -> list[tuple[int, str]]:
-    """Return the sizes in bytes and the meanings of the fields of a message of the example."""
+    """Return the size in bytes and the meaning of each field of a message of the example."""
     head = [(4, "magic"), (4, "kind: data"), (8, "number of the collective"), (4, "part"), (4, "index")]
     head += [(8, "signature"), (8, "bytes of the body")]
     if what == "report":
@@ -370,7 +371,7 @@ def dumped(rank: int, message: Message, what: str) -> list[str]:
 
 
 def example_block(ranks: RankPool) -> str:
-    """Return all messages of EXAMPLE between two ranks."""
+    """Return a hex dump of all messages of EXAMPLE between two ranks."""
     sent = [iter(rank[0][0]) for rank in ranks.run(record, [EXAMPLE])]
     lines: list[str] = []
     for what, rank in itertools.product(("term", "sum", "report"), (0, 1)):

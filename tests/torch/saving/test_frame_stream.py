@@ -1,4 +1,4 @@
-"""Extension of torch.distributed.checkpoint: streams of frames, and checkpoints of FSDP2 for other numbers of ranks."""
+"""Stream extension of torch.distributed.checkpoint: compressed streams, and FSDP2 checkpoints on other rank counts."""
 
 import io
 import random
@@ -24,7 +24,7 @@ CHUNK = stream._CHUNK
 
 
 def written(data, sizes=(CHUNK,)):
-    """Return the bytes that a stream makes of `data`, written in pieces of some of the sizes."""
+    """Write `data` to a FrameStream in pieces of random `sizes`, and return the compressed bytes."""
     output, chance = io.BytesIO(), random.Random(0)
     with stream.FrameStream().transform_to(output) as writer:
         rest = memoryview(data)
@@ -91,7 +91,7 @@ def _sharded(rank, steps=1):
     net = small_model()
     fully_shard(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for _ in range(steps):  # one step makes the optimizer's state
+    for _ in range(steps):  # the first step creates the optimizer's state
         net(batch(rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -99,7 +99,7 @@ def _sharded(rank, steps=1):
 
 
 def _full(net, optimizer):
-    """Return all parameters and moments as whole tensors."""
+    """Return all parameters and optimizer moments as unsharded tensors."""
     tensors = [p.full_tensor() for p in net.parameters()]
     return tensors + [optimizer.state[p]["exp_avg_sq"].full_tensor() for p in net.parameters()]
 

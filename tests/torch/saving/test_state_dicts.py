@@ -1,4 +1,4 @@
-"""codec.torch.pack_state: state dicts with frames inside, through torch.save and torch.load(weights_only=True)."""
+"""codec.torch.pack_state: packed state dicts survive torch.save and torch.load(weights_only=True)."""
 
 import io
 
@@ -54,7 +54,7 @@ def test_kinds_of_tensors():
         torch.randn(3000).to(torch.float8_e4m3fn),
         torch.rand(3000) > 0.5,
         torch.arange(3000),
-        torch.randn(1000, dtype=torch.complex64),  # and what follows: not encoded
+        torch.randn(1000, dtype=torch.complex64),  # this tensor and the ones below are not encoded
         torch.nn.Parameter(torch.randn(1000)),
         torch.eye(100).to_sparse(),
         torch.randn(10),
