@@ -1,4 +1,4 @@
-"""codec.integrations.flower with Flower's own strategies and client apps."""
+"""codec.integrations.flower compresses messages of real Flower strategies and client apps."""
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +39,7 @@ def record(values):
 
 
 def moved(values, node):
-    """Return a client's arrays after its training: other steps for each node and round."""
+    """Return a client's arrays after a fake training step, which depends on the node and the round."""
     rng = np.random.default_rng([node, int(values["steps"])])
     return {
         "weight": values["weight"] + np.float32(0.01) * rng.standard_normal((64, 32)).astype(np.float32),
@@ -89,7 +89,7 @@ def test_lossless_training_is_bit_identical_to_flowers(spec, plain, compressed):
 
 
 def test_residuals_are_what_replies_left_out():
-    """Sent changes plus the residual are all changes of a client, up to rounding: nothing is lost over rounds."""
+    """Over all rounds, a client's sent changes plus its residual equal its changes, up to rounding."""
     sent, true = [], []
 
     class Recording(Average):
@@ -128,7 +128,7 @@ HOSTILE = {
 @pytest.mark.parametrize("how", HOSTILE)
 @pytest.mark.parametrize("spec", ["lossless", codec.Delta(), codec.Quantize(4)])
 def test_hostile_reply_is_an_error_of_its_client_alone(how, spec):
-    """The round's result is that of the other clients."""
+    """A hostile reply is counted as its client's failure, and the round averages the other clients."""
 
     def tamper(node, content):
         if node == 2:
@@ -182,7 +182,7 @@ def test_values_that_a_codec_refuses_are_an_error_of_their_client_and_keep_its_r
 
 @pytest.mark.parametrize("spec", ["lossless", codec.Delta(), codec.Quantize(4)])
 def test_bfloat16_models_are_sent_in_16_bits(spec):
-    """Flower itself cannot hold them. Clients train in bfloat16, the strategy sums in float32."""
+    """bfloat16, which Flower's arrays do not support, takes 2 bytes per value; the strategy averages in float32."""
     first = np.random.default_rng(0).standard_normal((64, 32)).astype(BF16)
     made = ClientApp(mods=[Compression(spec)])
 
@@ -191,7 +191,7 @@ def test_bfloat16_models_are_sent_in_16_bits(spec):
         weight = message.content["arrays"]["weight"].numpy()
         assert weight.dtype == np.float32
         model = weight.astype(BF16)
-        np.testing.assert_array_equal(model.astype(np.float32), weight)  # exact
+        np.testing.assert_array_equal(model.astype(np.float32), weight)  # float32 can represent the model exactly
         model += np.asarray(0.125 * context.node_id, BF16)
         return reply_of(message, pack({"weight": model}))
 
@@ -229,7 +229,7 @@ def test_specs_that_cannot_serve_are_refused_at_once(spec, how):
 
 
 def test_page_runs():
-    """Its app and strategy train, with initial arrays of its model in bfloat16."""
+    """The page's client app and strategy train, starting from a bfloat16 model."""
     names = {}
     for block in blocks("Flower", "docs/guides/federated-learning.md"):
         exec(block, names)

@@ -1,4 +1,4 @@
-"""codec.integrations with the real packages: frozen layers, other numbers of ranks, runs of one process, near."""
+"""codec.integrations with real Lightning, Accelerate and Transformers: frozen layers, resuming, single processes."""
 
 import doctest
 import importlib
@@ -32,14 +32,14 @@ class Net(lightning.LightningModule):
 
 
 class Freeze(lightning.Callback):
-    """Freezes the first layer for one epoch, after the model was wrapped."""
+    """Freezes the first layer during the first epoch. The model is already wrapped in DistributedDataParallel then."""
 
     def on_train_epoch_start(self, trainer, module):
         module.layers[0].requires_grad_(trainer.current_epoch > 0)
 
 
 def _lightning(rank, size, folder, spec, freeze=True):
-    """Train two epochs of 4 steps, the first one with a frozen layer; return weights by epoch, and statistics."""
+    """Train two epochs of 4 steps, the first with a frozen layer (`freeze`); return weights by epoch, and stats."""
     weights = []
 
     class Note(lightning.Callback):
@@ -70,7 +70,7 @@ def test_lightning_trains_with_frozen_layers_as_without_compression(tmp_path):
     for have, want in zip(exact, plain, strict=True):
         assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(have, want, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(exact[-1], other[-1], strict=True))
-    assert torch.equal(exact[0][0], Net().layers[0].weight)  # frozen
+    assert torch.equal(exact[0][0], Net().layers[0].weight)  # the frozen layer keeps its initial weights
     assert not torch.equal(exact[1][0], exact[0][0])
     assert stats.steps == 8
 
@@ -88,7 +88,7 @@ def test_one_process_trains_uncompressed(tmp_path):
 
 
 def _trained_alone(rank, size, code, folder):
-    """Train and resume in a process that torchrun has not started."""
+    """Run the page's code without torchrun's environment variables: train two steps, and resume for two more."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     namespace = {"__name__": "page"}
@@ -99,7 +99,7 @@ def _trained_alone(rank, size, code, folder):
 
 
 def _resumed(rank, size, code, first, last, folder):
-    """Train; return the number of steps, and of ranks whose states the hook gathers."""
+    """Train from step `first` to `last`; return the hook's number of steps, and of ranks in its gathered state."""
     namespace = {"__name__": "page"}
     exec(code, namespace)
     hook, _ = namespace["train"](first, last, folder)

@@ -1,4 +1,4 @@
-"""Arrays of JAX on the CPU: frames, updates of weights, and results that are arrays of JAX."""
+"""JAX arrays on the CPU can be encoded, decoded to, and synchronized as weights."""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def test_values_of_64_bits_need_x64():
 
 
 def test_weights_are_synchronized():
-    """A receiver hands on arrays of JAX, which do not change with the next update."""
+    """The receiver returns new JAX arrays; those of an earlier update do not change."""
     key = jax.random.key(0)
     old = {"embedding": jax.random.normal(key, (50, 24), jnp.bfloat16), "scale": jnp.ones(24)}
     sender, receiver, served = codec.WeightSender(old), codec.WeightReceiver(), {}

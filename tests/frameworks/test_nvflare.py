@@ -1,4 +1,4 @@
-"""codec.integrations.nvflare with NVFlare's filter chains and contexts, and in its simulator."""
+"""codec.integrations.nvflare in real NVFlare filter chains and contexts, and in NVFlare's simulator."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ from support.documentation import blocks
 
 
 class Site:
-    """One side: its filters of both chains, as NVFlare makes them of a job, and the context of its run."""
+    """Server or client: our filters in its two chains, as NVFlare creates them from a job, and its run's context."""
 
     def __init__(self, name, spec="lossless", feedback=True):
         self.manager = FLContextManager(None, name, "job")
@@ -58,7 +58,7 @@ def weights(seed=0):
 
 
 def exchange(server, client, name, model, train, kind=DataKind.WEIGHTS, tamper=None):
-    """Return the result of a task as the server's workflow gets it, and its size on the wire."""
+    """Send a task; return the result that the server's workflow receives, and the size of its message in bytes."""
     task, _ = sent(server.apply("task_data", DXO(DataKind.WEIGHTS, model).to_shareable(), name))
     received = from_shareable(client.apply("task_data", task, "server")).data
     result = DXO(kind, train(received), {"NUM_STEPS_CURRENT_ROUND": 7}).to_shareable()
@@ -71,7 +71,7 @@ def exchange(server, client, name, model, train, kind=DataKind.WEIGHTS, tamper=N
 
 
 def step(model):
-    model["weight"] += np.float32(0.01)  # in place, as NVFlare's own trainers do
+    model["weight"] += np.float32(0.01)  # in place, as in NVFlare's own trainers
     model["bias"] = model["bias"] + 1
     return model
 
@@ -87,7 +87,7 @@ def test_lossless_results_are_exact_and_other_entries_are_kept(spec):
     assert dxo.data["note"] == "text"
     for name in ("weight", "bias", "count"):
         np.testing.assert_array_equal(dxo.data[name], expected[name], strict=True)
-    np.testing.assert_array_equal(model["weight"], weights()["weight"])  # the server's own are not changed
+    np.testing.assert_array_equal(model["weight"], weights()["weight"])  # the server's own copy did not change
 
 
 @pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
@@ -122,7 +122,7 @@ HOSTILE = {
 @pytest.mark.parametrize("how", HOSTILE)
 @pytest.mark.parametrize("spec", ["lossless", "Delta()", "Quantize(4)"])
 def test_hostile_result_is_an_error_of_its_task(how, spec):
-    """An exception of a filter becomes the error of one client's result; the next one of this client is taken."""
+    """The server's filter raises for a hostile result, and accepts the next result of the same client."""
     server, client = Site("server"), Site("one", spec)
     with pytest.raises(codec.FrameError):
         exchange(server, client, "one", weights(), step, tamper=HOSTILE[how])
@@ -139,7 +139,7 @@ def test_difference_to_an_earlier_task_is_refused():
 
 
 def test_clients_have_bases_of_their_own():
-    """A server that gives clients different models adds each difference to the right one."""
+    """If clients received different models, the server adds each client's difference to the model that it was sent."""
     server, one, two = Site("server"), Site("one", "Quantize(4)"), Site("two", "Quantize(4)")
     task_one, _ = sent(server.apply("task_data", DXO(DataKind.WEIGHTS, weights(1)).to_shareable(), "one"))
     exchange(server, two, "two", weights(2), step)
@@ -198,7 +198,7 @@ if __name__ == "__main__":
 
 
 def test_simulator_trains_with_the_filters_of_the_page(tmp_path):
-    """NVFlare's own server and clients. Of equal clients, the mean has the values of one frame of Quantize(4)."""
+    """Clients in the simulator train equally, so their mean must equal one decoded Quantize(4) frame."""
     (tmp_path / "client.py").write_text(CLIENT)
     (tmp_path / "job.py").write_text("\n".join(blocks("NVFlare", "docs/guides/federated-learning.md")) + JOB)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""slime's delta folders, with a reimplementation of slime's writer and reader, since no package index has slime."""
+"""slime's delta folders, written and read by a reimplementation of slime's code, which no package index has."""
 
 import argparse
 import concurrent.futures
@@ -26,7 +26,7 @@ def raw(tensors):
 
 
 def write_as_slime(folder, old, new, version, encoding="xor", checksum="xxh3-128", files=2):
-    """Write a version: its changed tensors in one file for each pipeline stage, and the index."""
+    """Write a version's delta folder as slime does: changed tensors, split into `files` files, and the index."""
     folder.mkdir(parents=True)
     diffs, sums = {}, {}
     for name, x in raw(new).items():
@@ -50,7 +50,7 @@ def write_as_slime(folder, old, new, version, encoding="xor", checksum="xxh3-128
 
 
 def apply_as_slime(folder, local, version):
-    """Apply a version to bytes by name, as the engine does to its checkpoint."""
+    """Apply a version's XOR differences to the tensors in `local`, as slime's engine does to its checkpoint."""
     index = json.loads((folder / INDEX).read_text())["metadata"]
     assert (int(index["version"]), int(index["base_version"])) == (version, version - 1)
     for path in folder.glob("*.safetensors"):
@@ -62,7 +62,7 @@ def apply_as_slime(folder, local, version):
 
 
 class Run:
-    """A trainer and an engine, each with its own disk dir, connected by a store."""
+    """A trainer and an engine that exchange delta folders through a store; each has its own disk folder."""
 
     def __init__(self, path, monkeypatch):
         self.path, self.trainer, self.engine, self.store = path, path / "trainer", path / "engine", path / "store"
@@ -78,13 +78,13 @@ class Run:
         self.begin()
 
     def begin(self):
-        """Begin a run as slime does: with an empty disk dir."""
+        """Start a run as slime does, with an empty folder for the trainer's versions."""
         shutil.rmtree(self.trainer, ignore_errors=True)
         self.trainer.mkdir()
         slime.publish(self.args, str(self.trainer), [])
 
     def write(self, **how):
-        """Take a step, and write its version as slime does."""
+        """Change the weights, and write the new version's delta folder."""
         self.weights.append(stepped(self.weights[-1], len(self.weights)))
         number = len(self.weights) - 1
         return write_as_slime(self.trainer / f"weight_v{number:06d}", *self.weights[-2:], number, **how)
@@ -115,7 +115,7 @@ def test_engine_reads_what_the_trainer_wrote(run, encoding, checksum, monkeypatc
             monkeypatch.setenv("CODEC_SLIME_STORE", str(run.store))
             apply_as_slime(run.engine / f"weight_v{version:06d}", local, version)
             assert all(np.array_equal(x, local[name]) for name, x in raw(run.weights[version]).items())
-    slime.fetch(str(run.engine), 2)  # again: nothing to do
+    slime.fetch(str(run.engine), 2)  # an older version: nothing is fetched
     assert run.versions() == ["weight_v000001", "weight_v000002", "weight_v000003"]
 
 
@@ -169,7 +169,7 @@ def test_version_without_changes_and_a_second_run(run):
 
 
 def edit(change):
-    """Return a function that changes the index of a folder."""
+    """Return a function that applies `change` to the index of a folder."""
 
     def damage(folder):
         index = json.loads((folder / INDEX).read_text())
@@ -196,7 +196,7 @@ def flip(folder):
 
 
 def replace(folder, diff):
-    """Replace the difference of the first tensor."""
+    """Replace the stored difference of the folder's first tensor."""
     with safetensors.safe_open(first_file(folder), "np") as f:
         tensors, metadata = {n: f.get_tensor(n) for n in f.offset_keys()}, f.metadata()
     tensors[min(tensors)] = np.frombuffer(zstandard.ZstdCompressor().compress(diff), np.uint8)
@@ -234,7 +234,7 @@ def test_torn_and_hostile_folders_are_errors(run, name):
     assert list(run.store.iterdir()) == []
     shutil.rmtree(whole)
     shutil.move(run.path / "whole", whole)
-    run.publish(whole)  # the trainer's copy is unchanged
+    run.publish(whole)  # succeeds, because the failed call did not change the trainer's base
 
 
 def test_overwrite_positions_outside_a_tensor_are_errors(run):

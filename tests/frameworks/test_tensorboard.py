@@ -1,4 +1,4 @@
-"""examples/ddp_tensorboard.py writes curves that TensorBoard reads."""
+"""TensorBoard can read the curves that examples/ddp_tensorboard.py writes."""
 
 import os
 import subprocess

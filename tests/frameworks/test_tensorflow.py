@@ -1,4 +1,4 @@
-"""Tensors of TensorFlow on the CPU: frames by DLPack, and what is refused."""
+"""TensorFlow tensors on the CPU are encoded through DLPack; unsupported calls raise."""
 
 import numpy as np
 import pytest

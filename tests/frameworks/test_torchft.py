@@ -1,4 +1,4 @@
-"""torchft over codec.torch.ProcessGroup: its own test suite, the same cases with large tensors, and its Manager."""
+"""torchft runs over codec.torch.ProcessGroup: torchft's own test suite, large tensors, and its Manager."""
 
 import os
 import unittest
@@ -22,11 +22,11 @@ import codec.torch
 from support.documentation import blocks
 from support.ranks import RankPool
 
-N = 6 * 4096  # values; each third and half of a tensor has at least 16 KiB
+N = 6 * 4096  # float32 values: a third of a tensor has 32 KiB, above codec_group's `small`
 
 
 def codec_group(timeout=20.0, small=1 << 14):
-    """Return a reconfigurable group of torchft, by the class of docs/guides/frameworks.md with Lossless."""
+    """Return a reconfigurable torchft group, made by the class in docs/guides/frameworks.md but lossless."""
     namespace = {}
     exec(blocks("torchft")[0], namespace)
     group = namespace["CodecGroup"](timedelta(seconds=timeout))
@@ -37,7 +37,7 @@ def codec_group(timeout=20.0, small=1 << 14):
 
 
 def _suite(small):
-    """Run the cases of torchft's test suite for its Gloo group; return their number and the failures."""
+    """Run torchft's tests of its Gloo group on ours; return the number of tests, those skipped, and tracebacks."""
     from torchft import process_group_test as suite
 
     suite.ProcessGroupGloo = lambda timeout=timedelta(seconds=20): codec_group(timeout.total_seconds(), small=small)
@@ -67,7 +67,7 @@ def values(rank, n=N):
 
 
 def _cases(rank, size):
-    """Return for each collective a function of a group that runs it, its outputs, and the expected ones."""
+    """Return by collective a function that starts it on a group, and returns its work, outputs and expected outputs."""
     every = [values(r) for r in range(size)]
     total = sum(every)
     mine = every[rank]
@@ -137,14 +137,14 @@ def _cases(rank, size):
     }
 
 
-FRAMES = ("allreduce", "allgather", "reduce_scatter")  # other collectives go over Gloo
+FRAMES = ("allreduce", "allgather", "reduce_scatter")  # collectives that our group runs; Gloo runs all others
 
 
 def _run(pg, name, case):
     work, found, wanted = case(pg)
     if work is not None:
         work.wait()
-        if name != "send/recv":  # Gloo's send and receive have no future
+        if name != "send/recv":  # Gloo's work of send and recv has no future
             work.get_future().wait()
     for x, want in zip(found, wanted, strict=True):
         assert torch.equal(x, want), name
@@ -173,7 +173,7 @@ def test_collectives_of_large_tensors():
 
 
 def _resilient(rank, size, port, name):
-    """Run a collective; one without the last rank, which has died; and one of the remaining ranks."""
+    """Run a collective; run it again after the last rank has aborted; run all in a group of the remaining ranks."""
     pg = codec_group(timeout=5)
     pg.configure(f"localhost:{port}/{name}/first", "0", rank, size)
     _run(pg, name, _cases(rank, size)[name])
@@ -196,7 +196,7 @@ RESILIENT = [name for name in _cases(0, 3) if name not in ("send/recv", "broadca
 
 @pytest.mark.parametrize("name", RESILIENT)
 def test_group_is_reconfigured_after_a_rank_died(name):
-    """All remaining ranks raise, except those that only send."""
+    """All remaining ranks raise. Broadcasts and send/recv are not tested: a rank that only sends may succeed."""
     store = master()
     with RankPool(3, limit=120) as ranks:
         *left, gone = ranks.run(_resilient, store.port, name)
@@ -207,7 +207,7 @@ def test_group_is_reconfigured_after_a_rank_died(name):
 
 
 def _managed(rank, size, lighthouse, code):
-    """Run the page's training loop as a replica group of one rank."""
+    """Run the page's training loop as a torchft replica group with a single rank."""
     store = master()
     os.environ |= {
         "TORCHFT_LIGHTHOUSE": lighthouse,

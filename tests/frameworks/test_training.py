@@ -1,4 +1,4 @@
-"""The training loops of docs/guides/frameworks.md, on real processes over Gloo."""
+"""The training loops of docs/guides/frameworks.md train and resume on real ranks over Gloo."""
 
 import os
 
@@ -8,11 +8,11 @@ import torch
 from support.documentation import blocks
 from support.launched import run
 
-STEPS = 4  # steps before a checkpoint, and after it
+STEPS = 4  # number of steps before a checkpoint, and again after it
 
 
 def _trained(rank, size, code, first, last, folder):
-    """Run train() of a code block; return the parameters and the hook's statistics."""
+    """Run train() of the page's code; return the parameters and the hook's statistics."""
     namespace = {"__name__": "page"}
     exec(code, namespace)
     hook, model = namespace["train"](first, last, folder)
@@ -20,7 +20,7 @@ def _trained(rank, size, code, first, last, folder):
 
 
 def _others_state(rank, size, code, folder):
-    """Load the state of rank 0 alone on all ranks, as a framework would without gather=True."""
+    """Load rank 0's hook state on all ranks, as a framework without gather=True would; return the error."""
     import codec
 
     namespace = {"__name__": "page"}
@@ -48,7 +48,7 @@ def test_framework_trains_and_resumes_with_compressed_gradients(framework, tmp_p
     resumed = run(2, _trained, code, STEPS, 2 * STEPS, folders[1])
     for results, steps in ((straight, 2 * STEPS), (resumed, STEPS)):
         (first, stats), (second, _) = results
-        assert equal(first, second)  # all ranks have the same parameters
+        assert equal(first, second)  # parameters are bit-identical on both ranks
         assert stats.steps == steps
         assert 0 < stats.sent_nbytes < stats.raw_nbytes / 4
         assert stats.raw_collectives == 0
@@ -85,7 +85,7 @@ def test_sharded_training_compresses(heading, block, size, tmp_path):
 
 
 def _registered_by_lightning(rank, size):
-    """Register a hook as Lightning does on CUDA, by DDPStrategy(ddp_comm_state=, ddp_comm_hook=)."""
+    """Register a hook as Lightning's DDPStrategy(ddp_comm_state=, ddp_comm_hook=) does on CUDA."""
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 
     import codec.torch

@@ -1,4 +1,4 @@
-"""codec.integrations.numcodecs and .zarr: numcodecs' own checks, Zarr's strategies, formats 2 and 3, damaged chunks."""
+"""codec.integrations.numcodecs and .zarr pass numcodecs' own checks and Zarr's Hypothesis tests (formats 2 and 3)."""
 
 import doctest
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificati
 HERE = Path(__file__).parent
 RANDOM = np.random.default_rng(0)
 LOSSLESS = [for_numcodecs.FrameCodec(), for_numcodecs.FrameCodec(codec.Lossless(4, "flat"))]
-ARRAYS = [  # those of numcodecs' tests of compressors, and complex, big-endian, structured and empty ones
+ARRAYS = [  # the arrays of numcodecs' compressor tests; also complex, big-endian, structured and transposed ones
     np.arange(1000, dtype="i4"),
     np.linspace(1000, 1001, 1000, dtype="f8"),
     RANDOM.normal(1000, 1, (100, 10)),
@@ -93,7 +93,8 @@ def test_numcodecs_checks_of_errors():
 
 
 def test_numcodecs_golden_frames(monkeypatch):
-    """Arrays, configurations and frames in fixture/, where numcodecs' check writes files that are missing."""
+    """The frames in fixture/ decode and are encoded again with the same bytes; numcodecs' check writes missing files.
+    """
     monkeypatch.chdir(HERE)
     frames = sorted(Path("fixture/tensor-codec").rglob("*.dat"))
     assert len(frames) == 6
@@ -104,7 +105,7 @@ def test_numcodecs_golden_frames(monkeypatch):
 
 
 def test_zarr_golden_array():
-    """An array of two chunks that version 0.1 has written."""
+    """A Zarr array of two chunks that version 0.1 wrote is read, and written again with the same bytes."""
     folder = HERE / "fixture/array.zarr"
     expected = (np.arange(600, dtype="f4") / 7).reshape(20, 30)
     assert np.array_equal(zarr.open_array(folder, mode="r")[:], expected)
@@ -144,7 +145,7 @@ def test_dtypes_of_zarr(dtype, zarr_format):
     store = {}
     a = zarr.create_array(store, shape=x.shape, dtype=x.dtype, chunks=(3, 16, 11), zarr_format=zarr_format, **codecs)
     a[:] = x
-    a[2:5, 3] = x[2:5, 3]  # parts of chunks
+    a[2:5, 3] = x[2:5, 3]  # reads and writes parts of chunks
     assert np.array_equal(zarr.open_array(store)[:], x)
     assert zarr.open_array(store)[6, 2, 1] == x[6, 2, 1]
 
@@ -188,7 +189,7 @@ def test_dtypes_that_cannot_be_encoded_are_refused_when_the_array_is_made():
 
 
 def stored(x, **how):
-    """Return an array of one chunk, its store, and the key of the chunk."""
+    """Store x as a Zarr array of one chunk; return the array, its store, and the chunk's key."""
     store = zarr.storage.MemoryStore()
     a = zarr.create_array(store, data=x, serializer=for_zarr.FrameCodec(), compressors=None, chunks=x.shape, **how)
     (key,) = (k for k in store._store_dict if not k.endswith("json"))

@@ -1,4 +1,4 @@
-"""Reference implementation of AQ-SGD in numpy, and access to the messages m that an ActivationDelta stores."""
+"""Reference implementation of AQ-SGD in numpy, and access to the activations m that an ActivationDelta stores."""
 
 import numpy as np
 import torch

@@ -20,7 +20,7 @@ from support.tiers import TIER
 LIMIT = 10  # CPU seconds per test: at most 5 are expected on an idle machine, and a busy machine doubles them
 EXCEPTIONS = Path(__file__).with_name("cpu_time_exceptions.txt")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_SHOWN = 10  # tests in the table
+_SHOWN = 10  # number of tests in the printed table
 
 
 def exceptions() -> dict[str, float]:
@@ -52,7 +52,7 @@ _compilation = 0.0  # CPU seconds that this process and its compilers have spent
 
 @contextmanager
 def compilation() -> Generator[None]:
-    """Exclude the CPU time of calls inside this context from that of the test."""
+    """Context manager: do not count the CPU time spent inside towards the test."""
     global _compilation
     before = sum(os.times()[:4])
     yield

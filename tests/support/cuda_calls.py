@@ -10,7 +10,8 @@ from support.specs import LOSSY, MORE
 
 LOSSY_DTYPES = ("float32", "bfloat16", "float16")
 ROWS = {name: spec for name, spec in (LOSSY | MORE).items() if not isinstance(spec, codec.Truncate)}
-BUCKET = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,)), (25_000, (70, 1030))]  # segments
+# (first value, shape) of each segment
+BUCKET = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,)), (25_000, (70, 1030))]
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 on_cpu = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 by_cupy = pytest.mark.parametrize("device", ["cpu", "cupy", GPU], indirect=True)

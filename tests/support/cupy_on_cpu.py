@@ -26,9 +26,9 @@ from codec.engines.cuda import cache, cupy_backend, devices
 from codec.engines.cuda import library as kernel_library
 from support.device import launch
 
-GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # cudaStreamCaptureMode, of a capture or of a thread
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # values of cudaStreamCaptureMode, for captures and for threads
 _LEGACY = 1  # handle cudaStreamLegacy, an alias of stream 0
-_MANY = 65_535  # CUDA's limit of a grid's second dimension
+_MANY = 65_535  # CUDA's largest grid size in the second dimension
 
 
 class Machine:
@@ -181,7 +181,7 @@ class Device:
         self.id = getDevice() if device is None else int(device)
 
     def __enter__(self) -> "Device":
-        assert self.id == getDevice()  # work runs on the current device only
+        assert self.id == getDevice()  # the emulation cannot switch devices
         return self
 
     def __exit__(self, *args: object) -> None:

@@ -13,11 +13,11 @@ import torch
 import codec
 import codec.torch
 
-VERSION = ("codec.torch", 2)  # hashed as text; 2 is the version of the protocol
-DATA, ABORT = range(2)  # kinds of messages
-FAILED, NONFINITE, DIFFERS = range(2, 5)  # statuses of aborts
+VERSION = ("codec.torch", 2)  # hashed as text for the address; 2 is the protocol version
+DATA, ABORT = range(2)  # message kinds
+FAILED, NONFINITE, DIFFERS = range(2, 5)  # status codes in abort messages
 HEADER = struct.Struct("<4sIQIIqQ")
-VERDICT = 0  # signature of messages in the last part of a collective
+VERDICT = 0  # signature field of messages in a collective's last part
 REPORT = object()  # stands for a body of three durations, which differ from run to run
 MIB = 1 << 20
 STREAM_STRIDE = 0x9E3779B97F4A7C15
@@ -105,7 +105,7 @@ def cut_point(at: int, n: int, segments: Any) -> int:
 
 
 def inside(segments: Any, begin: int, end: int) -> Any:
-    """Return the segments of the piece [begin, end): whole segments, and whole rows of segments that a cut divides."""
+    """Return the segments inside the piece [begin, end). Of a segment that a cut divides, only whole rows remain."""
     found = []
     for offset, shape in segments or ():
         stop = offset + prod(shape)
@@ -235,7 +235,7 @@ class Expected:
         slices, size = self.slices(), self.size
         chunks = len(slices[0])
         final: dict[tuple[int, int], bytes] = {}
-        for o, c in itertools.product(range(size), range(chunks)):  # slice o starts at rank o
+        for o, c in itertools.product(range(size), range(chunks)):  # in the ring, slice o starts at rank o
             piece = slices[o][c]
             total: Any = None
             for step in range(size):
@@ -290,7 +290,7 @@ class Expected:
         base = 2 * size + 1
         digits = floor(log(256, base))
         bound = max(codec.bound(call.n, "float32", spec), codec.bound(-(-call.n // digits), "uint8"))
-        assert bound < MIB  # so that each slice is a single chunk
+        assert bound < MIB  # checks that each slice is a single chunk
         slices = partition(call.n, size, self.itemsize, None, self.chunk_nbytes)
         assert len(slices[0]) == 1
         signs = Expected(call._replace(spec=spec), size)

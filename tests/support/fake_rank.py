@@ -21,7 +21,7 @@ HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, sig
 HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
 ADDRESS = struct.Struct("<q16sH")  # hash of the version, token, port; followed by the host name
 DATA, ABORT = range(2)
-LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # statuses of aborts
+LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # status codes in abort messages
 TAG = -2
 
 
@@ -55,7 +55,7 @@ class FakeRank:
             assert self._take(HELLO.size) == HELLO.pack(b"CDPH", token, protocol_hash(), 1, TAG)
 
     def raw(self, data):
-        """Send bytes."""
+        """Send bytes as they are, without a header."""
         self.sock.sendall(data)
 
     def send(self, body=b"", *, number=0, part=0, index=None, **how):

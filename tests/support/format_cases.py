@@ -64,7 +64,7 @@ def head(*modes, flags=0):
 
 SEVEN = {7: 1, ESCAPE: 1}
 FEW = {127: 1, 0: 2, ESCAPE: 2}
-LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # code lengths; the codebook is stored in an odd number of bytes
+LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # code lengths of a codebook that takes an odd number of bytes
 
 
 def u8(symbols, lengths, literals=b"", **how):
@@ -260,7 +260,7 @@ def behind(lead, blocks, values):
 
 
 def check_lossless(decode, name, lead):
-    """Check a case of sections 2 to 7. `lead`: after a block of zeros, since decoders process blocks in pairs."""
+    """Check a case of sections 2 to 7. `lead`: after an inserted block of zeros; decoders process blocks in pairs."""
     blocks, values = LOSSLESS_CASES[name]
     check_case(decode, blocks.frame(lead), behind(lead, blocks, values))
 
@@ -587,7 +587,7 @@ TRUNCATE_CASES = {
         "level of Inf or NaN",
     ),
     "NaN under fixed levels": (
-        cut(FLOAT32, 2, u32(0xB01) + b"\x7f\xff" + b"\5", FIXED, level=3),  # the NaN has a third piece
+        cut(FLOAT32, 2, u32(0xB01) + b"\x7f\xff" + b"\5", FIXED, level=3),  # the NaN keeps a third piece
         u32(0x3F800000, 0x7F800000 | 5 << 6),
     ),
     # 9.4
@@ -604,7 +604,7 @@ def check_truncate(decode, name, lead):
     check_case(decode, blocks.frame(lead), behind(lead, blocks, values))
 
 
-# theta, A's exponent, and how many of the 24 bits of a value near 1.0 Truncate keeps: 6, 12 or 24; of a NaN all 24
+# (theta, exponent field of A, number of the 24 bits that Truncate keeps of a value near 1.0)
 SHARED_LEVEL_CASES = {
     "as much as there is": (np.inf, 255, 6),
     "none, a subnormal": (1e-45, 0, 24),
@@ -617,7 +617,7 @@ SHARED_LEVEL_CASES = {
 def check_shared_levels(decode, name, by_bit):
     """Check a case of section 9.3: shared levels if A is not a normal number. Inf and NaN keep all bits."""
     theta, a, keeps = SHARED_LEVEL_CASES[name]
-    keeps += (by_bit != 0) * (keeps == 6) * -5  # keeps only the sign
+    keeps += (by_bit != 0) * (keeps == 6) * -5  # option 8 drops 23 bits here: only the sign is left
     widths = (keeps, 24)
     fields = [(1 << 24) - (1 << 24 - w) for w in widths]
     if by_bit:

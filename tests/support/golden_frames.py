@@ -84,7 +84,7 @@ def golden_tensor(name):
         return x, dtype, {"segments": segments, "spec": codec.Lossless(model="separable")}
     if kind == "blocks":
         return floats(dtype, 40000, 9), dtype, {}
-    if kind == "even":  # the low byte is often even, so that the encoder halves its plane
+    if kind == "even":  # the lowest bits are often 0, so that the encoder halves the plane of the low byte
         x = floats(dtype, 6000, 10)
         drop = ones(hashed(6000, 11) & np.uint64(7)).astype(u)
         return x >> drop << drop, dtype, {}
@@ -206,6 +206,6 @@ if __name__ == "__main__" and sys.argv[1] == "--write":
         book = how.get("codebook")
         lengths = {book.id: [*book.lengths, book.escape_length]} if book else None
         values = hashlib.sha256(decoded(frame, lengths, how)[2]).hexdigest()
-        if values != GOLDEN[name]["tensor_sha256"]:  # the codec is lossy
+        if values != GOLDEN[name]["tensor_sha256"]:  # a lossy codec: store the hash of the decoded values, too
             GOLDEN[name]["values_sha256"] = values
     INDEX_FILE.write_text(json.dumps(GOLDEN, indent=1) + "\n")

@@ -17,7 +17,7 @@ _MADE = {"allocate": "allocations", "empty": "allocations"}  # Emulated.new_byte
 
 def _launched(name, result, args):
     """Return True if an operation computed values, in place or into new memory; False if it returned a view."""
-    if name in ("copy_", "to"):  # counted as copies
+    if name in ("copy_", "to"):  # counted as copies elsewhere
         return False
     with torch._C.DisableTorchFunctionSubclass():
         where = result.untyped_storage().data_ptr()

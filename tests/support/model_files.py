@@ -50,7 +50,7 @@ def safetensors(given=None, metadata=None):
     given = tensors() if given is None else given
     header = {} if metadata is None else {"__metadata__": metadata}
     places, at = {}, 0
-    for name in sorted(given, reverse=True):  # the order of the data differs from that of the header
+    for name in sorted(given, reverse=True):  # the header lists tensors in another order than the data section
         places[name] = [at, at + len(given[name][2])]
         at = places[name][1]
     for name, (dtype, shape, _) in given.items():

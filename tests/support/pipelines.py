@@ -145,12 +145,12 @@ class Pipeline:
         return [end for s in self.stages for end in s.traffic.ends]
 
     def checks(self):
-        """Return the checksums of all m, by edge and tensor."""
+        """Return the checksums of all stored activations m, by edge and tensor."""
         _, _, ids = data()
         return [((e.edge, i), d.checks(ids).tolist()) for e in self.ends() for i, d in enumerate(e.deltas)]
 
     def memories(self):
-        """Return the m of all samples, by edge and tensor."""
+        """Return the stored activations m of all samples, by edge and tensor."""
         found = ((e.edge, i, sorted(m_of(d).items())) for e in self.ends() for i, d in enumerate(e.deltas))
         return [((edge, i), [(s, m.tobytes()) for s, m in rows]) for edge, i, rows in found]
 

@@ -20,7 +20,7 @@ ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
 TIMEOUT = 1.5  # timeout of a collective in seconds
 PROMISED_SECONDS = TIMEOUT + 1  # documented limit, in seconds, within which all ranks raise
 SLACK_SECONDS = 10  # allowance for busy machines; well below the group's timeout of 20 s
-FAULTY = 1  # rank that fails
+FAULTY = 1  # the rank that fails in these tests
 FAULT_POINTS = int(os.environ.get("CODEC_FAULT_POINTS", "0"))  # fault points per test; 0: each test's default
 
 
@@ -103,7 +103,7 @@ def run_with_fault(ranks, fault, function, *args, within=PROMISED_SECONDS + SLAC
 
 
 def raised_in_time(found):
-    """Return True if all ranks raised in time, and False if all ranks succeeded; then the faulty one may have raised.
+    """Return True if all ranks raised in time, False if all ranks but the faulty one succeeded.
 
     A rank that is cut off before it receives the last message cannot know whether the others succeeded.
     """
@@ -133,7 +133,7 @@ class Training:
 
     def wrap(self):
         """Wrap the model for the current group, and register the hook."""
-        self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.015)  # MB; gives several buckets
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.015)  # MB: small enough for several buckets
         self.hook.register(self.model)
 
     def step(self, rank):

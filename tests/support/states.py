@@ -73,4 +73,4 @@ def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file)  # weights_only is torch's default
+    return torch.load(file)  # torch.load defaults to weights_only=True

@@ -1,4 +1,4 @@
-"""Weights of a small model in all dtypes, and copies that differ as after training steps."""
+"""Weights of a small model in many dtypes, and copies that differ as if training steps had changed them."""
 
 import ml_dtypes
 import numpy as np

@@ -29,8 +29,8 @@ def frames_with_invalid_changes():
     base, new = weights(6000, 0.1)
     frame = bytearray(encode(new, base, "bfloat16", codec.Delta(1024)))
     directory, _ = codec.inspect(frame).sections["directory"]
-    at = 8 * int.from_bytes(frame[directory + 8 : directory + 12], "little")  # the end of block 1
-    frame[at + 2] += 1  # four changes more
+    at = 8 * int.from_bytes(frame[directory + 8 : directory + 12], "little")  # byte offset of the end of block 1
+    frame[at + 2] += 1  # bits 16 to 23 of the head: claims four more changes
     valid = recompute_checksums(frame)
     assert valid
     other = base.copy()
