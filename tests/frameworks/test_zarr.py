@@ -93,8 +93,7 @@ def test_numcodecs_checks_of_errors():
 
 
 def test_numcodecs_golden_frames(monkeypatch):
-    """The frames in fixture/ decode and are encoded again with the same bytes; numcodecs' check writes missing files.
-    """
+    """The frames in fixture/ decode, and encoding gives the same bytes; numcodecs' check writes missing files."""
     monkeypatch.chdir(HERE)
     frames = sorted(Path("fixture/tensor-codec").rglob("*.dat"))
     assert len(frames) == 6

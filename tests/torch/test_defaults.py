@@ -1,4 +1,4 @@
-"""The program's default device and dtype have no effect on codec.torch: constructors of tensors name both."""
+"""torch's default device and dtype must not affect codec.torch, so its calls that create tensors pass both."""
 
 import ast
 from pathlib import Path
@@ -9,11 +9,11 @@ import codec.torch
 
 ROOT = Path(codec.torch.__file__).parent
 CONSTRUCTORS = {f.__name__ for f in _device_constructors()}
-OF_VALUES = {"as_tensor", "asarray", "sparse_coo_tensor"}  # these have the dtype of their arguments
+OF_VALUES = {"as_tensor", "asarray", "sparse_coo_tensor"}  # calls that derive the dtype from their arguments
 
 
 def _missing(call):
-    """Return the arguments that a call lacks; none for calls that make no tensor."""
+    """Return which of device and dtype a tensor-creating call lacks; empty for other calls."""
     f = call.func
     made = isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == "torch"
     if not made or f.attr not in CONSTRUCTORS:

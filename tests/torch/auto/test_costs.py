@@ -1,4 +1,4 @@
-"""Measurements of gradients: errors, costs, quality floors."""
+"""codec.torch.auto measures the errors and costs of specs on gradients, and applies quality floors."""
 
 import pytest
 import torch

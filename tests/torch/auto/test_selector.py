@@ -1,4 +1,4 @@
-"""Selector and Meter: choices from predicted and measured times, without networks."""
+"""Selector and Meter choose levels by predicted and measured times, here of simulated networks."""
 
 import random
 
@@ -8,7 +8,7 @@ from codec.torch.auto.meter import Meter
 from codec.torch.auto.selector import Selector
 from codec.torch.network.info import ConnectionInfo
 
-# Frame sizes in bytes and coding times in seconds of four levels: raw, lossless frames, 8 bits, 4 bits.
+# Bytes per step and coding seconds per step of four levels: raw, lossless frames, 8 bits, 4 bits.
 NBYTES, COMPUTE = (3.3e6, 2.7e6, 0.85e6, 0.46e6), (0.0, 0.030, 0.010, 0.015)
 LINKS = {"100mbit": 12.5e6, "1gbit": 125e6, "fast": 5e9}
 
@@ -85,7 +85,8 @@ def measure(meter, steps, rate, nbytes, rtt, pause=0.05, start=(0, 0.0)):
         meter.begin([ConnectionInfo(rtt, acked, busy)])
         busy += nbytes / rate + rtt / 2
         meter.end([ConnectionInfo(rtt, acked + nbytes // 2, busy)])
-        acked, busy = acked + nbytes, busy + min(pause, rtt / 2 + 0.04)  # the last acknowledgement is delayed
+        # The last acknowledgement (ACK) is delayed by up to 40 ms
+        acked, busy = acked + nbytes, busy + min(pause, rtt / 2 + 0.04)
     return acked, busy
 
 

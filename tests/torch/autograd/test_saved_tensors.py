@@ -1,4 +1,4 @@
-"""codec.torch.saved_tensors: exact gradients with Lossless, frames that are freed, and what is left alone."""
+"""codec.torch.saved_tensors: exact gradients with Lossless, frames that are freed, tensors that are not compressed."""
 
 import contextlib
 import gc
@@ -38,7 +38,7 @@ def model():
 
 
 def gradients(net, context, forward=None, autocast=False):
-    torch.manual_seed(1)  # for dropout
+    torch.manual_seed(1)  # equal dropout masks in all runs
     with context, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = (forward or net)(X.clone()).float().square().mean()
     loss.backward()
@@ -128,12 +128,13 @@ def test_tensors_that_others_hold_are_left_alone():
     assert saved_by(lambda: x * w) == 0
     assert saved_by(lambda: torch.nn.functional.linear(x, square.view(4096).bfloat16().float().view(64, 64))) == 0
     assert saved_by(lambda: (x + 1) * w) == 1
-    y = torch.sigmoid(x)  # saved by three operations, as is exp(y)
+    y = torch.sigmoid(x)  # two tensors, y and exp(y), are saved several times, but compressed once each
     assert saved_by(lambda: y * y + torch.exp(y) + y * w) == 2
-    windows = (x + 1).view(-1).unfold(0, 64, 32)  # overlap, and so are left alone
+    windows = (x + 1).view(-1).unfold(0, 64, 32)  # a view with overlapping windows is not compressed
     assert saved_by(lambda: windows.square()) == 0
-    assert saved_by(lambda: (x + 1).view(2, 2, 2, 2, 2, 2, 2, 2, 64).square()) == 0  # more dimensions than frames have
-    assert saved_by(lambda: ((x + 1j) * (x + 2j)).abs()) == 0  # complex tensors are left alone
+    # Nine dimensions, more than a frame can have
+    assert saved_by(lambda: (x + 1).view(2, 2, 2, 2, 2, 2, 2, 2, 64).square()) == 0
+    assert saved_by(lambda: ((x + 1j) * (x + 2j)).abs()) == 0  # complex tensors are not compressed
     with codec.torch.saved_tensors(min_nbytes=1 << 20) as saved:
         (x.exp() * w).sum().backward()
     assert saved.stats().tensors == 0
@@ -153,7 +154,7 @@ def test_nonfinite_activations_are_kept_exactly():
     "layout",
     [
         lambda x: x.transpose(0, 2),
-        lambda x: x[:, ::2, 3:],  # gaps
+        lambda x: x[:, ::2, 3:],  # a view with gaps
         lambda x: x[:, :1].expand(8, 32, 64),
         lambda x: x[None].to(memory_format=torch.channels_last),
     ],
@@ -203,7 +204,7 @@ def test_compiled_models_keep_their_gradients(backend):
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at all tensors
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # raised as torch.compile inspects tensors
 def test_compiled_functions_may_use_it_inside():
     net = model().eval()
     saved = []

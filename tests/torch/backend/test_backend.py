@@ -30,7 +30,7 @@ def calls():
 
 
 def _reduced(rank, size):
-    """All-reduce and reduce-scatter give sums in rank order, in every form of torch.distributed."""
+    """Every torch.distributed call of all-reduce and reduce-scatter returns the sum in rank order."""
     n = 9000
     ops = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
     begun = calls()
@@ -88,7 +88,7 @@ def _gathered(rank, size):
 
 
 def _passed_on(rank, size):
-    """Small tensors and unsupported dtypes are passed on to Gloo."""
+    """The backend leaves small tensors and unsupported dtypes to Gloo."""
     begun = calls()
     n = 9000
     for dtype in (torch.int64, torch.float64):
@@ -119,7 +119,7 @@ def _passed_on(rank, size):
 
 
 def _many(rank, size):
-    """All collectives work on two groups, asynchronously and by torch's functional collectives."""
+    """All collectives work on two groups, with async_op=True and through torch's functional collectives."""
     assert dist.get_backend() == "codec"
     group = dist.new_group()
     assert isinstance(group, codec.torch.ProcessGroup)
@@ -164,13 +164,14 @@ def gradients(net, rank, step):
 
 def _ddp(rank, size):
     plain = model()
-    net = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.04)  # two buckets
+    net = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.04)  # cap in MB that gives two buckets
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, net)]
     begun = calls()
     for step in range(4):
         every = [gradients(copy.deepcopy(plain), r, step) for r in range(size)]
         for p, *theirs in zip(plain.parameters(), *every, strict=True):
-            p.grad = sum_in_order([g * (1 / size) for g in theirs])  # DDP scales, then sums
+            # DDP multiplies gradients by 1 / size before it sums them
+            p.grad = sum_in_order([g * (1 / size) for g in theirs])
         gradients(net, rank, step)
         for p, want in zip(net.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p.grad, want.grad)
@@ -187,7 +188,7 @@ def test_ddp_is_the_sum_in_the_order_of_ranks(size):
 
 
 def _diloco(rank, size):
-    """DiLoCo over the backend: ranks train separately, and sometimes average their changes."""
+    """Train by DiLoCo over the backend: ranks take local steps, and average their parameter changes every few steps."""
     net, start = model(), model()
     inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
     outer = torch.optim.SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -215,7 +216,7 @@ def test_diloco_outer_steps():
 
 
 def _lossy(rank, size):
-    """Specs can be set per group, for gathers and for all groups; operations other than sums are exact."""
+    """Specs can be set for one group, for gathers, or for all groups; operations other than sums stay exact."""
     every = [rank_values(r, (30_000,)) for r in range(size)]
     want, errors = sum_in_order(every), []
     usual = dist.new_group()
@@ -301,12 +302,12 @@ elif way == "callbacks":
 """
 
 
-GLOO_LOG = re.compile(r"^\[Gloo\] .*\n", re.MULTILINE)  # torch 2.9 prints it to stdout
+GLOO_LOG = re.compile(r"^\[Gloo\] .*\n", re.MULTILINE)  # torch 2.9 prints Gloo's log to stdout
 
 
 @pytest.mark.parametrize("way", [nightly("leave"), nightly("destroy"), nightly("abort"), "callbacks"])
 def test_processes_exit_cleanly(way, tmp_path):
-    """A process exits cleanly, however its script leaves the group: the thread of collectives ends between two."""
+    """A process exits cleanly however its script leaves the group: no collective is cut off."""
     command = [sys.executable, "-P", "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.nightly
 
 STEPS, CONTEXT, WIDTH = 60, 32, 64
 
-# Maximum increase of the held-out loss over lossless training (2.50). Measured on three texts: Sign 0.13, Quantize(2)
-# 0.05, 4 bits 0.007, Ternary and other codecs at most 0.001. Training that diverges is 0.7 to 40 above.
+# Largest allowed increase of the held-out loss over lossless training (loss 2.50). Measured increase on three texts:
+# Sign 0.13, Quantize(2) 0.05, 4 bits 0.007, Ternary and other codecs at most 0.001. Training that diverges ends 0.7 to
+# 40 higher.
 MARGINS = {
     codec.Truncate(): 0.02,
     codec.Truncate(level_coding="shared", granularity="bit", guard="feedback"): 0.02,
@@ -34,7 +35,7 @@ MARGINS = {
     codec.Ternary(): 0.15,
 }
 SPECS = every(3, MARGINS)
-RATIO = 10  # maximum of residual norm / gradient norm; measured: 4 for Sign, 0.02 for Truncate
+RATIO = 10  # largest allowed residual norm / gradient norm; measured: 4 for Sign, 0.02 for Truncate
 
 
 class Language(nn.Module):
@@ -90,7 +91,7 @@ def train_all(rank, size):
 
 @pytest.fixture(scope="module")
 def trained():
-    """Results of training with every spec, for each rank."""
+    """Return each rank's results of training, by spec."""
     with RankPool(2, limit=300) as ranks:
         ranks.new_group()
         return ranks.run(train_all)

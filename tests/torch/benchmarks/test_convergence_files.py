@@ -1,4 +1,4 @@
-"""bench/training: files of runs, tables over tasks, methods of a task, and the trainings of other architectures."""
+"""bench/training: records of runs, tables of several tasks, methods per task, and models of other architectures."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_short_names_of_codecs_differ():
 
 
 def test_page_has_ranges_over_tasks_and_losses_by_task(tmp_path):
-    """The page has ranges over tasks, and losses by task, marked if they exceed float32's by more than the noise."""
+    """The page has ranges over tasks, and losses by task; a loss above float32's by more than the noise is marked."""
     runs = [run_of(PLAIN, seed, loss, task) for task in ("vit", "lstm") for seed, loss in enumerate((2.0, 2.1, 2.2))]
     runs += [run_of("near", 0, 2.05, "vit"), run_of("near", 0, 1.5, "lstm"), run_of("smallest", 0, 2.5, "vit")]
     rows = summary.summarize(runs, 2)

@@ -1,4 +1,4 @@
-"""bench/gcomp: baselines, Huffman codes, the model of an iteration, and measurements agree with their definitions."""
+"""bench/gcomp: baselines, Huffman codes, the time model of a step, and measurements agree with their definitions."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from runs import PLAIN, Job, Run, train
 
 pytestmark = pytest.mark.nightly
 
-STEPS = 13  # PowerSGD compresses from step 10 on
+STEPS = 13  # training steps: enough for PowerSGD, which compresses from step 10 on
 TRAINED = (PLAIN, methods.ZLIB, methods.FP16, methods.TOP_K, methods.RANDOM_K, methods.POWER_SGD, methods.NEAR)
 
 
@@ -85,7 +85,8 @@ def test_lossless_baseline_is_bit_identical_to_no_compression(trained):
 
 def test_baselines_count_the_bytes_that_they_send(trained):
     runs, power_sgd_values = trained[0]
-    plain = runs[PLAIN].values * 4  # bytes: with two ranks, an all-reduce sends the tensor once
+    # Bytes per rank and step: with two ranks, an all-reduce sends each float32 value once
+    plain = runs[PLAIN].values * 4
 
     def sent(method):
         return {round(n) for n in runs[method].sent}
@@ -111,7 +112,8 @@ def test_near_lossless_gradients_change_the_loss_less_than_float16(trained):
 
 def test_sizes_of_a_short_training(monkeypatch):
     steps, ticks = 12, []
-    monkeypatch.setattr(sizes, "METHODS", tuple(m for m in sizes.METHODS if m != methods.ZSTD))  # not in the test extra
+    # Zstandard is not in the `test` extra
+    monkeypatch.setattr(sizes, "METHODS", tuple(m for m in sizes.METHODS if m != methods.ZSTD))
     monkeypatch.setattr(sizes, "INTERVAL", 4)
     monkeypatch.setattr(sizes, "DELAY", 2)
     result = sizes.measure("text-adamw", steps, 2, lambda: ticks.append(1))
@@ -141,7 +143,7 @@ def test_distributions_of_a_short_training():
         )
         assert -40 < low < middle < high < 0
         assert 0.9 < gcomp.distributions.top_share(result.exponents[i]) <= 1
-        assert 0 < result.zeros[i] < 0.5  # embeddings of bytes that the batch does not have
+        assert 0 < result.zeros[i] < 0.5  # zeros: embeddings of bytes that do not occur in the batch
         assert result.entropy[i] < 5
     assert gcomp.distributions.counts(np.array([1.5, -2.0, 0.25, 3.0], np.float32))[125:129] == [1, 0, 1, 2]
 

@@ -55,9 +55,11 @@ def test_model_of_a_step():
     latency.models(rows)
     of = {(r["method"], r["rtt"]): r for r in rows}
     assert of["local", 100]["model_ms"] == 50
-    assert of["float32", 0]["model_ms"] == pytest.approx(80 + 5)  # 8 Mbit at 100 Mbit/s, CPU beyond the local step
+    # 80 ms: 8 Mbit at 100 Mbit/s; 5 ms: CPU time beyond the local step's
+    assert of["float32", 0]["model_ms"] == pytest.approx(80 + 5)
     assert of["float32", 100]["model_ms"] == pytest.approx(80 + 100 + 5)
-    assert of["small", 0]["model_ms"] == pytest.approx(50 + 20)  # the local step takes longer than the wire
+    # The local step (50 ms) takes longer than sending (10 ms)
+    assert of["small", 0]["model_ms"] == pytest.approx(50 + 20)
     assert of["float32", 100]["trips"] == pytest.approx(7)
     assert of["small", 100]["speed"] == pytest.approx(4)
     assert "trips" not in of["small", 0]

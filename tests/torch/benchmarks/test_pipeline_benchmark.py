@@ -76,7 +76,7 @@ def test_tah_quant_rotates_tiles_with_an_outlier():
     plain, _ = round_trip(x)
     x[0, 4, 17] = 100
     message, y = round_trip(x)
-    assert len(message) == len(plain) + 6  # 6 bytes: positions of up to 8 outliers
+    assert len(message) == len(plain) + 6  # 6 more bytes: positions of up to 8 outliers
     tile, other = x[0, 4], y[0, 4]
     unrotated = np.rint(tile * 7 / 100) * 100 / 7
     assert np.linalg.norm(other - tile) < 0.7 * np.linalg.norm(unrotated - tile)
@@ -124,7 +124,7 @@ def test_simulated_delta_training_follows_fp32_and_counts_its_bytes(one_thread):
     assert not delta.diverged
 
 
-# combination
+# time to a loss, from steps and seconds per step
 
 
 def test_time_to_a_loss_counts_steps_of_the_first_epoch_and_later_ones():

@@ -1,4 +1,4 @@
-"""bench/network/presets.py continues an interrupted run, and replaces a page's tables for which rows exist."""
+"""bench/network/presets.py continues an interrupted run, and replaces a page's tables if rows for them exist."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def test_loss_needs_the_steps_that_links_take(monkeypatch):
 def test_tables_of_a_page_are_replaced(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    for _ in range(2):  # the new page has the same comments
+    for _ in range(2):  # twice: the marker comments must survive the first replacement
         preset_tables.write(rows(), page)
         assert page.read_text() == PAGE.replace(
             "old",

@@ -1,4 +1,4 @@
-"""Fixtures of test_cuda_*.py: ranks whose tensors are on a GPU."""
+"""Fixtures for test_cuda_*.py: rank processes whose tensors are on a GPU, emulated or real."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from support.tiers import nightly
 
 @pytest.fixture(params=["emulated", pytest.param("real", marks=pytest.mark.gpu)], scope="module")
 def kind(request):
-    """Kind of GPU: emulated, with kernels compiled for the CPU, or with ``-m gpu`` real."""
+    """Return "emulated" (kernels compiled for the CPU) or, with ``-m gpu``, "real"."""
     if request.param == "emulated":
         build()  # compile once, before ranks need the kernels
     return request.param
@@ -21,7 +21,7 @@ WAYS = [(2, "host"), (3, "gpus"), nightly((4, "host")), nightly((4, "gpus"))]
 
 @pytest.fixture(scope="package", params=[(2, "gpus"), (4, "gpus")] if NCCL else WAYS)
 def ranks(request):
-    """Two ranks whose frames are copied to host memory, or stay on GPUs."""
+    """Return two ranks: once frames are copied to host memory, once they stay on GPUs."""
     size, way = request.param
     with RankPool(size) as ranks:
         if way == "gpus":
@@ -33,7 +33,7 @@ def ranks(request):
 
 @pytest.fixture(scope="package")
 def pair():
-    """Two ranks whose frames are copied to host memory. Tests share the ranks, and must leave them working."""
+    """Return two ranks whose frames are copied to host memory. Tests share the ranks, and must leave them usable."""
     with RankPool(2, timeout=5) as ranks:
         ranks.new_group()
         yield ranks
@@ -41,7 +41,7 @@ def pair():
 
 @pytest.fixture
 def gpus():
-    """Two ranks whose frames stay on GPUs."""
+    """Return two ranks whose frames stay on GPUs."""
     with RankPool(2, timeout=5) as ranks:
         new_group_of_gpus(ranks)
         yield ranks

@@ -1,4 +1,4 @@
-"""The table of algorithms: names for users, and names in signatures between ranks."""
+"""The table of all-reduce algorithms: names that users pass, and names in signatures that ranks compare."""
 
 from typing import get_args
 

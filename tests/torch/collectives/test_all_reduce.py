@@ -50,10 +50,10 @@ def _exact(rank, size):
                     assert torch.equal(t, want), (shape, dtype, op, algorithm)
             found.append(want.sum().item())
     want = sum_in_order(large := [rank_values(r, (300, 100)) for r in range(size)], "mean")
-    for _ in range(8):  # frames first, then raw values if they are faster
+    for _ in range(8):  # "auto" tries frames first, then switches to raw if that is faster
         codec.torch.all_reduce(t := large[rank].clone(), op="mean")
         assert torch.equal(t, want)
-    t = rank_values(rank, (40, 30)).t()  # non-contiguous
+    t = rank_values(rank, (40, 30)).t()  # a non-contiguous tensor
     want = sum_in_order([rank_values(r, (40, 30)).t() for r in range(size)], "sum")
     codec.torch.all_reduce(t, op=dist.ReduceOp.SUM, options=codec.options(algorithm="two_shot"))
     assert torch.equal(t, want)
@@ -139,7 +139,7 @@ def _lossy(rank, size):
             )
             error = float((t - want).norm() / want.norm())
             results[repr(spec), algorithm] = tensor_bytes(t), error
-            if algorithm == "all_gather":  # exactly the decoded frames
+            if algorithm == "all_gather":  # all_gather adds the decoded frames without further rounding
                 again = every[rank].clone()
                 codec.torch.all_reduce(
                     codec.view(again, segments=codec.segments(shapes)),
@@ -244,7 +244,7 @@ SEVERAL = [
 
 
 def _together(rank, size):
-    """Several tensors reduced in one collective equal single reductions, and their messages overlap."""
+    """Several tensors reduced in one collective give the same results as one by one, and their messages overlap."""
     line, events, terms, found = communicator.communicator_of(None), [], [], []
     send, call_when_done = Mesh.send, Wait.call_when_done
     Mesh.send = lambda *args: events.append("send") or send(*args)
@@ -279,7 +279,7 @@ def _together(rank, size):
     for algorithm in ("two_shot", "all_gather", "ring", "raw", "auto"):
         each = [run([i], algorithm)[0] for i in range(len(SEVERAL))]
         for which in ([0, 1], [1, 0], [4, 2, 0, 3, 1]):
-            for _ in range(2):  # in new and in reused memory
+            for _ in range(2):  # twice: in newly allocated and in reused memory
                 assert run(which, algorithm) == [each[i] for i in which], (algorithm, which)
             if algorithm in ("two_shot", "all_gather"):
                 assert sent() >= sum(terms)
@@ -297,7 +297,7 @@ def test_list_of_tensors_is_reduced_with_overlapping_messages():
 
 
 def _large(rank, size):
-    """Large tensors are reduced in place, but stored only after all ranks have succeeded; errors change nothing."""
+    """Results of large tensors are stored only after all ranks have succeeded, so that errors change nothing."""
     found = []
     for algorithm in ("two_shot", "all_gather", "ring"):
         for spec, dtype, high in (
@@ -309,7 +309,7 @@ def _large(rank, size):
             codec.torch.all_reduce(x, spec, op="mean", options=codec.options(algorithm=algorithm))
             codec.torch.all_reduce(given, spec, out=out, op="mean", options=codec.options(algorithm=algorithm))
             assert torch.equal(x.view(-1), out)
-            turned, straight = given.T, given.T.contiguous()  # transposed memory
+            turned, straight = given.T, given.T.contiguous()  # column-major and row-major memory
             codec.torch.all_reduce(turned, spec, op="mean", options=codec.options(algorithm=algorithm))
             codec.torch.all_reduce(straight, spec, op="mean", options=codec.options(algorithm=algorithm))
             assert torch.equal(turned, straight)
@@ -338,7 +338,8 @@ def test_partition_covers_all_values_and_keeps_rows():
     for size in (1, 2, 3, 4, 7):
         few, many = (partition.cut(n, size, 4, pack(inside), nbytes) for nbytes in (1 << 22, 1 << 20))
         assert [(s[0].begin, s[-1].end) for s in few] == [(s[0].begin, s[-1].end) for s in many]
-        assert all(len(s) >= 2 for s in few if 4 * (s[-1].end - s[0].begin) > 1 << 21)  # otherwise nothing overlaps
+        # Slices above 2 MiB have at least two pieces, so that coding and sending overlap
+        assert all(len(s) >= 2 for s in few if 4 * (s[-1].end - s[0].begin) > 1 << 21)
         pieces = [p for each in many for p in each]
         assert [p.begin for p in pieces] == [0, *[p.end for p in pieces[:-1]]]
         assert pieces[-1].end == n

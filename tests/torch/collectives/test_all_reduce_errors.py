@@ -29,7 +29,7 @@ def _refused(rank, size):
         wrong = rank == 1
         if case == 0 and wrong:
             x[399_999] = float("nan")
-        elif case == 6:  # raw values: the same error
+        elif case == 6:  # uncompressed values raise the same error
             kwargs = {"algorithm": "raw"}
             x[7] = float("inf") if wrong else 0
         elif case == 1 and wrong:
@@ -42,7 +42,7 @@ def _refused(rank, size):
             kwargs = {"op": "product"}
         elif case == 5 and wrong:
             kwargs = {"segments": [(0, (400_001,))]}
-        elif case == 7 and wrong:  # equal results now, but perhaps not in a later call
+        elif case == 7 and wrong:  # "auto" on one rank only: its choice could differ in a later call
             kwargs = {"algorithm": "auto"}
         before = tensor_bytes(x)
         with pytest.raises(codec.CodecError) as e:
@@ -71,7 +71,7 @@ def _not_finite(rank, size):
             for value, dtype in ((torch.inf, torch.float32), (6e4, torch.float16), (3e38, torch.float32)):
                 x = torch.ones(30_000, dtype=dtype)
                 if rank == 1 or value < torch.inf:
-                    x[7] = value  # one value or the sum of all overflows
+                    x[7] = value  # rank 1's Inf, or a value whose sum over ranks overflows
                 try:
                     codec.torch.all_reduce(x, spec, op="sum", options=codec.options(algorithm=algorithm))
                     found.append(x.isfinite().all().item())
@@ -80,16 +80,16 @@ def _not_finite(rank, size):
     assert found[:12] == found[12:24]
     assert [f is False for f in found[:12]] == [
         f is False for f in found[24:]
-    ]  # sums that overflow are rejected by all ranks
+    ]  # all ranks reject every sum that overflows
     _check_parts(rank, size)
     return found[:3], set(found[3:12])
 
 
 def _check_parts(rank, size):
-    """Check that a sum of reduce_scatter that overflows raises on the rank that sums, and thereby on all ranks."""
+    """Check that a reduce_scatter whose sum overflows raises on the rank that adds, and therefore on all ranks."""
     for value, dtype in ((6e4, torch.float16), (3e38, torch.float32), (3e38, torch.bfloat16)):
         x, part = torch.ones(3000 * size, dtype=dtype), torch.zeros(3000, dtype=dtype)
-        x[3007] = value  # a value in rank 1's part
+        x[3007] = value  # rank 1 adds the values 3000 to 5999
         for spec in (codec.Float8(), codec.Quantize(4)):
             with pytest.raises(codec.ArgumentError if rank == 1 else codec.PeerError) as e:
                 codec.torch.reduce_scatter(part, x, spec)
@@ -224,7 +224,8 @@ def _lost(rank, size, how, moment):
 @pytest.mark.parametrize(("how", "moment"), [(signal.SIGKILL, 0), (signal.SIGKILL, 17), (signal.SIGSTOP, 9)])
 def test_lost_rank_raises_on_all_others(how, moment):
     took = run_ranks(3, _lost, how, moment, timeout=3, killed=(1,))
-    assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took  # last term: margin for shared CPUs
+    # Timeout, promised delay, margin for shared CPUs (seconds)
+    assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took
 
 
 def _odd(rank, size):
@@ -242,7 +243,7 @@ def _odd(rank, size):
             flatcall.all_reduce(tensor, **kwargs)
     with pytest.raises(codec.ArgumentError, match="sparse"):
         codec.torch.all_gather(torch.empty(size * 300_000, device="meta"), x)
-    state["theta"] = state["theta"][:0:-1]  # negative strides, which torch does not support
+    state["theta"] = state["theta"][:0:-1]  # numpy state with negative strides, which torch does not support
     codec.torch.all_reduce(x, codec.Truncate().bind(metric, **state), op="mean")
     group = dist.new_group([0, 1])
     if rank < 2:

@@ -1,4 +1,4 @@
-"""Collectives of GPU tensors fail on all ranks after NaN, damaged frames, lost or silent ranks, or lack of memory."""
+"""Collectives of GPU tensors fail on all ranks if one has a NaN, damaged frames or no memory, is lost or silent."""
 
 import contextlib
 
@@ -149,7 +149,7 @@ def _dies(rank, size, kind, collective):
 @pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
 def test_error_while_frames_leave_the_gpu_fails_all_ranks_at_once(gpus, kind, collective):
     [message, unchanged], [_, also_unchanged] = gpus.run(_lacks_memory, kind, collective)
-    assert "is gone" in message  # not a timeout
+    assert "is gone" in message  # the rank reports its failure: no timeout
     assert unchanged
     assert also_unchanged
 
@@ -177,7 +177,8 @@ def test_tensor_is_unchanged_if_a_rank_dies(kind, point):
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("point", [0, 2, 5])  # before sending heads, before waiting for heads, in the second phase
+# Event at which the rank dies: before it sends heads, before it waits for heads, in the second phase
+@pytest.mark.parametrize("point", [0, 2, 5])
 def test_tensor_is_unchanged_if_a_rank_dies_while_heads_are_sent(gpus, kind, point):
     gpus.start(_killed, kind, codec.Lossless(), point)
     assert gpus.results() == ["PeerError", KILLED]

@@ -1,4 +1,4 @@
-"""Frames that stay on GPUs: bytes copied to host memory, slots and heads sent between GPUs, wrong heads."""
+"""Frames that stay on GPUs: only sizes and heads reach the host, slots have the specified layout, bad heads raise."""
 
 import struct
 from functools import partial
@@ -30,15 +30,18 @@ def _bytes_by_way(rank, size):
             channel.mesh.send = lambda *args, send=send, messages=messages: messages.append(args[-1]) or send(*args)
             codec.torch.all_reduce(x, spec, options=how())
             del channel.mesh.send
-            assert all(sum(part.nbytes for part in body) < 1024 for body in messages)  # integers and heads
+            # Host messages contain integers and frame heads only
+            assert all(sum(part.nbytes for part in body) < 1024 for body in messages)
             assert DeviceTensor.copied_nbytes == copied
-            assert Emulated.read_nbytes - read < 2 * size * (8 + 4096 + 256)  # lengths, first bytes, verdicts
+            # Copied to the host: lengths, first bytes of frames, verdicts
+            assert Emulated.read_nbytes - read < 2 * size * (8 + 4096 + 256)
             yield (channel.counters - before).sent_nbytes
 
 
 def _frames_stay_on_gpus(rank, size):
     fixed, variable = _bytes_by_way(rank, size)
-    largest = codec.frame_nbytes(70_000 - 34_816, "float32", codec.Float8())  # slices begin at multiples of 1,024
+    # Size of the larger frame; slices begin at multiples of 1,024 values
+    largest = codec.frame_nbytes(70_000 - 34_816, "float32", codec.Float8())
     assert fixed == 2 * -(-(8 + largest) // 16) * 16
     assert fixed < variable < 4 * 70_000
 
@@ -86,7 +89,7 @@ def test_slots_between_gpus_are_as_specified(gpus):
         (first, second), head = messages, codec.inspect(want[0]).sections["directory"][0]
         assert first == struct.pack("<4q", terms_most, len(want[1 - r]), head, 1) + want[1 - r][:head]
         assert second[:56] == struct.pack("<4q", len(want[2]), len(want[2]), head, 0) + want[2][:24]
-        assert second[64:] == want[2][32:head]  # after the checksum, which the sender's host does not know
+        assert second[64:] == want[2][32:head]  # bytes after the checksum, which the sender's host does not know
 
 
 def _altered(rank, size, kind):
@@ -108,7 +111,8 @@ def _altered(rank, size, kind):
 
     with gpu(kind) as put:
         for name in ("all_to_all", "all_gather"):
-            for at, value in ((500, 1), (7, 64), (8 + 5, 3), (8 + 48, 1)):  # a value, the length, the codec, the shape
+            # Offset and XOR mask: alter a value, the length, the codec, the shape
+            for at, value in ((500, 1), (7, 64), (8 + 5, 3), (8 + 48, 1)):
                 x = put(values := rank_values(rank, SHAPE))
                 setattr(device, name, altering(name, at, value))
                 try:
@@ -164,7 +168,7 @@ def test_wrong_heads_of_frames_are_errors_on_all_ranks(gpus, kind):
 
 
 def _malformed(rank, size, how_many):
-    """Let rank 1 send `how_many` bytes too many in its message about its frames."""
+    """Let rank 1's message that announces its frames be `how_many` bytes too long."""
     pack = heads.pack
 
     def changed(largest, row):

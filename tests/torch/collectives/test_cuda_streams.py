@@ -84,7 +84,8 @@ def test_collective_waits_for_work_of_the_caller_and_returns_after_its_own(fake_
         fake_cuda.calls.append("collective")
 
     task = Task(Work(None), collective, streams.StreamOrder.of_this_thread(), alone=False, of_callback=False)
-    assert fake_cuda.calls == [("caller", "record")]  # recorded at submission, not when the collective starts
+    # The event is recorded at submission, not when the collective starts
+    assert fake_cuda.calls == [("caller", "record")]
     assert task.step()
     assert fake_cuda.calls[1:] == [
         "enter",
@@ -122,7 +123,7 @@ def _streams(rank, size):
 
 def test_hook_follows_the_stream_in_which_gradients_were_computed():
     for calls in run_ranks(2, _streams):
-        assert calls[0] == ("producer", "record")  # recorded when the first bucket is ready
+        assert calls[0] == ("producer", "record")  # the event is recorded when the first bucket is ready
         assert calls[1] == ("side", "wait for", "event of producer")
         assert calls[-1] == ("side", "synchronize")
 

@@ -49,7 +49,7 @@ def test_all_reduce_equals_that_of_host_memory_for_every_codec(ranks, kind, part
 
 
 def _engine(rank, size, kind):
-    """Return, for each way to reduce, the launched kernels, and the bytes of the tensor copied to the host."""
+    """Return, for each collective and spec, the launched kernels, and the number of tensor bytes copied to the host."""
     found = {}
     with gpu(kind) as put:
         for name, settings in (("default", {}), ("native", {"engine": "native"})):
@@ -93,7 +93,7 @@ def _other_collectives(rank, size, kind):
                     for output, tensor in zip(results, (values, put(values)), strict=True):
                         call(output, tensor, spec)
                     assert torch.equal(results[0], host(results[1])), (call, spec)
-                    call(output := torch.zeros(n, 100, dtype=dtype), put(values), spec)  # from the GPU to the host
+                    call(output := torch.zeros(n, 100, dtype=dtype), put(values), spec)  # GPU input, host output
                     assert torch.equal(results[0], output)
 
 
@@ -202,8 +202,9 @@ def test_host_waits_for_few_things(pair):
 
 def test_host_waits_for_own_frames_once_a_phase_if_they_stay_on_gpus(gpus):
     for found in gpus.run(_waits):
-        assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2  # verdict, result
-        for name in ("lossless", "sign_l1"):  # besides, sizes and heads of this rank's frames in each phase
+        # Waits for the verdict and for the result
+        assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2
+        for name in ("lossless", "sign_l1"):  # one more wait per phase: sizes and heads of this rank's frames
             assert found[name, "two_shot"] == 4
             assert found[name, "all_gather"] == 3
 
@@ -289,14 +290,14 @@ def test_ddp_hook_with_several_specs_trains_as_with_gradients_in_host_memory(ran
 
 
 def _launched_by_parts(rank, size):
-    """Return kernels and waits of steps with one bucket, of one part and of three parts."""
+    """Return the kernels and host waits of a step with one bucket, once with a single spec and once with three."""
     found = []
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
     with counted_gpu() as (device, traffic):
         for policy in (ENCODE_ALL, replace(ENCODE_ALL, choose=lambda name, _: codec.Quantize(2 + int(name[0])))):
             torch.manual_seed(0)
             net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
-            model = torch.nn.parallel.DistributedDataParallel(net)  # one bucket
+            model = torch.nn.parallel.DistributedDataParallel(net)  # all layers are in one bucket
             _register(model, codec.torch.ddp_hook(codec.Quantize(4), policy=policy, options=how()), on_device)
             for _ in range(3):
                 traffic.clear()
@@ -309,9 +310,9 @@ def _launched_by_parts(rank, size):
 def test_parts_of_a_bucket_share_launches_and_waits(pair, gpus):
     for ranks in (pair, gpus):
         for (one, waits), (three, more_waits) in ranks.run(_launched_by_parts):
-            assert one.count("encode_rows<6>") == 2  # terms, and sums
+            assert one.count("encode_rows<6>") == 2  # one launch for terms, one for sums
             assert three == one
-            assert more_waits == waits + 1  # results of parts are copied into the bucket
+            assert more_waits == waits + 1  # the extra wait: results of three parts are copied into the bucket
 
 
 def _several(rank, size, kind):

@@ -1,4 +1,4 @@
-"""FSDP, DDP with float64, the backend and algorithm="auto" with tensors on a GPU."""
+"""FSDP2, DDP with float64 parameters, the backend `codec` and algorithm="auto" accept GPU tensors."""
 
 import logging
 
@@ -35,7 +35,7 @@ def test_float64_gradients_on_a_gpu_are_summed_uncompressed(ranks, kind):
 
 
 def _fsdp(rank, size, kind):
-    """Call the collectives of FSDP2 as it does."""
+    """Call our FSDP2 collectives as FSDP2 does, on host and GPU tensors."""
     group, average = dist.group.WORLD, dist.ReduceOp.AVG
     x = rank_values(rank, (4000 * size,))
     with gpu(kind) as put:
@@ -63,8 +63,8 @@ def test_fsdp_collectives_equal_those_of_host_memory(ranks, kind):
 
 
 def _backend(rank, size, kind):
-    """Call torch.distributed over the backend `codec`."""
-    how = codec.torch.Options(codec.Float8(group_size=100), algorithm="two_shot")  # rounds to nearest
+    """Call torch.distributed over the backend `codec`, on host and GPU tensors."""
+    how = codec.torch.Options(codec.Float8(group_size=100), algorithm="two_shot")  # no random bits: rounds to nearest
     group = dist.new_group(backend="codec", pg_options=how)
     x = rank_values(rank, (5000 * size,))
     results = []
@@ -80,7 +80,8 @@ def _backend(rank, size, kind):
             dist.all_reduce(small, dist.ReduceOp.MAX, group=group)
             results.append([tensor_bytes(host(t)) for t in (reduced, shard, whole, small, *tensors)])
     assert results[0] == results[1]
-    assert group.stats().frame_collectives == 9  # all but the small one in host memory
+    # Five collectives per device; only the small host tensor went over Gloo
+    assert group.stats().frame_collectives == 9
     dist.destroy_process_group(group)
 
 
@@ -107,7 +108,7 @@ def _auto(rank, size, kind):
                 ways.append((codec.torch.group_stats() - before).raw_collectives)
             residuals = feedback.state_dict()
             assert max(float(t.abs().max()) for t in residuals["worker"].values() if isinstance(t, torch.Tensor)) < 1e-6
-            assert float(total.abs().max()) < 1e-5  # residuals of frames were sent with uncompressed values
+            assert float(total.abs().max()) < 1e-5  # the raw all-reduce also sent the residuals that frames had left
             for _ in range(5):
                 codec.torch.all_reduce(x := put(torch.ones(100, 400)), options=how("auto"))
                 assert bool(host(x).eq(size).all())
@@ -123,7 +124,7 @@ def _auto(rank, size, kind):
 def test_auto_uses_all_reduce_of_nccl_where_it_is_faster(gpus, kind):
     (ways, messages, found), (others, _, other) = gpus.run(_auto, kind)
     assert ways == others
-    assert ways[:5] == [0, 0, 0, 1, 1]  # the trial
+    assert ways[:5] == [0, 0, 0, 1, 1]  # trial: three frame collectives, two raw ones
     if kind == "emulated":  # kernels on the CPU are slower than any link
         assert ways[5:] == [1, 1]
         assert len(messages) == 1

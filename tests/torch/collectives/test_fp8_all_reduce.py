@@ -1,4 +1,4 @@
-"""FP8 all-reduce by rows: the configurations and the error bound of torchft's tests, and its algorithm step by step."""
+"""FP8 all-reduce with row scales: torchft's test configurations and error bound, and its algorithm step by step."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ from support.tiers import HANG_SECONDS, NIGHTLY, every
 
 SCRIPT = Path(__file__).parents[3] / "examples/fp8_all_reduce.py"
 
-# test_all_reduce_collective of torchft: two tensors a rank, whose values are uniform random numbers times a factor
+# As in torchft's test_all_reduce_collective: two tensors per rank, of uniform random numbers times a factor.
 N_VALUES = (256, 1024, 2048)
 FACTORS = (1.0, 100.0, 1000.0)
 OPS = ("mean", "sum")
@@ -29,7 +29,7 @@ TWO_SHOT = codec.options(algorithm="two_shot")
 
 
 def shapes_of(n):
-    """Return all shapes of matrices with `n` values in torchft's tests: every divisor of n as rows, n excluded."""
+    """Return all matrix shapes with n values in torchft's tests: every divisor of n except n as the number of rows."""
     return [(rows, n // rows) for rows in range(1, n) if n % rows == 0]
 
 
@@ -40,18 +40,18 @@ def values_of(rank, n, factor, dtype):
 
 
 def exact_result(size, n, factor, op, dtype):
-    """Return the exact result, computed in float64."""
+    """Return the exact result of a configuration, computed in float64."""
     total = sum(values_of(rank, n, factor, dtype).double() for rank in range(size))
     return total / size if op == "mean" else total
 
 
 def mean_relative_error(result, exact):
-    """Return the error as torchft's tests compute it."""
+    """Return the mean of abs(error / value), as torchft's tests compute it."""
     return float(((exact - result.double().flatten()) / (exact + 1e-7)).abs().mean())
 
 
 def _matrices(rank, size):
-    """Return each configuration's largest error over all shapes, and True if results equal those in steps."""
+    """Return each configuration's largest error over all shapes, and True if results equal torchft's steps."""
     in_steps = runpy.run_path(str(SCRIPT))["all_reduce_in_steps"]
     found = []
     for n, factor, op, dtype in CONFIGURATIONS:
@@ -70,7 +70,7 @@ def _matrices(rank, size):
 
 @pytest.mark.parametrize("size", [2, 4] if NIGHTLY else [2])
 def test_all_configurations_of_torchft_are_within_its_bound_and_equal_its_steps(size):
-    """A row of a matrix is a group; 2 ranks, as torchft's tests have."""
+    """Each matrix row has its own scale. With two ranks, as in torchft's tests, all errors stay below its bound."""
     assert len(CONFIGURATIONS) == 54
     results = run_ranks(size, _matrices)
     assert all(found == results[0] for found in results)
@@ -80,7 +80,7 @@ def test_all_configurations_of_torchft_are_within_its_bound_and_equal_its_steps(
 
 
 def _buckets(rank, size):
-    """Return the largest error of each configuration when two tensors travel in one flat bucket with default rows."""
+    """Return each configuration's largest error if both tensors are reduced in one flat bucket with default rows."""
     found = []
     for n, factor, op, dtype in CONFIGURATIONS:
         exact, mine = exact_result(size, 2 * n, factor, op, dtype), values_of(rank, 2 * n, factor, dtype)
@@ -104,7 +104,7 @@ def test_buckets_of_two_tensors_are_within_the_bound_of_torchft():
 
 
 def _reduce_scattered(rank, size):
-    """Return the error of each configuration of a reduce-scatter, which quantizes once."""
+    """Return each configuration's error in a reduce-scatter, which quantizes once."""
     found = []
     for n, factor, op, dtype in CONFIGURATIONS:
         exact = exact_result(size, n, factor, op, dtype).view(size, -1)[rank]
@@ -156,7 +156,7 @@ def test_nan_on_one_rank_is_refused_on_all():
 
 
 def _row_bytes(rank, size):
-    """Return the bytes sent per value, for a 1-D tensor and for a matrix."""
+    """Return the number of bytes sent per value, for a 1-D tensor and for a matrix."""
     found = []
     for shape in ((1 << 18,), (1 << 8, 1 << 10)):
         before = codec.torch.group_stats().sent_nbytes

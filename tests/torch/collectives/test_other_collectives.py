@@ -26,7 +26,7 @@ def test_exchange():
 
 
 def _announced(rank, size):
-    """Impossible announced sizes and a lack of memory on one rank raise on all ranks."""
+    """If a rank announces impossible sizes or lacks memory, all ranks raise."""
     raised = []
     for lie in (1 << 60, -1, None):
         group = dist.new_group()

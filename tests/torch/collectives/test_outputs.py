@@ -96,7 +96,7 @@ def _refused(rank, size):
         with pytest.raises(OTHERS.get(name, codec.ArgumentError) if rank == 0 else codec.PeerError):
             call(t)
         x = torch.full((N,), rank + 1.0)
-        codec.torch.all_reduce(x, op="sum")  # the group is usable
+        codec.torch.all_reduce(x, op="sum")  # the group is still usable
         assert (x == 3).all(), name
 
 
@@ -106,7 +106,7 @@ def test_output_that_cannot_be_written_is_an_error_on_all_ranks(ranks):
 
 
 def _refused_by_backend(rank, size):
-    """A list of outputs, one of which is unusable on one rank, raises on all ranks."""
+    """If one tensor in a list of outputs cannot be written on one rank, all ranks raise."""
     n, bad = N, rank == 0
 
     def listed(make):
@@ -169,9 +169,9 @@ def _in_inference_mode(rank, size):
         codec.torch.all_gather(gathered, torch.full((n,), rank + 1.0))
         assert [row.unique().tolist() for row in gathered] == [[1.0], [2.0]]
     outside = torch.full((128, 256), 1.0).T
-    codec.torch.all_reduce(transposed, op="mean")  # an inference tensor outside of inference mode is accepted
+    codec.torch.all_reduce(transposed, op="mean")  # accepted: an inference tensor outside of inference mode
     with torch.inference_mode():
-        codec.torch.all_reduce(outside, op="sum")  # an ordinary tensor in inference mode is accepted
+        codec.torch.all_reduce(outside, op="sum")  # accepted: an ordinary tensor in inference mode
     assert outside.unique().tolist() == [2.0]
     leaf = torch.ones(100, 50, requires_grad=True)
     for t in (leaf, leaf.T, leaf[:, ::2]):
@@ -219,7 +219,8 @@ def _timeouts(rank, size):
     """An invalid timeout on one rank, in the group's first call, raises on all ranks."""
     for bad in TIMEOUTS:
         group = dist.new_group(timeout=timedelta(seconds=5))
-        options = codec.CallOptions(timeout=bad if rank == 0 else 4)  # not checked, unlike those of codec.options()
+        # The constructor does not validate, unlike codec.options()
+        options = codec.CallOptions(timeout=bad if rank == 0 else 4)
         with pytest.raises(codec.ArgumentError if rank == 0 else codec.PeerError):
             codec.torch.all_reduce(torch.ones(3), group=group, options=options)
         x = torch.ones(3)

@@ -1,4 +1,4 @@
-"""All-to-all of rows has torch.distributed's values and gradients, for experts with many, few and no rows."""
+"""All-to-all of rows gives torch.distributed's values and gradients, if experts receive many, few or no rows."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def counts(rank, size, case):
     if case == "none":
         return np.zeros((size, size), int)
     table = np.random.default_rng(7).integers(0, 40, (size, size))
-    table[:, -1] = 0 if case == "unused" else 700  # no rank or every rank uses the last rank's experts
+    table[:, -1] = 0 if case == "unused" else 700  # rows for the last rank's experts: none, or 700 from every rank
     return table
 
 
@@ -55,7 +55,7 @@ def _lossy(rank, size):
     for source, n in enumerate(theirs):
         before = sum(table[source][:rank])
         sent = rows(source, sum(table[source]), torch.float32)[before : before + n]
-        if n:  # a token's values do not depend on other tokens
+        if n:  # the error of a token's values does not depend on other tokens
             alone = codec.decode(codec.encode(sent[-1:].reshape(-1, 48).numpy(), spec))
             np.testing.assert_array_equal(y[begin + n - 1].detach().numpy().reshape(-1, 48), alone)
         begin += n
@@ -71,8 +71,8 @@ def _refused(rank, size):
     """An error on one rank raises on all ranks, and the next call succeeds."""
     x = torch.ones(4, 8)
     wrong = [
-        (x, [2, 2], [2, 1 + rank]),  # rank 0: do not add up
-        (x, [2, 2 - (rank == 0)], [2, 2]),  # another number of rows than is sent
+        (x, [2, 2], [2, 1 + rank]),  # rank 0's input rows add up to 3 instead of 4
+        (x, [2, 2 - (rank == 0)], [2, 2]),  # rank 0 expects 1 row from rank 1, which sends 2
         (x, [2 + 2 * (rank == 1), 2], [2, 2]),
         (x, [2, 2], [2, 2, 0][: 3 - rank]),
         (x, [2, 2], [2, -2] if rank else [2, 2]),

@@ -32,7 +32,7 @@ def bits(t):
 
 
 def bounds():
-    """Return begin and end of each parameter in the flat bucket, and of the LEFT_OUT values after the last one."""
+    """Return (begin, end) of each parameter in the flat bucket, and of the LEFT_OUT values after the last parameter."""
     edges = np.cumsum([0, *[int(np.prod(s)) for s in SHAPES], LEFT_OUT]).tolist()
     return list(itertools.pairwise(edges))
 
@@ -48,7 +48,7 @@ def values(rank, factors, dtype=torch.float32):
 
 
 def sum_range(terms, scale):
-    """Return the least and the largest possible sum of ternary terms, as x / scale is rounded down or up."""
+    """Return the smallest and the largest possible sum of ternary terms, with each x / scale rounded down or up."""
     least = sum(torch.where(x.abs() >= scale, x.sign(), x.sign().clamp(max=0)) for x in terms)
     most = sum(torch.where(x.abs() >= scale, x.sign(), x.sign().clamp(min=0)) for x in terms)
     return least, most
@@ -65,7 +65,7 @@ CASES = [
 
 
 def _exact(rank, size):
-    """Each result is a multiple of its parameter's scale, and within the range of sums of rounded values."""
+    """Each result is a multiple of its parameter's scale, and within the range that rounding down or up allows."""
     found = []
     for spec, op, dtype, factors in CASES:
         divide = size if op == "mean" else 1
@@ -107,7 +107,7 @@ def _exact(rank, size):
     zeros = -torch.zeros(500)
     codec.torch.all_reduce(zeros, codec.Ternary(clip=2.5), op="mean", options=codec.options(algorithm="shared_scale"))
     assert bits(zeros) == bytes(2000)
-    ones = torch.full((3, 4), -1.0)  # equal values are not clipped
+    ones = torch.full((3, 4), -1.0)  # values of equal magnitude are sent exactly
     codec.torch.all_reduce(ones, codec.Ternary(clip=2.5), op="mean", options=codec.options(algorithm="shared_scale"))
     assert (ones == -1).all()
     return found
@@ -125,7 +125,7 @@ def _unbiased(rank, size):
     x[7] = 1
     codec.torch.all_reduce(x, codec.Ternary("base3"), op="mean", options=codec.options(algorithm="shared_scale"))
     assert x[7] == 1
-    variance = 0.3 * 0.7 / size  # with equal random bits on all ranks it would be `size` times larger
+    variance = 0.3 * 0.7 / size  # if ranks used equal random bits, the variance would be `size` times larger
     assert abs(x.mean() - 0.3) < 5 * (variance / n) ** 0.5
     assert abs(x.var() / variance - 1) < 0.05
     every = [values(r, (1e-3, 5.0, 1e2)) for r in range(size)]
@@ -140,7 +140,7 @@ def _unbiased(rank, size):
             options=codec.options(algorithm=algorithm),
         )
         errors[algorithm] = float((t - want).norm() / want.norm())
-    assert errors["shared_scale"] < 0.75 * errors["two_shot"]  # two_shot rounds the sums to ternary again
+    assert errors["shared_scale"] < 0.75 * errors["two_shot"]  # two_shot also rounds the sums to ternary values
 
 
 def test_results_are_unbiased_and_ranks_use_independent_streams():
@@ -191,7 +191,7 @@ def test_error_on_one_rank_raises_on_all():
 
 
 def _damaged(rank, size):
-    """A damaged message, any one of a rank's messages in the three phases, raises on all ranks and changes nothing."""
+    """Damage each of a rank's messages in the three phases; every time all ranks raise and tensors are unchanged."""
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     raised = []
     for which in range(3 * (size - 1)):
@@ -219,7 +219,7 @@ def test_damaged_frame_raises_on_all():
 
 
 def _lied(rank, size):
-    """Valid frames with impossible contents raise on all ranks."""
+    """If a rank sends valid frames with impossible contents, all ranks raise."""
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     shared, signs = shared_scale._Shared, shared_scale._Shared.encode
     sums, magnitude = shared.encode_sum, shared_scale.magnitude
@@ -272,7 +272,7 @@ def test_valid_frames_with_impossible_contents_raise_on_all():
     st.sampled_from(["mean", "sum"]),
     st.sampled_from([None, np.nan, 0.5, -1e30, "more", "less"]),
 )
-@example(7, 1, 72, "mean", None)  # a sum that is rounded to -0
+@example(7, 1, 72, "mean", None)  # a case whose sum rounds to -0
 def test_sums_of_codes_are_exact(size, n, seed, op, wrong):
     """For any ranks and segments, the result is scale * sum of codes, divided by N for a mean, and rounded once."""
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Rows keep their scales in slices of any size, so results do not depend on the number of ranks."""
+"""Rows keep their scales however a tensor is sliced, so results do not depend on the number of ranks."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ SPECS = (codec.Float8(), codec.Sign("two_mean", group_size="row"))
 
 
 def _rows(rank, size):
-    """Reduce a matrix whose rows differ in magnitude as a tensor, in a view and in a hook; return the results."""
+    """Reduce a matrix with rows of different magnitudes as a tensor, in a view and in a hook; return all results."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(64, 128, generator=g) * 10.0 ** torch.linspace(-4, 4, 64)[:, None]
     bucket = torch.cat([x.flatten(), torch.ones(100), x[:20, :90].flatten()])
@@ -42,7 +42,7 @@ def test_rows_have_the_same_scales_on_any_number_of_ranks():
     one = run_ranks(1, _rows)[0]
     for size in (2, 4):
         for found in run_ranks(size, _rows):
-            for y, expected in zip(found, one, strict=True):  # means of means are rounded once more
+            for y, expected in zip(found, one, strict=True):  # the mean of a sum is rounded once more than on one rank
                 torch.testing.assert_close(y, expected, rtol=1e-5, atol=0)
 
 
@@ -61,7 +61,7 @@ def test_room_for_a_piece_is_the_size_of_its_frame():
 def test_slices_and_frames_of_more_than_2_31_values():
     """For more than 2^31 values, without allocating these, pieces cover all values, and frame sizes are announced."""
     n, rows = (1 << 34) + 5, 1 << 21
-    x = np.broadcast_to(np.float32(0), (n,))  # of 4 bytes
+    x = np.broadcast_to(np.float32(0), (n,))  # a broadcast view that takes 4 bytes
     for segments in (None, pack([(0, (rows, (1 << 13) - 1)), (1 << 34, (5,))])):
         for spec in (codec.Lossless(), codec.Quantize(4)):
             r = Reduction(x, "float32", spec, "sum", 0, segments)

@@ -68,7 +68,7 @@ def _limited(rank, size):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 128, bias=False))
     weight = 1e-3 * torch.ones(128, 128)
-    weight[:, ::64] = 1.0  # groups of 64 values, one of which is much larger than the others
+    weight[:, ::64] = 1.0  # one value in each group of 64 is 1,000 times the others
     model, hook = hooked(model, Auto(0.05, SLOW), policy=codec.torch.Policy(lossless_small=False))
     even = torch.randn(128, 128, generator=torch.Generator().manual_seed(rank))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""DDP hooks: replicas stay identical, Lossless gives sums in the order of ranks, and a failed step changes nothing."""
+"""DDP hooks: replicas stay identical, Lossless gives sums in rank order, and a failed step changes nothing."""
 
 import io
 import pickle
@@ -88,7 +88,7 @@ def _lossy(rank, size):
 
 
 def test_replicas_stay_identical():
-    """Replicas stay identical with every codec, schedules and parameter groups, with a loss near float32's."""
+    """With every codec, schedules and parameter groups, replicas stay identical and reach about float32's loss."""
     results = run_ranks(3, _lossy)
     assert len(results[0]) == len(CASES) * (len(WAYS) if NIGHTLY else 1)
     for key, (mine, losses) in results[0].items():
@@ -111,7 +111,7 @@ def _channels_last(rank, size):
         with model.no_sync():
             model(x).square().mean().backward()
         state = {"theta": net.weight.detach()}
-        for momentum in optimizer.state.values():  # buffers may have another memory order
+        for momentum in optimizer.state.values():  # momentum may be stored in another memory format than its parameter
             momentum["momentum_buffer"] = momentum["momentum_buffer"].contiguous()
             state["m"] = momentum["momentum_buffer"]
         want, *values = (t.permute(0, 2, 3, 1).contiguous() for t in (net.weight.grad, *state.values()))
@@ -138,7 +138,7 @@ def _accounted(rank, size, paid):
     seen, sent = ({n: torch.zeros(p.shape) for n, p in model.module.named_parameters()} for _ in range(2))
     for step in range(7):
         if step == 6 and paid:
-            hook.reducer.algorithm = "raw"  # as "auto" does if raw values are faster; residuals are then sent, too
+            hook.reducer.algorithm = "raw"  # "auto" switches to raw if that is faster; the residuals are then sent, too
         x, y = data(rank, step)
         model.zero_grad()
         with model.no_sync():
@@ -167,7 +167,7 @@ def _accounted(rank, size, paid):
 
 
 def _rounded(rank, size):
-    """If bfloat16 values are sent raw, the rounding error of sums is in the residual."""
+    """If bfloat16 values are sent raw, the residual takes up the rounding error of the sums."""
     every = [(torch.arange(70_000) % 251 + r).to(torch.bfloat16) for r in range(size)]
     from codec.torch.reduction import partition, raw
 
@@ -367,7 +367,7 @@ def test_example_runs():
     script = Path(__file__).parents[3] / "examples/ddp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--steps", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # printed by torch 2.9
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9 prints Gloo's log
     assert [line.partition(":")[0] for line in lines] == ["lossless", "near", "float8", "quantize4"]
     sent = [float(re.search(r"sent ([\d.]+) MB", line)[1]) for line in lines]
     assert sent == sorted(sent, reverse=True)

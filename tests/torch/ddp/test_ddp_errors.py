@@ -31,7 +31,7 @@ def _refused(rank, size):
         torch.nn.functional.cross_entropy(model(x), y).backward()
     assert parameter_bytes(model) == before
     assert hook_state_bytes(hook) == state
-    train(model, optimizer, rank, 3, 4)  # continues as if the step had not been taken
+    train(model, optimizer, rank, 3, 4)  # training continues as if the failed step had not happened
     return hook.stats().failed_steps, parameter_bytes(model)
 
 
@@ -59,7 +59,7 @@ def _nested(rank, size):
         assert hook.stats().failed_steps == i + 1
         found.append(step())
 
-    def broken(*_):  # between two inner passes, where no bucket is in flight
+    def broken(*_):  # raises between two inner passes, when no bucket is in flight
         assert not torch.is_grad_enabled()
 
     if rank:
@@ -67,7 +67,7 @@ def _nested(rank, size):
     with pytest.raises(AssertionError if rank else codec.PeerError):
         step()
     if rank:
-        hook.register(other)  # the other model no longer waits
+        hook.register(other)  # ends the unfinished step, so that rank 0 stops waiting and raises
     with pytest.raises(codec.PeerError, match="new group"):
         codec.torch.all_reduce(torch.ones(3))
     return [g.tolist() for grads in found for g in grads]
@@ -80,7 +80,7 @@ def test_errors_in_reentrant_backward_passes_are_raised():
 
 
 def _alone(rank, size):
-    """Fail on one rank, before its first message or after the ranks' agreement; return each rank's outcomes."""
+    """Fail on rank 1, before its first message or after all ranks have agreed; return the steps' outcomes."""
     found = []
     for where, name in ((hook_residuals.Residuals, "begin_step"), (codec.torch.ddp.reducer, "scatter")):
         model = wrapped(EqualLayers(), process_group=dist.new_group())
@@ -100,7 +100,7 @@ def _alone(rank, size):
         found.append(step(0))
         if rank:
             setattr(where, name, fails)
-        if name == "scatter" and rank == 0:  # the others have succeeded when rank 1 stores its results
+        if name == "scatter" and rank == 0:  # rank 0 has already succeeded when rank 1 fails to store its results
             step(1)
         else:
             with pytest.raises(MemoryError if rank else codec.PeerError):

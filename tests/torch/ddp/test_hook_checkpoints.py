@@ -75,7 +75,7 @@ def test_state_of_another_rank_or_model_is_refused():
 
 
 def _renamed(rank, size):
-    """Names of parameters in a state do not depend on wrappers of the model."""
+    """A hook's state names parameters as in the unwrapped model."""
     model, hook = hooked()
     take_step(model, rank, small_forward)
     take_step(model, rank, small_forward)
@@ -91,7 +91,7 @@ def _renamed(rank, size):
         take_step(model, rank, small_forward)
         found.append(checkpoint.packed(hook.state_dict()))
     assert found[0] == found[1]
-    assert found[2] is None  # a wrapped model has other names
+    assert found[2] is None  # refused: the module has other parameter names
 
 
 def test_state_is_taken_up_under_the_names_of_a_compiled_model():
@@ -109,7 +109,7 @@ RESUMED = [
 
 def _resumed(rank, size):
     for spec, how in RESUMED:
-        how["cap"] = 0.05  # two buckets from the second step on
+        how["cap"] = 0.05  # bucket cap in MB: two buckets from the second step on
         ends = []
         for interrupted in (False, True):
             model, hook = hooked(spec=spec, **how)
@@ -178,7 +178,7 @@ def test_spec_policy_and_warm_up_take_effect_at_the_next_step():
 
 
 def _settled(rank, size):
-    """If a spec without feedback replaces another one, the former's residuals are added to the next gradients."""
+    """If a spec without error feedback replaces one with it, the residuals are added to the next gradients."""
     model, hook = hooked(spec=codec.Quantize(2, 8), feedback=True, policy=ENCODE_ALL)
     means, sent = 0, 0
     for step in range(4):

@@ -40,7 +40,7 @@ def _complex_forward(model, rank):
 
 
 def _complex(rank, size):
-    """Check that replicas are identical and exactly representable values exact; return the gradients by spec."""
+    """Check that replicas are identical, and exact if values are representable; return the gradients by spec."""
     want = take_step(DistributedDataParallel(Complex()), rank, _complex_forward)
     found = {}
     for spec, how in [
@@ -138,7 +138,7 @@ def test_gradients_that_frames_cannot_carry_are_summed_uncompressed(size):
 def _registered_as_torch_does(rank, size):
     spec, found = codec.Float8(group_size=128), {}
     for form in ("register", "state", "callable", "compiled"):
-        # a group of its own: no hook switches to uncompressed values after a few steps
+        # A new group per form: otherwise "auto" could switch to raw after a few steps of the earlier forms.
         model, hook = DistributedDataParallel(small_net(), process_group=dist.new_group()), codec.torch.ddp_hook(spec)
         if form == "register":
             hook.register(model)

@@ -1,4 +1,4 @@
-"""register() checks the model and the optimizer, and warns of settings that lose accuracy."""
+"""register() validates the model and the optimizer, and warns about settings that lose accuracy."""
 
 import copy
 import pickle
@@ -23,9 +23,9 @@ def _second_model(rank, size):
     with pytest.raises(codec.ArgumentError, match="serves one model"):
         hook.register(other)
     take_step(first, rank, small_forward)
-    assert len(pickle.dumps(hook)) < 10_000  # without the model
+    assert len(pickle.dumps(hook)) < 10_000  # the pickle does not contain the model
     again = DistributedDataParallel(copy.deepcopy(first.module))
-    hook.register(again)  # the same model again, as after the loss of a rank
+    hook.register(again)  # the same model, wrapped again as after the loss of a rank
     take_step(again, rank, small_forward)
     with pytest.raises(codec.ArgumentError, match="registered to another model since"):
         take_step(first, rank, small_forward)
@@ -140,10 +140,10 @@ def _warned(rank, size):
         adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
         codec.torch.ddp_hook(spec).register(model)
         take_step(model, rank, small_forward)
-        torch.optim.Adam(small_net().parameters()).step()  # an optimizer of another model
+        torch.optim.Adam(small_net().parameters()).step()  # another model's optimizer must not cause the warning
         with pytest.warns(UserWarning, match=r"distorts.*Adam"):
             adam.step()
-        take_step(model, rank, small_forward, adam)  # warns only once
+        take_step(model, rank, small_forward, adam)  # a second step does not warn again
     model = DistributedDataParallel(small_net())
     codec.torch.ddp_hook(codec.Sign()).register(model)
     sgd = torch.optim.SGD(model.parameters(), 0.1)
@@ -174,7 +174,7 @@ def test_hook_that_was_never_called_is_reported_at_exit():
 
 
 def _growing(rank, size):
-    """Train such that a residual outgrows its gradient."""
+    """Train so that the norm of a residual grows beyond its gradient's."""
     from codec.torch.ddp import residuals
 
     logged = []

@@ -40,10 +40,10 @@ class Sent:
 
     def __call__(self, frame, to):
         info = codec.inspect(frame)
-        if info.dtype != "int64":  # counts are int64
+        if info.dtype != "int64":  # frames of symbol counts are int64, and are left out here
             self.nbytes += frame.nbytes
             self.books.add(info.codebook_id)
-        self.frames += 1  # includes frames of counts
+        self.frames += 1  # number of all frames, also those of symbol counts
         if self.damage(frame):
             frame = frame.copy()
             frame[frame.nbytes // 2] ^= 4
@@ -57,7 +57,8 @@ class SimilarLayers(torch.nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.layers = torch.nn.ParameterList(torch.randn(50, 60) for _ in range(10))
-        self.spread = [torch.exp(4 * torch.randn(50, 60)) for _ in range(10)]  # many exponents: large codebooks
+        # Widely spread exponents need large codebooks
+        self.spread = [torch.exp(4 * torch.randn(50, 60)) for _ in range(10)]
 
     def forward(self, x):
         return sum(x @ (p * s) for p, s, x in zip(self.layers, self.spread, x.chunk(10, 1), strict=True))
@@ -141,7 +142,7 @@ def _failed(rank, size):
     sent.damage = lambda frame: rank == 1 and sent.frames == 4
     go(5, fails=True)
     sent.damage = lambda frame: False
-    go(6)  # a codebook is due; ranks keep the ones they know
+    go(6)  # a new codebook is due, but ranks keep the old ones
     sent.damage = lambda frame: rank == 1 and codec.inspect(frame).dtype == "int64"
     go(7, 8, 9, 10)  # the switch of step 9 fails
     sent.damage = lambda frame: rank == 2 and sent.frames == 4
@@ -151,12 +152,12 @@ def _failed(rank, size):
     hook.load_state_dict(state)
     go(13, 14, 15, 16)
     if rank == 0:
-        hook.load_state_dict(state)  # an old state: all start over after a failed step
+        hook.load_state_dict(state)  # rank 0 loads an old state: one step fails, then all ranks start over
     go(17, fails=True)
     go(18, 19, 20)
     saved = pickle.loads(pickle.dumps(hook.state_dict()))
     model, optimizer, hook = hooked(codec.Lossless(), algorithm="two_shot", model=model.module)
-    if rank != 2:  # all start over if one rank has no state
+    if rank != 2:  # rank 2 has no state, so all ranks start over
         hook.load_state_dict(saved)
     go(21, 22)
     before = hook_state_bytes(hook)
@@ -165,13 +166,13 @@ def _failed(rank, size):
             hook.load_state_dict(broken)
         assert hook_state_bytes(hook) == before
     model, optimizer, hook = hooked(codec.Lossless(), 3 + (rank == 1), model=model.module)
-    go(23, fails=True)  # different intervals: an error on all, without a timeout
+    go(23, fails=True)  # refresh intervals differ by rank: an error on all ranks, without a timeout
     return log, parameter_bytes(model)
 
 
 def test_sums_of_counts_of_many_ranks_do_not_overflow():
     counts = np.ones((1024, 257), np.int64)
-    counts[:, 7] = 1 << 60  # the sum would be 2^70
+    counts[:, 7] = 1 << 60  # summed over ranks, this count would overflow int64
     total = codebook_sync.sum_of_counts(counts)
     assert total.dtype == np.int64
     assert total[8] == 1024
@@ -224,7 +225,7 @@ def residual_sum(hook, model):
         for role, scale in (
             ("worker", 1),
             ("server", dist.get_world_size()),
-        ):  # the owner's residual is that of the mean
+        ):  # the owner's residual belongs to the mean, so it counts N times
             for key, values in state[role].items():
                 at, _, where = key.rpartition("[")
                 if at == name:
@@ -261,8 +262,8 @@ CHANGES = [
     (codec.Quantize(2, 8), "two_shot", "all_gather"),
     (codec.Quantize(2, 8), "all_gather", "two_shot"),
     (codec.Quantize(2, 8), "two_shot", "raw"),
-    (codec.Quantize(2, 8), "two_shot", "auto"),  # frames first, then raw values
-    (codec.Quantize(2, 8), "two_shot", "lossless"),  # Lossless by the policy
+    (codec.Quantize(2, 8), "two_shot", "auto"),  # frames at first, raw after the trial
+    (codec.Quantize(2, 8), "two_shot", "lossless"),  # the policy returns Lossless
 ]
 
 
@@ -277,7 +278,7 @@ def _change_algorithm(rank, size):
         model, hook = hook_with_feedback(spec, after)
         hook.load_state_dict(state)
         assert torch.equal(residual_sum(hook, model), was)
-        for step in (2, 3, 4):  # step 2 has a single bucket
+        for step in (2, 3, 4):  # in step 2 all parameters are in a single bucket
             if after == "auto":
                 execution._SMALL = 100
                 Choice.way = lambda choice, index, step=step: "values" if step > 2 else "frames"
@@ -301,7 +302,7 @@ def test_residuals_survive_a_change_of_algorithm():
 
 
 def _refused_first_bucket(rank, size):
-    """The first bucket fails in a step in which later buckets pass residuals on for the first time."""
+    """The first bucket fails in the step in which later buckets change the owners of residuals for the first time."""
     model, hook = hook_with_feedback(codec.Quantize(2, 8), "two_shot")
     train_and_sum(model, rank, [0, 1])
     state = hook.state_dict()
@@ -309,7 +310,7 @@ def _refused_first_bucket(rank, size):
     for policy in (ENCODE_ALL, lossless):
         model = wrapped()
         hook = codec.torch.ddp_hook(codec.Quantize(2, 8), feedback=True, policy=policy).register(model)
-        train_and_sum(model, rank, [2])  # buckets are rebuilt
+        train_and_sum(model, rank, [2])  # DDP rebuilds its buckets after this step
         hook.load_state_dict(state)
         was = hook_state_bytes(hook)
         list(model.parameters())[-1].register_hook(lambda g: g * (torch.nan if rank else 1))
@@ -365,7 +366,7 @@ def _train_part(rank, size):
     model, hook = hook_with_feedback(codec.Quantize(2, 8), "two_shot")
     train_and_sum(model, rank, [0, 1, 2])
     state, before = hook.state_dict(), hook_state_bytes(hook)
-    with pytest.raises(codec.StateError):  # if one part cannot be loaded, none is
+    with pytest.raises(codec.StateError):  # an invalid part: nothing of the state is loaded
         hook.load_state_dict({**state, "server": {}})
     assert hook_state_bytes(hook) == before
     return state, residual_sum(hook, model)

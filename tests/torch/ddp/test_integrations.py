@@ -1,4 +1,4 @@
-"""Parts of codec.integrations that need no framework."""
+"""Shared code of codec.integrations that can be tested without a framework."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def _wrapped_again(rank, size):
     hook = codec.torch.ddp_hook("small")
     assert attach.wrapper_of(net) is first
     assert attach.attach(hook, first, size)
-    assert attach.attach(hook, first, size)  # the same hook again
+    assert attach.attach(hook, first, size)  # attaching the same hook again is a no-op
     second = DistributedDataParallel(net)
     assert attach.wrapper_of(net) is second
     assert attach.attach(hook, attach.wrapper_of(net), size)
@@ -51,7 +51,7 @@ def _wrapped_again(rank, size):
     fresh = codec.torch.ddp_hook("small")
     assert not attach.attach(fresh, other, 1)
     assert attach.state_of(fresh) == {}
-    attach.restore(fresh, attach.state_of(hook))  # not registered: ignored
+    attach.restore(fresh, attach.state_of(hook))  # ignored: the hook is not registered
     return hook.stats().steps
 
 

@@ -1,4 +1,4 @@
-"""``python -m codec.run`` compresses the gradients of scripts that are not edited."""
+"""``python -m codec.run`` compresses the gradients of unmodified training scripts."""
 
 import contextlib
 import io
@@ -87,7 +87,7 @@ def _main(rank, size, folder, arguments):
 
 
 def check(texts):
-    """Check the output of the ranks after 4 steps of "small"."""
+    """Check what the ranks print after 4 steps with preset "small"."""
     for rank, text in enumerate(texts):
         assert re.search(r"^\['--epochs', '3'\] .*train\.py$", text, re.MULTILINE), text
         assert "equal True exact False" in text
@@ -171,7 +171,7 @@ def test_command_line_says_what_is_missing(capsys):
 
 
 def _launched(rank, size):
-    """Return the steps of models that a launcher finds: with an optimizer; with a scaler and torch.compile."""
+    """Return the steps of two models that the launcher hooks: with an optimizer; with scaler and torch.compile."""
     plain = DistributedDataParallel.forward
     try:
         near = run.Launch(run.spec_of("near"), codec.options())

@@ -10,7 +10,7 @@ from codec.torch.ddp import policy
 from support.ddp_training import hook_state_bytes
 from support.ranks import run_ranks
 
-TWO_SHOT = codec.options(algorithm="two_shot")  # not "auto", which may send values uncompressed
+TWO_SHOT = codec.options(algorithm="two_shot")  # instead of "auto", which may switch to raw
 
 
 def _batch(rank, step, n=80):
@@ -18,7 +18,7 @@ def _batch(rank, step, n=80):
 
 
 def _nan_with_scaler_off(rank, size):
-    """With a disabled scaler, a NaN on rank 0 is an error on all ranks; the next batch trains."""
+    """With a disabled GradScaler, a NaN on rank 0 raises on all ranks, and training continues with the next batch."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(80, 80))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -117,7 +117,7 @@ MODELS = {"zero head": _zero_head, "adapters": lambda: torch.nn.Sequential(*(Ada
 
 
 def _begins_at_zero(rank, size, kind, spec):
-    """Train; return the matrices' specs after a few steps, the fraction of bytes, and the log from INFO on."""
+    """Train; return the specs of the matrices after a few steps, sent / raw bytes, and log messages from level INFO."""
     logged = []
     policy.logger.setLevel("INFO")
     policy.logger.info = policy.logger.warning = lambda text, *args: logged.append(text % args)
@@ -143,7 +143,7 @@ def _begins_at_zero(rank, size, kind, spec):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("spec", ["smallest", "small"])
 def test_layers_that_begin_at_zero_keep_nothing_lossless(kind, spec):
-    """A layer whose gradient is zero in the first steps is not kept lossless; it is measured in a later step."""
+    """A layer whose gradient is zero in the first steps is measured in a later step, and not kept lossless for ever."""
     for rank, (specs, ratio, logged) in enumerate(run_ranks(2, _begins_at_zero, kind, spec)):
         assert set(specs.values()) == {"Sign" if spec == "smallest" else "Quantize"}, specs
         assert ratio < (0.08 if spec == "smallest" else 0.18), ratio
@@ -152,7 +152,7 @@ def test_layers_that_begin_at_zero_keep_nothing_lossless(kind, spec):
 
 
 def _tells(rank, size):
-    """Run a step whose policy keeps half of the gradients lossless; return the step's contents and the log."""
+    """Run a step whose policy keeps half of the gradients lossless; return the hook's report of it and the log."""
     logged = []
     policy.logger.setLevel("INFO")
     policy.logger.info = policy.logger.warning = lambda text, *args: logged.append(text % args)
@@ -171,7 +171,7 @@ def test_hook_warns_if_much_stays_uncompressed():
 
 
 def _smaller(rank, size):
-    """A state with another shape for a parameter's name is refused, before and after register()."""
+    """A state whose shape of a parameter differs from the model's is refused, before and after register()."""
 
     def hooked(*shape, state=None):
         model = DistributedDataParallel(torch.nn.Linear(*shape, bias=False))

@@ -50,7 +50,7 @@ def _momenta(rank, size):
     for step in range(3):
         seen.clear()
         step_of(model, rank, lambda model, rank, step=step: _loss(model, rank, step))
-        assert sorted(seen) == sorted(names.values())  # each parameter once
+        assert sorted(seen) == sorted(names.values())  # the transform saw each parameter once
         plain = net()
         terms = {name: [] for name in expected}
         for r in range(size):
@@ -72,7 +72,7 @@ def test_transform_replaces_gradients_before_they_are_encoded(size):
 
 
 def _residuals(rank, size):
-    """A transform that halves gradients equals halved losses, bit for bit: residuals are not halved."""
+    """Halving gradients in a transform gives the same bits as halving the loss: residuals are not halved."""
     found = []
     for factor in (0.5, None):
         model = wrapped(process_group=dist.new_group())
@@ -99,7 +99,7 @@ def test_transform_precedes_residuals():
 def _failing(rank, size):
     """An error of the transform on one rank, in any bucket, raises on all ranks; the next step works."""
     model = wrapped()
-    fail = None  # number of the call that fails
+    fail = None  # number of the transform call that raises
     calls = 0
 
     def transform(buffer, gradients):
@@ -139,7 +139,8 @@ def test_peers_that_give_up_do_not_replace_the_error_of_this_rank():
     state.fail(step, 3, own, collective)
     state.fail(step, 2, echo, collective)
     assert (step.failed, step.error) == (3, own)
-    state.fail(step, 1, echo, collective)  # rank 2 has an error of its own
+    # Caused by rank 2's own error, in an earlier bucket: it replaces this rank's error
+    state.fail(step, 1, echo, collective)
     assert (step.failed, step.error) == (1, echo)
 
 
@@ -155,7 +156,7 @@ class _TwoDtypes(nn.Module):
 
 
 def _agreeing(rank, size):
-    """Steps fail on all ranks if transforms return different items by rank, and succeed if items are equal."""
+    """Steps fail on all ranks if their transforms return different sets of items, and succeed if these are equal."""
     model = DistributedDataParallel(_TwoDtypes(), process_group=dist.new_group())
     item = None
     hook = codec.torch.ddp_hook(transform=lambda *_: item, options=TWO_SHOT).register(model)
@@ -180,7 +181,7 @@ def test_ranks_whose_transforms_return_other_items_fail_the_step():
 
 
 def _nonfinite(rank, size):
-    """If a transform raises on one rank, the PeerError of all other ranks has the same status."""
+    """If a transform raises on one rank, the PeerErrors of the other ranks have the status of its error."""
     model = wrapped()
 
     def transform(buffer, gradients):
@@ -232,7 +233,7 @@ def _unusual(rank, size):
     def double(buffer, gradients):
         for p, g in gradients:
             shapes[names[p]] = tuple(g.shape), g.dtype, g.is_sparse
-            if names[p] == "images":  # not the same in another order in memory
+            if names[p] == "images":  # wrong if the gradient had another memory order
                 g[1:] *= 2
             else:
                 g.mul_(2)

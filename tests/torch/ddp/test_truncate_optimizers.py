@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion as packages implement it."""
+    """The optimizer Lion, as PyPI packages implement it."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -48,7 +48,8 @@ def _train(rank, size):
             hook = codec.torch.ddp_hook(
                 spec,
                 optimizer=optimizer,
-                policy=lambda _, p, mine=mine: None if id(p) in mine else codec.Lossless(),  # Muon takes matrices only
+                # Lossless for parameters outside the optimizer: Muon accepts matrices only
+                policy=lambda _, p, mine=mine: None if id(p) in mine else codec.Lossless(),
                 options=codec.options(algorithm="two_shot"),
             )
             hook.register(model)
@@ -81,7 +82,7 @@ LATE = {
 
 
 def _unfrozen(rank, size, name, hooked):
-    """Train with the last layers, then, wrapped again, with all."""
+    """Train the last layers; then unfreeze all layers, wrap the model again, and train all."""
     net = ddp_training.net()
     late = [p for layer in list(net)[:10] for p in layer.parameters()]
     optimizer = LATE[name](net)
@@ -102,7 +103,7 @@ def _unfrozen(rank, size, name, hooked):
 
 @pytest.mark.parametrize("name", LATE)
 def test_layers_unfrozen_later_train_as_float32(name):
-    """A parameter group whose parameters have taken different numbers of steps, some of them none."""
+    """Truncate works if parameters of one group have taken different numbers of optimizer steps, some of them none."""
     hooked, float32 = (run_ranks(2, _unfrozen, name, hooked) for hooked in (True, False))
     for (losses, found), (plain, expected) in zip(hooked, float32, strict=True):
         assert losses == pytest.approx(plain, abs=1e-5)

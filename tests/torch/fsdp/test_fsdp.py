@@ -1,4 +1,4 @@
-"""FSDP2 with Lossless frames gives gradients as sums in rank order, and gathered parameters, bit for bit."""
+"""With Lossless, FSDP2 gathers exact parameters, and gradients are sums in rank order, bit for bit."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def test_lossy_error_is_within_the_codecs_bound():
 
 
 def _protocol(rank, size):
-    """Return values, Work objects, memory and dtypes of the collectives are as FSDP2 expects."""
+    """The collectives' return values, Work objects, memory and dtypes are those that FSDP2 expects."""
     scatter, gather = codec.torch.ReduceScatter(), codec.torch.AllGather()
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         every = [torch.randn(size * 3000, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]

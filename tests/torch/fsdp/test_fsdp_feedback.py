@@ -75,7 +75,7 @@ def test_reduced_gradients_and_residuals_add_up_to_the_gradients():
 
 
 def _replicated(rank, size, how):
-    """Train by HSDP on a 2 x 2 mesh: uncompressed, by the hook, or with the backend `codec` between replicas."""
+    """Train by HSDP on a 2 x 2 mesh; replicas average uncompressed, by the hook or over the backend `codec`."""
     names = ("replicate", "shard")
     net = small_model()
     if how == "plain":
@@ -130,7 +130,7 @@ def _fails(rank, size, replicas):
         x[0, 0] = float("nan")
     handle = net[0].register_forward_hook(
         lambda module, args, out: out.nan_to_num()
-    )  # keeps gradients of other layers finite
+    )  # removes NaN after the first layer, so that other layers' gradients are finite
     with pytest.raises(codec.CodecError) as e:
         train(net, rank, range(1), x)
     handle.remove()
@@ -238,7 +238,8 @@ def _refused_states(rank, size):
         codec.torch.ReduceScatter(COARSE).register(net).load_state_dict(good)
     comm.register(net)
     comm.load_state_dict(good | {f"rank {rank}": mine | {"residuals": {"0": torch.zeros(8)}}} if rank == 0 else good)
-    with pytest.raises(codec.CodecError) as e:  # from another sharding: detected when the module is reduced
+    # A residual of another size: detected when the module's gradients are reduced
+    with pytest.raises(codec.CodecError) as e:
         train(net, rank, range(1))
     comm.load_state_dict(good)
     train(net, rank, range(1))

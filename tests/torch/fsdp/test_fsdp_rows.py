@@ -24,7 +24,7 @@ SPECS = (codec.Float8(), codec.Float8("e5m2", entropy=True), codec.Sign("two_mea
 
 
 class Bag(nn.Module):
-    """Model whose parameters get given tensors as gradients."""
+    """Model whose backward pass gives its parameters the given gradients."""
 
     def __init__(self, gradients, used=None):
         super().__init__()
@@ -36,7 +36,7 @@ class Bag(nn.Module):
 
 
 def uneven(shapes=SHAPES):
-    """Return tensors in which each row has another magnitude, in random order."""
+    """Return tensors whose rows have different magnitudes, in random order."""
     g = torch.Generator().manual_seed(3)
     found = []
     for shape in shapes:
@@ -156,12 +156,12 @@ def _feedback(rank, size):
     net = fully_shard(Bag(gradients))
     codec.torch.ReduceScatter(codec.Float8(), feedback=True).register(net)
     for _ in range(20):
-        net().backward()  # adds to the gradient
+        net().backward()  # backward accumulates into p.grad
     return max(row_error(p.grad.full_tensor() / 20, g) for p, g in zip(net.parameters(), gradients, strict=True))
 
 
 def test_error_feedback_goes_with_rows():
-    assert max(run_ranks(2, _feedback)) < 0.01  # without: 0.03
+    assert max(run_ranks(2, _feedback)) < 0.01  # 0.03 without error feedback
 
 
 def _large(rank, size):
@@ -174,7 +174,7 @@ def _large(rank, size):
 def test_rows_that_a_chunk_divides_keep_their_scales():
     for error, nbytes in run_ranks(2, _large):
         assert error < 0.04
-        assert nbytes < 0.52  # a byte for each value of the other rank
+        assert nbytes < 0.52  # bytes per value: 1 for each value of the other rank's half
 
 
 def test_even_slices_keep_the_whole_rows_of_segments():

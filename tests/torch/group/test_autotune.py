@@ -1,4 +1,4 @@
-"""The choice between frames and raw values, which is the same on all ranks."""
+"""Choice between frames and raw values by measured times, equal on all ranks."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def choices_of(frames, values, load, n, smaller=1):
     for i in range(n):
         turns = [choice.begin() for choice in choices]
         way, other = (way_of(turn) for turn in turns)
-        assert way == other  # ranks agree although their clocks differ
+        assert way == other  # ranks choose alike although their measured times differ
         ways.append(way)
         reports = []
         for rank in range(2):
@@ -33,7 +33,7 @@ def choices_of(frames, values, load, n, smaller=1):
 
 
 def way_of(turn):
-    """Return the choice for a collective that need not wait for earlier ones."""
+    """Return the choice of a collective, and check that it need not wait for earlier ones."""
     with pytest.raises(StopIteration) as end:
         turn.wait().send(None)
     return end.value.value
@@ -44,8 +44,8 @@ def test_autotune_sends_what_is_faster():
     assert set(choices_of(1.0, 25.0, 0.05, 500)) == {"frames"}
     fast = choices_of(1.0, 0.5, 0.8, 450)
     assert fast[:3] == ["frames"] * 3
-    assert set(fast[3:200]) == {"values"}  # decided within 5 collectives
-    assert fast[200:203] == ["frames"] * 3  # measured again
+    assert set(fast[3:200]) == {"values"}  # the choice is made within 5 collectives
+    assert fast[200:203] == ["frames"] * 3  # frames are tried again after 200 collectives
     assert set(fast[203:400]) == {"values"}
     near = choices_of(1.0, 1.5, 0.8, 100)
     assert near[3:5] == ["values"] * 2
@@ -71,10 +71,10 @@ def test_collectives_wait_for_those_before_them_while_ways_are_tried():
 
 
 def test_waiting_for_other_ranks_by_latency_does_not_grow_with_the_bytes(monkeypatch):
-    """Time spent waiting for other ranks by latency does not depend on the bytes, for raw values as for frames."""
+    """Waiting time due to latency is not extrapolated with the bytes, neither for raw values nor for frames."""
     for rtt, most in ((0.0, 10.0), (0.1, 1.5)):
         measured = Measurement(rtt)
-        measured._started = measured._started[0] - 0.1, measured._started[1]  # 0.1 s without computing
+        measured._started = measured._started[0] - 0.1, measured._started[1]  # as if 0.1 s had passed without computing
         wall, load, waited = measured.report(1000, 10_000, 1)
         assert 90_000 < wall < 200_000
         assert load < 500
@@ -91,7 +91,8 @@ def _chosen(rank, size):
     ways = [c.way(TRIALS) for c in communicator.communicator_of(None).choices.values()]
     execution._CHOICES = 3
     with pytest.raises(codec.PeerError):
-        codec.torch.all_reduce(torch.ones(5 + rank))  # small tensors leave no entry
+        # sizes differ by rank
+        codec.torch.all_reduce(torch.ones(5 + rank))
     for n in (1, 2, 3, 1, 4):
         codec.torch.all_reduce(torch.ones(n))
     choices = communicator.communicator_of(None).choices

@@ -13,7 +13,7 @@ import codec.torch
 from codec.torch.group import communicator
 from support.ranks import RankPool
 
-N = 6000  # values; enough for the backend "codec" to send frames
+N = 6000  # number of values, enough for the backend "codec" to send frames
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def _nested(rank, size, depth=8):
 
 
 def _waiting_for_a_later_one(rank, size):
-    """A callback can wait for a collective that was submitted later, by Work or by its future."""
+    """A callback can wait, through the Work or its future, for a collective that was submitted later."""
     gate = threading.Event()
     communicator.communicator_of(None).worker.submit(gate.wait)
     first, second, third = (codec.torch.all_reduce(ones(), async_op=True) for _ in range(3))
@@ -79,7 +79,7 @@ def _waiting_for_a_later_one(rank, size):
 
 
 def _behind_a_lock(rank, size):
-    """A callback that needs a lock, whose owner waits for a later collective, causes no deadlock."""
+    """No deadlock if a callback needs a lock whose owner waits for a later collective."""
     lock, gate = threading.Lock(), threading.Event()
     communicator.communicator_of(None).worker.submit(gate.wait)
     pending = codec.torch.all_reduce(ones(), async_op=True)
@@ -163,7 +163,7 @@ def test_ddp_hook_can_be_wrapped_by_one_that_reduces(ranks):
     ranks.new_group()
     first, second = ranks.run(_of_ddp_hook)
     assert first == second
-    assert first[0] >= 3 + 2  # several buckets from the second step on
+    assert first[0] >= 3 + 2  # three steps, with two buckets in the second and third
 
 
 def _with_errors(rank, size):
@@ -171,7 +171,7 @@ def _with_errors(rank, size):
         raise error
 
     gate = threading.Event()
-    for inside in (True, False):  # callbacks run in a separate thread, or immediately
+    for inside in (True, False):  # add callbacks before the end (run in a separate thread) or after it (run at once)
         communicator.communicator_of(None).worker.submit(gate.wait)
         future = codec.torch.all_reduce(ones(), async_op=True).get_future()
         if not inside:

@@ -77,7 +77,8 @@ def _error_of(call):
     [
         (_all_reduce, False),
         (_send, False),
-        pytest.param(_send, True, marks=pytest.mark.nightly),  # looks up rank 0's address
+        # Rank 0 is ready: send() looks up its address in the store
+        pytest.param(_send, True, marks=pytest.mark.nightly),
         pytest.param(_all_reduce_with_timeout, False, marks=pytest.mark.nightly),
         pytest.param(_client, True, marks=pytest.mark.nightly),
         pytest.param(_step, False, marks=pytest.mark.nightly),

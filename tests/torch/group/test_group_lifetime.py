@@ -146,7 +146,7 @@ def test_collective_in_a_forked_child_is_an_error(ranks):
 
 
 def _held(rank, size):
-    """Fork while another thread holds locks of the group's connections."""
+    """Fork while another thread holds locks of the group's connections, and check that the child does not deadlock."""
     assert reduced(rank) == [3.0]
     line = communicator.communicator_of(None)
     held, go = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Coroutines of collectives and the objects that they await, without ranks."""
+"""The scheduler of collectives: coroutines, the objects that they await, and the worker thread, without ranks."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Local steps between real ranks: means with error feedback, fragments in the background, statistics and the end."""
+"""LocalSteps on real ranks: means with error feedback, fragments sent in the background, statistics, finish()."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_parameters_are_those_of_means_with_error_feedback(pool, spec):
     expected = oracle(2, spec, 4, 11)
     if spec == EXACT:
         np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-5)
-    else:  # a value near the boundary of two codes may be rounded to the other one
+    else:  # a few values near the boundary of two codes may round differently
         assert np.quantile(np.abs(found[0] - expected), 0.99) < 1e-5
 
 
@@ -131,7 +131,8 @@ def test_stats_count_bytes_and_synchronizations(pool):
     for _, stats in pool.run(_pushed, {"every": 4}, 12, False):
         assert (stats.synchronizations, stats.world_size, stats.values) == (4, 2, 1708)
         assert 0 < stats.residual_norm < 1
-        assert 4 * 0.06 < stats.ratio * 12 < 4 * 0.25  # at least 4 of 32 bits; scales of small tensors are more
+        # Bytes sent / float32 bytes of 4 synchronizations: 4 of 32 bits, and the scales of small tensors
+        assert 4 * 0.06 < stats.ratio * 12 < 4 * 0.25
 
 
 def _after_finish(rank, size):
@@ -140,7 +141,7 @@ def _after_finish(rank, size):
     local = local_steps(model, optimizer, warmup=2)
     train(model, optimizer, rank, range(3), local.step)
     local.finish()
-    train(model, optimizer, rank, range(1))  # without a mean of gradients: the hook is gone
+    train(model, optimizer, rank, range(1))  # finish() removed the hook: gradients are not averaged
     return raised(local.step), "finished" in repr(local), parameter_bytes(model)
 
 

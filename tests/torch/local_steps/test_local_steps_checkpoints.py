@@ -1,4 +1,4 @@
-"""States of LocalSteps resume training bit for bit, and are refused if they do not match."""
+"""State dicts of LocalSteps resume training bit for bit, and are refused if they do not match the model."""
 
 import copy
 
@@ -12,7 +12,7 @@ from support.states import through_a_file
 
 
 def _resumed(rank, size, how, begin):
-    """Training from a checkpoint after `begin` of 12 steps, with other initial parameters, equals uninterrupted one."""
+    """Training resumed after `begin` of 12 steps, in a newly initialized model, equals uninterrupted training."""
     model = net()
     optimizer = adam(model)
     local = codec.torch.LocalSteps(model, optimizer, **how)
@@ -36,7 +36,8 @@ def _resumed(rank, size, how, begin):
 
 CASES = [
     ({"every": 4}, 6),
-    ({"every": 4, "fragments": 2, "delay": 1, "outer": nesterov}, 8),  # with a synchronization in flight
+    # The checkpoint is taken while a synchronization is in flight
+    ({"every": 4, "fragments": 2, "delay": 1, "outer": nesterov}, 8),
     ({"every": 4, "warmup": 5, "spec": codec.Sign()}, 3),
     ({"every": 3, "spec": EXACT, "delay": 3}, 10),
 ]

@@ -53,8 +53,8 @@ def _poisoned_in_flight(rank, size, repeat):
     model = net()
     optimizer = adam(model)
     local = codec.torch.LocalSteps(model, optimizer, every=4, delay=2)
-    train(model, optimizer, rank, range(4), local.step)  # a synchronization begins
-    train(model, optimizer, rank, range(4, 7), local.step)  # and ends
+    train(model, optimizer, rank, range(4), local.step)  # the last step begins a synchronization
+    train(model, optimizer, rank, range(4, 7), local.step)  # the synchronization ends
     kept = model[3].weight.detach().clone()
     if rank == 1:
         with torch.no_grad():
@@ -281,7 +281,7 @@ def _unsynchronized(rank, size):
     train(model, optimizer, rank, range(3), local.step)
     local_steps._warn_of_unsynchronized()
     local.finish()
-    before = len(records)  # one for each object that earlier tests have left
+    before = len(records)  # one record for each unfinished LocalSteps, also of earlier tests
     local_steps._warn_of_unsynchronized()
     logging.getLogger("codec.torch").removeHandler(handler)
     return "\n".join(records[:before]), len(records) == 2 * before - 1

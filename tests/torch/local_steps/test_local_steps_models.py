@@ -1,4 +1,4 @@
-"""Models under local steps: dtypes, buffers, all kinds of parameters, initial values and outer optimizers."""
+"""LocalSteps accepts models of all dtypes, buffers and kinds of parameters, and outer optimizers."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def _of_dtype(rank, size, dtype):
 
 
 def test_means_below_the_resolution_of_bfloat16_add_up(pool):
-    """Values of 1 have steps of 2^-7 in bfloat16: rank 0 takes one, and the mean is half of it."""
+    """Rank 0 moves bfloat16 values of 1 by their resolution, 2^-7; means of half of it must add up over rounds."""
     for dtype, anchors in ((torch.bfloat16, "torch.float32"), (torch.float64, "torch.float64")):
         for end, dtypes in pool.run(_of_dtype, dtype):
             expected = torch.tensor(1 + 9 * 2.0**-8, dtype=torch.float64).to(dtype).item()
@@ -54,7 +54,7 @@ class Mixed(nn.Module):
         self.token, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
         self.head.weight = self.token.weight
         self.base = nn.Linear(8, 8).requires_grad_(False)
-        self.a, self.b = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.zeros(8, 2))  # LoRA
+        self.a, self.b = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.zeros(8, 2))  # a low-rank adapter (LoRA)
         self.unused, self.empty = nn.Parameter(torch.randn(5)), nn.Parameter(torch.empty(0, 3))
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
@@ -86,7 +86,8 @@ def _mixed(rank, size):
         optimizer.step()
         local.step()
     assert parameter_bytes(model.base) == base
-    torch.testing.assert_close(model.unused, unused, rtol=0, atol=0.01)  # it shares scales with its neighbours
+    # Changes a little: quantization groups include neighbouring parameters
+    torch.testing.assert_close(model.unused, unused, rtol=0, atol=0.01)
     assert model.head.weight is model.token.weight
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
     names = set(local.state_dict()["anchors"])
@@ -108,7 +109,7 @@ def test_any_parameters_and_buffers_are_synchronized(pool):
     a, b = pool.run(_mixed)
     assert a[0] == b[0]
     np.testing.assert_allclose(a[2], (a[1] + b[1]) / 2, rtol=1e-6)
-    assert (a[3], b[3]) == ([0, 0], [1, 1])  # no part of the state dict, so no state of training
+    assert (a[3], b[3]) == ([0, 0], [1, 1])  # non-persistent buffers are not synchronized
 
 
 def _without_movement(rank, size):
@@ -164,7 +165,7 @@ def test_outer_optimizer_takes_the_mean_change_as_its_gradient(pool):
 
 def _compiled(rank, size):
     model = net()
-    local = local_steps(SimpleNamespace(_orig_mod=model), adam(model))  # as torch.compile wraps a module
+    local = local_steps(SimpleNamespace(_orig_mod=model), adam(model))  # stands for a module wrapped by torch.compile
     return sorted(local.state_dict()["anchors"]) == sorted(n for n, _ in model.named_parameters())
 
 

@@ -1,4 +1,4 @@
-"""Local steps with ranks that leave and join: state that is kept, state that is lost, and state of new ranks."""
+"""LocalSteps when ranks leave and join: remaining ranks keep their state, and new ranks receive the parameters."""
 
 import os
 import time
@@ -34,7 +34,7 @@ HOW = {"every": 3, "spec": codec.Sign(group_size=64)}
 
 
 def owed(local):
-    """Return this rank's residuals as a part of the mean: worker residuals over N, plus residuals of sums."""
+    """Return this rank's share of the mean of all residuals: worker residuals divided by N, plus residuals of sums."""
     state = local.state_dict()
     names = list(state["anchors"])
     total = {name: torch.zeros(x.numel(), dtype=torch.float64) for name, x in state["anchors"].items()}
@@ -65,7 +65,8 @@ def _three_two_three(rank, size, how, steps):
     if rank < 2:
         before = owed(local)
         local.change_group(pair)
-        np.testing.assert_allclose(owed(local), before, rtol=0, atol=1e-7)  # the same part of the mean
+        # The residuals' share of the mean is unchanged
+        np.testing.assert_allclose(owed(local), before, rtol=0, atol=1e-7)
         run(steps, 2 * steps)
         local.synchronize()
         local.change_group(again)
@@ -104,7 +105,7 @@ def test_ranks_leave_and_come_between_fragments(how):
     check_three_two_three(how, 7)
 
 
-_kept = []  # of a rank whose group is replaced
+_kept = []  # model, optimizer and LocalSteps of this process, kept when its group is replaced
 
 
 def _begin(rank, size, how):
@@ -116,11 +117,11 @@ def _begin(rank, size, how):
 
 
 def _lose(rank, size, how):
-    """Rank 1 dies before a synchronization."""
+    """Kill rank 1 before a synchronization; return the other rank's errors, and whether its state is unchanged."""
     model, _optimizer, local = _kept
     if rank == 1:
         os._exit(1)
-    if how.get("delay"):  # the mean in flight may have arrived before
+    if how.get("delay"):  # the mean in flight may have arrived before rank 1 died
         raised(local.synchronize)
     before, shared = parameter_bytes(model), state_bytes(local)
     error = raised(local.synchronize)
@@ -163,7 +164,7 @@ def test_lost_rank_is_an_error_that_changes_nothing_and_a_new_one_takes_its_plac
 
 
 def _refused_change(rank, size):
-    """Changing to an unusable group is an error that changes nothing."""
+    """change_group() to an unusable group raises and changes nothing."""
     alone = dist.new_group([0])
     model = net()
     optimizer = adam(model)
@@ -186,7 +187,7 @@ def test_wrong_groups_are_refused():
 
 
 def _sites(rank, size):
-    """Ranks 0, 1 and 2, 3 average gradients in every step; 0, 2 and 1, 3 take local steps."""
+    """Ranks (0, 1) and (2, 3) average gradients in every step; (0, 2) and (1, 3) synchronize by local steps."""
     within, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     across, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     model = net()
@@ -208,7 +209,7 @@ def test_sites_take_local_steps_of_distributed_data_parallel():
 
 
 def _prepare(rank, size):
-    """Take steps to the next synchronization: with a new LocalSteps, or with the one of the former group."""
+    """Train up to the next synchronization, with a new LocalSteps or with the one kept from the former group."""
     if _kept:
         _kept[2].change_group()
     else:
@@ -221,7 +222,7 @@ def _prepare(rank, size):
 
 
 def _count(rank, size):
-    """Run a synchronization; return the number of events, and the event number of the last message."""
+    """Run a synchronization; return its number of communication events, and the event number of the last message."""
     with at_fault_point(communicator_of(None).channel, -1, None) as events:
         _kept[2].synchronize()
     return events.count, events.last_send, parameter_bytes(_kept[0])
@@ -239,7 +240,7 @@ def _disturbed(rank, size, point, fault):
 
 @pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.nightly)])
 def test_rank_that_dies_in_a_synchronization_changes_nothing_on_the_others(count):
-    """A rank dies, also between the means of buffers and of parameters; the survivors go on with a new rank."""
+    """A rank dies at any event of a synchronization; the other ranks are unchanged, and continue with a new rank."""
     with RankPool(3) as pool:
         pool.new_group()
         pool.run(_prepare)

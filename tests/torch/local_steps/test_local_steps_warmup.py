@@ -1,4 +1,4 @@
-"""Warm-up of local steps: means of gradients as DistributedDataParallel takes them, and steps that are skipped."""
+"""Warm-up of LocalSteps: gradients are averaged as by DistributedDataParallel; all ranks skip a skipped step."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_warmup_sends_lossy_gradients_and_then_steps_are_local(pool):
 
 
 def _overflowing(rank, size, how):
-    """Rank 1 overflows in step 1 of the warm-up, rank 0 in step 4, which is local."""
+    """Rank 1's gradients overflow in step 1, during the warm-up; rank 0's in step 4, a local step."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -77,7 +77,7 @@ def test_all_ranks_skip_a_step_that_a_grad_scaler_skips(pool, how):
     assert [x == y for x, y in zip(a, b, strict=True)] == [True, True, True, False, False, True]
     assert a[0] == a[1]
     assert steps == 6
-    assert a[3] == a[4]  # rank 0 alone has not moved in step 4
+    assert a[3] == a[4]  # rank 0 skipped the local step 4
 
 
 def _without_optimizer_step(rank, size):

@@ -1,4 +1,4 @@
-"""Meshes of two ranks in a process, and a mesh with a socket that tests write to."""
+"""Fixtures: two connected meshes in one process, and a mesh whose peer is a socket that the test writes to."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Messages of a mesh, below the collectives: two meshes, or a mesh and a hand-written socket, in one process."""
+"""Messages of a mesh, the layer below collectives, between two meshes or a mesh and a test's socket."""
 
 import threading
 import time
@@ -103,7 +103,8 @@ def test_connection_pauses_at_many_early_messages_and_goes_on_when_they_are_aske
     sender = threading.Thread(target=lambda: [peer.sendall(packed(5, body, index=i)) for i in range(n)])
     sender.start()
     until(lambda: any(s.paused for s in mesh._by_fd.values()))
-    assert len(mesh._inboxes[5].arrived) == 3  # each takes a little more than its body
+    # The fourth would exceed the limit, since each needs a little more than its body
+    assert len(mesh._inboxes[5].arrived) == 3
     mesh.begin(5)
     assert [len(received(ask(mesh, 5, index=i))) for i in range(n)] == [1 << 20] * n
     sender.join(SECONDS)
@@ -154,7 +155,7 @@ def test_many_small_early_messages_take_linear_time(hand):
     assert received(awaited) == b"end"
     assert len(mesh._inboxes[1].arrived) == n
     assert time.thread_time() - before < 5
-    assert mesh.cpu_seconds() < 15  # quadratic time took minutes
+    assert mesh.cpu_seconds() < 15  # an algorithm of quadratic time would take minutes
 
 
 @pytest.mark.parametrize("kind", [DATA, ABORT])

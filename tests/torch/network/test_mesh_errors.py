@@ -1,4 +1,4 @@
-"""Errors of a mesh, below the collectives: aborts, broken connections and closed ones."""
+"""Errors of a mesh, the layer below collectives: aborts, broken and closed connections."""
 
 import gc
 import socket
@@ -67,7 +67,7 @@ def test_wait_for_an_explanation_ends_with_the_connection(hand, end):
 
 
 def test_all_waits_for_an_explanation_end(hand):
-    """All waits for an explanation end, even if several parts of a collective find a rank with other arguments."""
+    """If several parts of a collective detect a mismatch and wait for the peer's explanation, all waits end."""
     mesh, peer = hand
     mesh.begin(0)
     waits = [mesh.explanation(0, 1) for _ in range(2)]
@@ -136,7 +136,8 @@ def test_paused_connection_that_breaks_is_noticed_once(hand, monkeypatch):
     mesh, peer = hand
     peer.sendall(packed(0, b"x" * 5000))
     until(lambda: any(s.paused for s in mesh._by_fd.values()))
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets the connection
+    # SO_LINGER with timeout 0: close() resets the connection
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peer.close()
     until(lambda: mesh.has_lost)
     used = mesh.cpu_seconds()
@@ -155,7 +156,7 @@ def test_send_to_a_rank_that_reads_nothing_does_not_block_and_ends_with_the_conn
     assert isinstance(outcome(sends[-1]), codec.PeerError)
 
 
-# Life
+# Begin and end of a mesh
 
 
 def test_failed_connecting_closes_the_connections_that_were_made(monkeypatch):
@@ -202,7 +203,7 @@ def test_connections_end_with_the_last_reference():
 
 
 def test_mesh_of_one_rank_has_no_thread_and_can_be_closed():
-    before = set(threading.enumerate())  # threads of earlier meshes may end meanwhile
+    before = set(threading.enumerate())  # compared with <=, because threads of earlier meshes may still end
     mesh = Mesh(0, {})
     assert set(threading.enumerate()) <= before
     mesh.begin(0)

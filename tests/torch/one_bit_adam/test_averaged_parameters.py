@@ -1,4 +1,4 @@
-"""Parameters that a step of OneBitAdam averages over ranks, updates by this rank's gradient only, or refuses."""
+"""OneBitAdam averages parameters of the registered model, updates others locally, and refuses unknown ones."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from support.ranks import run_ranks
 
 
 def _others(rank, size):
-    """Momenta of a second DDP, of a module beside it and of ignored parameters go on as those of Adam with frozen v."""
+    """Momenta of a second DDP model, of other modules and of ignored parameters follow Adam with frozen v."""
     for kind in ("second", "beside", "ignored"):
         for zero_one in (False, True)[: 1 + (kind == "second")]:
             model = Chain(4)
@@ -83,7 +83,7 @@ def test_parameters_that_no_model_averages_are_logged_by_name():
 
 
 def _frozen(rank, size):
-    """Layers frozen before or after register() are unchanged; a layer that DDP does not know is refused by name."""
+    """Layers frozen before or after register() stay unchanged; a layer unknown to DDP raises an error with its name."""
     for when in ("before", "after", "late"):
         model = DistributedDataParallel(Chain(), find_unused_parameters=True)
         first = model.module.layers[0]
@@ -131,7 +131,7 @@ def _experts(rank, size, set_to_none):
                 m = optimizer.state[getattr(model, "module", model).layers[3].weight]["exp_avg"]
                 before = m.clone()
             optimizer.step()
-            if step == 6:  # a gradient of zeros, not a momentum of zeros
+            if step == 6:  # a rank without a gradient counts as gradient 0: the momentum decays
                 assert torch.allclose(m, 0.9 * before, rtol=1e-5)
         found.append(parameter_bytes(model))
     assert found[0] == found[1]
@@ -145,7 +145,7 @@ def test_experts_that_no_rank_uses_have_gradients_of_zeros_after_the_freeze(set_
 
 
 def _static(rank, size):
-    """A static graph and views of buckets give the bits of plain DDP."""
+    """DDP with static_graph and gradient_as_bucket_view gives the same bits as plain DDP."""
     found = []
     for how in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}):
         model = DistributedDataParallel(Chain(), **how)
@@ -200,7 +200,7 @@ def _random_training(rank, seed, wraps):
         warnings.filterwarnings("ignore", "second moments were frozen")
         warnings.filterwarnings("ignore", ".* parameters had no gradient")
         for step in range(12):
-            used = random.random((2, 5)) < 0.7  # of each rank
+            used = random.random((2, 5)) < 0.7  # used[rank, layer]
             used[:, 0] = True
             frozen = random.random(5) < 0.1
             frozen[0] = False
@@ -210,7 +210,7 @@ def _random_training(rank, seed, wraps):
             before = parameter_bytes(model)
             optimizer.zero_grad(set_to_none=False)
             for p in model.parameters():
-                if not optimizer.state.get(p):  # torch's Adam begins with a gradient of zeros
+                if not optimizer.state.get(p):  # a zero gradient would create Adam's state; None does not
                     p.grad = None
             try:
                 loss = ddp(batch(rank, step), np.flatnonzero(used[rank]))

@@ -1,4 +1,4 @@
-"""Steps of OneBitAdam on ranks that differ, with join(), copies, GradScaler and clipping."""
+"""Steps of OneBitAdam: ranks out of step, join(), copied models, GradScaler and gradient clipping."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ from support.ranks import run_ranks
 
 
 def _differ(rank, size):
-    """If ranks differ in phase or step, they raise; gradients are never averaged with momenta or other steps."""
+    """Ranks in different phases or steps raise, instead of averaging gradients with momenta or with other steps."""
     for how in ({"freeze_step": 2 + 2 * rank}, {"freeze_step": codec.torch.ZeroOneSchedule(9, refreshes=1 + rank)}):
         p = nn.Parameter(batch(0, 0, 100))
         optimizer = codec.torch.OneBitAdam([p], 0.1, **how, **LOSSLESS)
@@ -179,7 +179,7 @@ def test_scaler_that_is_switched_off_refuses_nan_on_all_ranks():
 
 
 def _clipped(rank, size):
-    """max_grad_norm clips each rank's gradient as clip_grad_norm_ does, with DDP, without, scaled, in local steps."""
+    """max_grad_norm clips each rank's gradient as clip_grad_norm_ does: with DDP, without, scaled, in local steps."""
     schedule = codec.torch.ZeroOneSchedule(3, max_interval=2)
     for freeze_step in (3, schedule):
         found = []

@@ -20,7 +20,7 @@ from support.one_bit_adam import take_step
 
 
 def reference(parameters, gradients, freeze, lr, betas, eps, decay, decoupled):
-    """Take steps of Adam, and of 1-bit Adam without compression after step `freeze`, as its paper states them."""
+    """Take steps of Adam, and after step `freeze` those of 1-bit Adam without compression, by the paper's formulas."""
     b1, b2 = betas
     for p, grads in zip(parameters, gradients, strict=True):
         m, v, denominator = torch.zeros_like(p), torch.zeros_like(p), None
@@ -121,7 +121,8 @@ def test_auto_freezes_when_second_moments_are_stable():
     torch.manual_seed(0)
     p = nn.Parameter(torch.zeros(1000))
     optimizer = codec.torch.OneBitAdam([p], 1e-3, (0.9, 0.95), freeze_step="auto")
-    sizes = [10.0 if step < 30 else 1.0 for step in range(200)]  # the window is 20 steps
+    # Scale of the gradients by step; stability is judged over 20 steps
+    sizes = [10.0 if step < 30 else 1.0 for step in range(200)]
     frozen = []
     for size in sizes:
         p.grad = size * torch.randn_like(p)
@@ -129,7 +130,7 @@ def test_auto_freezes_when_second_moments_are_stable():
         frozen.append(optimizer.frozen)
         if optimizer.frozen:
             break
-    assert not any(frozen[:90])  # v, which forgets by 0.95 a step, still falls
+    assert not any(frozen[:90])  # v decays by 0.95 per step, and is still falling
     assert optimizer.frozen
     assert optimizer.drift() <= 0.04
 
@@ -146,7 +147,7 @@ def test_freeze_of_moving_second_moments_warns_once():
         optimizer.step()
     assert optimizer.drift() > 0.45
     drift = optimizer.drift()
-    optimizer.step()  # warnings are errors
+    optimizer.step()  # must not warn: pytest turns warnings into errors
     assert optimizer.drift() == drift
 
 

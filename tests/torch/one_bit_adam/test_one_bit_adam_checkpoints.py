@@ -1,4 +1,4 @@
-"""State dicts of OneBitAdam: resumed to the bit, loaded by other numbers of ranks, exchanged with torch.optim.AdamW."""
+"""OneBitAdam's state dicts resume bit for bit, load on other numbers of ranks, and are exchanged with AdamW."""
 
 import copy
 import math
@@ -33,7 +33,8 @@ def _resumed(rank, size):
         expected = parameter_bytes(model), plain(optimizer.state_dict())
         for at in (2, FREEZE, FREEZE + 1, FREEZE + 3):
             for gathered, late in ((False, False), (True, False), (True, True)):
-                inner, state = net(), copy.deepcopy(saved[at][2 if gathered else 1])  # loading shares tensors
+                # A copy, because load_state_dict shares tensors with the state
+                inner, state = net(), copy.deepcopy(saved[at][2 if gathered else 1])
                 inner.load_state_dict(saved[at][0])
                 model = make(inner) if make is wrapped else inner
                 optimizer = optimizer_of(model)
@@ -223,7 +224,7 @@ def paths_of(state, path=()):
 
 
 def _odd_entries(rank, size, every):
-    """A state with an odd or missing entry is a StateError that changes nothing, or can be loaded and trained."""
+    """A state with a changed or missing entry either raises StateError and changes nothing, or loads and trains."""
     model = nn.ParameterDict({"p": torch.randn(30, 20)})
     optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-2, freeze_step=3, spec=codec.Sign(group_size=20))
     optimizer.register(model, policy=codec.torch.Policy(lossless_small=False), options=OPTIONS)
@@ -307,11 +308,11 @@ def test_torch_adamw_goes_on_from_a_state_and_back():
     theirs = torch.optim.AdamW([q], 1e-2, weight_decay=0.1)
     theirs.load_state_dict(through_a_file(ours.state_dict()))
     back = codec.torch.OneBitAdam([q], freeze_step=4)
-    back.load_state_dict(through_a_file(theirs.state_dict()))  # no step since: still frozen after step 4
+    back.load_state_dict(through_a_file(theirs.state_dict()))  # AdamW took no step: v is still frozen since step 4
     assert back.frozen
     assert back.state[q]["variance_step"] == 4
     more_steps(q, theirs, 6, 9)
     back = codec.torch.OneBitAdam([q], freeze_step=20)
-    back.load_state_dict(through_a_file(theirs.state_dict()))  # AdamW has updated second moments
+    back.load_state_dict(through_a_file(theirs.state_dict()))  # AdamW has updated v, so it is not frozen
     assert not back.frozen
     assert back.state[q]["variance_step"] == back._phase.steps == 9

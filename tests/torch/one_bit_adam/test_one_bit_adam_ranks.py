@@ -1,4 +1,4 @@
-"""OneBitAdam on several ranks: values against DeepSpeed's algorithm, equal replicas, refused steps, loss scaling."""
+"""OneBitAdam on several ranks equals DeepSpeed's algorithm, keeps replicas equal, and refuses invalid steps."""
 
 import math
 
@@ -23,7 +23,7 @@ def state_bytes(optimizer):
 
 
 def deepspeed(rank_gradients, freeze, lr, betas, eps, group):
-    """Return a parameter's values after 1-bit Adam as DeepSpeed does it, and all momenta: two phases of signs.
+    """Compute DeepSpeed's 1-bit Adam, in which both phases send signs; return a parameter's values and all momenta.
 
     Each worker adds its error to its momentum, and sends signs and the mean magnitude of each group. The owner of a
     chunk averages, adds its own error, and sends signs and mean magnitudes of the average.
@@ -69,7 +69,7 @@ def _deepspeed(rank, size):
         for gradient in gradients_of(rank, 25, n):
             module.weight.grad = torch.from_numpy(gradient.copy())
             optimizer.step()
-            assert np.array_equal(module.weight.grad.numpy(), gradient)  # left to the caller
+            assert np.array_equal(module.weight.grad.numpy(), gradient)  # step() leaves p.grad unchanged
         found.append((n, spec_size, module.weight.detach().numpy().copy()))
     return found
 
@@ -95,7 +95,7 @@ def optimizer_of(model, **how):
 
 
 def _wrapping(rank, size):
-    """With lossless momenta, DistributedDataParallel, no_sync() and a plain module give the same bits."""
+    """With lossless momenta, DDP, DDP with no_sync() and an unwrapped module give the same bits."""
     models = [net(), wrapped(), wrapped(), wrapped(gradient_as_bucket_view=True)]
     optimizers = [optimizer_of(model, spec=codec.Lossless()) for model in models]
     for step in range(7):
@@ -127,7 +127,7 @@ def test_ddp_accumulation_and_plain_modules_agree():
 
 
 def _identical(rank, size):
-    """Replicas stay identical with every spec; one-bit momenta take about one bit a value."""
+    """Replicas stay identical with every spec; one-bit momenta take about one bit per value."""
     sent = []
     for how in ({}, {"spec": codec.Quantize(4)}, {"warmup": codec.Quantize(4)}, {"warmup": "near"}):
         model = wrapped()
@@ -146,7 +146,8 @@ def test_replicas_stay_identical_for_every_spec():
     for first, *others in zip(*results, strict=True):
         assert all(first[0] == other[0] for other in others)
     lossless, quantized = results[0][0], results[0][2]
-    assert lossless[2] / 5 < lossless[1] / 3 / 5  # bytes of a frozen step, and a fifth of those of a lossless one
+    # Bytes per step: [2] is the sum of 5 frozen steps, [1] of 3 lossless ones, of which a fifth is the limit
+    assert lossless[2] / 5 < lossless[1] / 3 / 5
     assert quantized[1] < lossless[1] / 4
 
 
@@ -177,7 +178,7 @@ def test_nan_on_one_rank_is_refused_on_all():
 
 
 def _misused(rank, size):
-    """Uses that would change momenta in place of gradients after the freeze are refused from the first step on."""
+    """Calls that would alter momenta instead of gradients after the freeze are refused from the first step on."""
     model = wrapped()
     optimizer = optimizer_of(model, freeze_step=2)
     for step in range(4):
@@ -272,14 +273,14 @@ def test_unused_parameters_stay_and_replicas_agree():
 
 
 def _scaled(rank, size):
-    """A GradScaler changes no bit; all ranks skip a step with Inf."""
+    """Training with a GradScaler is bit-identical to training without one; all ranks skip a step with Inf."""
     found = []
     for scaled in (False, True):
         model = wrapped()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=scaled)
         optimizer = optimizer_of(model, grad_scaler=scaler)
         for step in range(9):
-            if scaled and step in (1, 5):  # one more step, which overflows on one rank
+            if scaled and step in (1, 5):  # an extra step, whose gradients overflow on one rank
                 before = parameter_bytes(model), state_bytes(optimizer)
                 optimizer.zero_grad()
                 loss = loss_of(model, rank, 100)
@@ -308,7 +309,7 @@ def test_grad_scaler_changes_no_bit_and_skips_on_all_ranks():
 
 
 def _auto(rank, size):
-    """Ranks choose the same step for the freeze, without warnings."""
+    """With freeze_step="auto", all ranks freeze at the same step, without warnings."""
     model = wrapped()
     optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-4, (0.5, 0.75), freeze_step="auto", spec=SIGN)
     optimizer.register(model, options=OPTIONS)

@@ -1,4 +1,4 @@
-"""OneBitAdam in checkpoints of torch.distributed.checkpoint: resumed to the bit, or refused."""
+"""OneBitAdam resumes bit for bit from torch.distributed.checkpoint, or refuses the state."""
 
 import copy
 
@@ -22,7 +22,7 @@ from support.ranks import run_ranks
 
 
 def _by_torch(rank, size, folder, make, schedule):
-    """States of torch.distributed.checkpoint resume to the bit, in memory and from files, in both phases."""
+    """Training resumes bit for bit from states in memory and in files, in both phases."""
     model = make()
     optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
     saved = {}
@@ -53,14 +53,14 @@ ZERO_ONE = codec.torch.ZeroOneSchedule(FREEZE, refreshes=1, max_interval=1)
 LONG = [pytest.param(net, FREEZE, marks=pytest.mark.nightly), pytest.param(net, ZERO_ONE, marks=pytest.mark.nightly)]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch.distributed.checkpoint
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch.distributed.checkpoint warns
 @pytest.mark.parametrize(("make", "schedule"), [(wrapped, FREEZE), (wrapped, ZERO_ONE), *LONG])
 def test_torch_distributed_checkpoint_resumes_to_the_bit(tmp_path, make, schedule):
     run_ranks(2, _by_torch, str(tmp_path), make, schedule)
 
 
 def _templates(rank, size, folder):
-    """A template without a place for residuals, one of an unregistered optimizer, and flattened states are errors."""
+    """Templates without residuals or of an unregistered optimizer, and flattened states, raise errors."""
     model = wrapped()
     optimizer = optimizer_of(model).register(model, options=OPTIONS)
     take_steps(model, optimizer, rank, 0, 6)
@@ -70,7 +70,7 @@ def _templates(rank, size, folder):
     with pytest.raises(codec.StateError, match=r"call optimizer\.register\(model\)"):
         get_optimizer_state_dict(model, optimizer_of(model))
     converted = f"{folder}/{rank}.pt"
-    dcp_to_torch_save(folder, converted)  # one file with the residuals of all ranks
+    dcp_to_torch_save(folder, converted)  # converts to one file, with the residuals of all ranks
     state = torch.load(converted)["optimizer"]
     assert sorted(residuals_of(state)) == [0, 1]
     expected = plain(optimizer.state_dict())

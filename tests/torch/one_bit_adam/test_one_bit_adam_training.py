@@ -1,4 +1,4 @@
-"""Language model trained by OneBitAdam: near AdamW's loss, where signs of gradients under AdamW are far from it."""
+"""A language model trained by OneBitAdam reaches about AdamW's loss; AdamW with sign-compressed gradients does not."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ METHODS = "float32", "AdamW, signs", "4-bit momenta", "1-bit Adam, Quantize(4)"
 
 
 def _losses(rank, size, steps, seed):
-    """Return the held-out loss after a training with each of METHODS, and the bits a value that a rank has sent."""
+    """Train with each of METHODS; return the held-out loss, and the bits per value that a rank sent."""
     sys.path.insert(0, str(ROOT / "bench/training"))
     import one_bit_adam
     import runs as trainings

@@ -1,4 +1,4 @@
-"""OneBitAdam between the replicas of an FSDP2 model (HSDP): values of plain training, failures, checkpoints."""
+"""OneBitAdam between the replicas of an FSDP2 model (HSDP): equals unsharded training, failures, checkpoints."""
 
 import os
 import signal
@@ -25,11 +25,12 @@ from support.ranks import run_ranks
 
 FREEZE, STEPS = 3, 7
 SIGN = codec.Sign(group_size=32)
-SHAPES = {"even": (32, 32), "vector": (128,), "frozen": (6, 6), "uneven": (5, 16), "one": (1, 8)}  # in 2 shards
+# FSDP2 divides each in 2 shards
+SHAPES = {"even": (32, 32), "vector": (128,), "frozen": (6, 6), "uneven": (5, 16), "one": (1, 8)}
 
 
 class Planes(nn.Module):
-    """Parameters whose gradients are the inputs: small integers, of which float32 holds sums and means exactly."""
+    """Parameters whose gradients are the inputs: small integers, so that sums and means are exact in float32."""
 
     def __init__(self, names):
         super().__init__()
@@ -43,13 +44,13 @@ class Planes(nn.Module):
 
 
 def gradients(names, replica, step):
-    """Return the gradients of both parts of a replica's batch."""
+    """Return the gradients of the two parts into which a replica's batch is divided."""
     g = torch.Generator().manual_seed(1000 * step + replica)
     return [{name: torch.randint(-8, 9, SHAPES[name], generator=g).float() for name in names} for _ in range(2)]
 
 
 def take_steps(model, optimizer, place, steps, poison=None):
-    """Take steps with the gradients of a part of a replica's batch; part None: with their mean."""
+    """Take steps with the gradients of (replica, part); part None: with the mean of both parts' gradients."""
     replica, part = place
     for step in steps:
         names = list((model.module if part is None else model).planes)
@@ -116,7 +117,7 @@ def _trained(rank, size, shape):
 
 
 def test_steps_are_those_of_plain_training():
-    """Scales of groups that no cut divides are the same, and then all bits are."""
+    """If no shard boundary divides a group, scales are equal to those of unsharded training, and so are all bits."""
     plain = run_ranks(2, _trained, None)[0]
     for found in run_ranks(4, _trained, (2, 2)):
         for kind in EXACT | ROUNDED:
@@ -138,7 +139,7 @@ def assert_equal(a, b):
 
 
 def _fails(rank, size):
-    """Fail in a step: NaN in a shard of a replica, or a rank that is in another step than its replicas."""
+    """Make steps fail: NaN in one shard, or a rank in another step than the other replicas. Return the errors."""
     errors = []
     undisturbed, optimizer, place = hsdp(list(SHAPES), (2, 2), rank)
     take_steps(undisturbed, optimizer, place, range(STEPS))
@@ -163,7 +164,7 @@ def test_step_that_fails_for_some_shards_changes_nothing_on_any_rank():
         assert [errors[n][0] for errors in found] == ["PeerError", "PeerError", "ArgumentError", "ArgumentError"]
         assert {errors[n][1] for errors in found} == {codec.Status.NONFINITE}
     assert {errors[2][0] for errors in found} == {"PeerError"}
-    for rank in (1, 3):  # whose replicas are in the same step
+    for rank in (1, 3):  # ranks 1 and 3 hold the other shards, whose replicas are in the same step
         assert "other shards" in found[rank][2][2]
 
 
@@ -184,10 +185,11 @@ def _lost(rank, size, pauses):
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("pauses", [(0, 0, 0), (0.3, 0.3, 0.6)])  # second: rank 1 knows of the loss before its step
+@pytest.mark.parametrize("pauses", [(0, 0, 0), (0.3, 0.3, 0.6)])  # second case: rank 1 detects the loss before its step
 def test_lost_rank_fails_on_all_ranks_of_all_replicas_at_once(pauses):
     """A rank that cannot begin the step must not leave the other ranks of its replica waiting."""
-    assert max(run_ranks(4, _lost, pauses, killed=(3,), limit=60)[:3]) < 15  # the timeout is 30 minutes
+    # Seconds; the group's timeout is 30 minutes
+    assert max(run_ranks(4, _lost, pauses, killed=(3,), limit=60)[:3]) < 15
 
 
 def _saved(model, optimizer):
@@ -255,7 +257,8 @@ def _refused(rank, size):
         of_part.register(partly, group=ranks.get_group("replicate"))
     partly.planes["vector"].requires_grad_(False)
     with pytest.raises(codec.ArgumentError, match="between its replicas"):
-        of_part.register(partly, group=dist.group.WORLD)  # which are the shards
+        # All ranks, between which this model is sharded, are no replicas
+        of_part.register(partly, group=dist.group.WORLD)
     of_part.register(partly, group=ranks.get_group("replicate"))
 
 

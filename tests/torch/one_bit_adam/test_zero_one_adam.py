@@ -1,4 +1,4 @@
-"""0/1 Adam: OneBitAdam with a ZeroOneSchedule, against its algorithm written down again, and on two ranks."""
+"""0/1 Adam (OneBitAdam with a ZeroOneSchedule) equals a reimplementation of its algorithm, on two ranks, too."""
 
 import copy
 import math
@@ -90,7 +90,7 @@ def test_steps_of_one_process_are_those_of_the_reference(shape):
 
 
 def test_first_steps_and_loaded_states_of_adamw():
-    """Until the first step that sends momenta, steps are those of AdamW; its state counts as refreshed in each step."""
+    """Steps equal AdamW's until momenta are sent; a loaded AdamW state counts as refreshed in every step."""
     ours, theirs = nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(50))
     optimizer = codec.torch.OneBitAdam([ours], *HOW, freeze_step=ZeroOneSchedule(90, refreshes=8))
     adam = torch.optim.AdamW([theirs], *HOW)
@@ -137,7 +137,7 @@ def test_a_copied_optimizer_goes_on_alike():
 
 
 class Given(nn.Module):
-    """A parameter whose gradient is the input."""
+    """Model with one parameter, whose gradient is the input."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ def optimizer_of(model, spec=SIGN, **how):
 
 
 def _as_the_reference(rank, size):
-    """Lossless momenta: both ranks move as in the reference, apart from each other in local steps."""
+    """With lossless momenta, both ranks follow the reference, and diverge from each other in local steps."""
     gradients = [[gradient(r, t) for t in range(len(KINDS))] for r in range(size)]
     start = Given().weight.detach()
     found = []
@@ -192,14 +192,15 @@ def take_step(model, optimizer, rank, step, factor=1.0):
 
 
 def _trained(rank, size):
-    """Signs: replicas are identical after synchronized steps, NaN is an error, and checkpoints resume to the bit."""
+    """With signs, replicas are identical after synchronized steps, NaN raises, and checkpoints resume bit for bit."""
     found = []
     for make in (net, wrapped):
         model = make()
         optimizer = optimizer_of(model)
         saved, losses = None, []
         for t, kind in enumerate(KINDS):
-            if kind == "momenta" and t > 8:  # refused on both ranks; then the step is taken as if nothing had been
+            # With NaN the step is refused on both ranks; repeated without NaN, it succeeds
+            if kind == "momenta" and t > 8:
                 with pytest.raises(codec.CodecError) as caught:
                     take_step(model, optimizer, rank, t, math.nan if rank == 1 else 1.0)
                 assert caught.value.code == codec.Status.NONFINITE
@@ -222,7 +223,7 @@ def _trained(rank, size):
         assert parameter_bytes(again) == parameter_bytes(model)
         assert sum(losses[-4:]) < sum(losses[:4])
 
-    # NaN in a local step: this rank stays where it is, and both go on to the same values
+    # NaN in a local step: this rank skips the step, and both ranks later reach the same values
     model, other = net(), net()
     optimizer, twin = optimizer_of(model), optimizer_of(other)
     for t, kind in enumerate(KINDS[:12]):
@@ -291,7 +292,7 @@ def _finished(rank, size):
             synchronized = optimizer.synchronized
             optimizer.finish()
             assert optimizer.synchronized
-            if synchronized:  # nothing is sent, nothing moves
+            if synchronized:  # finish() sends and changes nothing
                 assert optimizer.stats().sent_nbytes == sent
                 assert all(torch.equal(p, q) for p, q in zip(model.parameters(), apart, strict=True))
             for p, q in zip(model.parameters(), apart, strict=True):

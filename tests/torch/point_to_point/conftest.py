@@ -1,4 +1,4 @@
-"""Two ranks for the tests of each module."""
+"""Fixture `ranks`: two processes in a group, shared by the tests of a module."""
 
 import pytest
 

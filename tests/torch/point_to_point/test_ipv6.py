@@ -1,4 +1,4 @@
-"""Ranks on a machine whose only address is one of IPv6: send, parameter servers, pipelines."""
+"""send, parameter servers and pipelines work on a machine that has only an IPv6 address."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import pytest
 
 from support.tiers import HANG_SECONDS
 
-# A new network namespace, whose only address is ::1 of its loopback interface.
+# Runs a command in a new network namespace whose only address is ::1, on the loopback interface.
 NAMESPACE = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "
 RANKS = """
 import os, sys
@@ -58,6 +58,6 @@ def test_ranks_with_ipv6_only(tmp_path):
         timeout=HANG_SECONDS,
         check=False,
     )
-    if "not permitted" in done.stderr:  # root without privileges, as in a container
+    if "not permitted" in done.stderr:  # root lacks the privilege, as in a container
         pytest.skip(f"network namespaces need root's privileges: {done.stderr}")
     assert done.stdout.split() == ["right", "right"], done.stderr

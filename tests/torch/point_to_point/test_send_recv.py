@@ -146,10 +146,10 @@ def test_message_above_max_nbytes_can_be_received_later(ranks):
 def _late(rank, size):
     if rank == 0:
         with pytest.raises(codec.PeerError, match="in time"):
-            codec.torch.recv(1, tag=8, options=within(0.05))  # no connection yet
+            codec.torch.recv(1, tag=8, options=within(0.05))  # times out: the sender has not connected yet
         dist.barrier()
         with pytest.raises(codec.PeerError, match="in time"):
-            codec.torch.recv(1, tag=8, options=within(0.05))  # no message yet
+            codec.torch.recv(1, tag=8, options=within(0.05))  # times out: connected, but no message yet
         dist.barrier()
         return codec.torch.recv(1, tag=8)
     dist.barrier()

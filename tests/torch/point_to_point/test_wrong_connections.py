@@ -1,4 +1,4 @@
-"""Connections of send and recv that are stuck, hostile, without the token, or of another protocol version."""
+"""send and recv with peers that are stuck, hostile, without the token, or of another protocol version."""
 
 import os
 import socket
@@ -37,7 +37,7 @@ def test_send_without_receiver_closes_its_connection_only(ranks):
 
 
 def hello(peer, tag, *, token=None, version=None, rank=None, magic=endpoint.HELLO_MAGIC):
-    """Return a socket connected to a rank's port, and the bytes of a hello."""
+    """Return a socket connected to a rank's port, and the bytes of a connection's first message (hello)."""
     mine = endpoint.endpoint_of(dist.group.WORLD)
     true_token, port, host = mine._address_of(peer, time.monotonic() + SOON)
     sock = socket.create_connection((host, port))
@@ -58,10 +58,10 @@ HOSTILE = {
 
 
 def _hostile(rank, size, name, tag):
-    """Rank 1 writes bytes by hand and closes the connection; rank 0 receives."""
+    """Rank 1 writes hostile bytes and closes the connection; recv on rank 0 must raise."""
     if rank == 1:
         sock, first = hello(0, tag)
-        for byte in first:  # one by one: a hello may arrive in pieces
+        for byte in first:  # byte by byte, because a hello may arrive in pieces
             sock.sendall(bytes([byte]))
         sock.sendall(HOSTILE[name])
         sock.close()
@@ -82,7 +82,7 @@ def test_hostile_messages_raise_and_leave_other_connections(ranks):
 
 
 def _hostile_size(rank, size):
-    """Announced bytes that never arrive take no memory."""
+    """A message that announces many bytes, which never arrive, must not make the receiver allocate memory for them."""
     if rank == 1:
         sock, first = hello(0, 300)
         sock.sendall(first + raw(nbytes=1 << 36, body=bytes(100_000)))
@@ -101,7 +101,7 @@ def _hostile_size(rank, size):
 
 
 def test_announced_size_takes_no_memory(ranks):
-    assert ranks.run(_hostile_size)[0] < 64  # MiB
+    assert ranks.run(_hostile_size)[0] < 64  # MiB of memory
 
 
 def _strangers(rank, size):
@@ -121,7 +121,7 @@ def _strangers(rank, size):
             sock.sendall(first)
             assert sock.recv(1) == b""
             sock.close()
-        silent = [hello(0, 400)[0] for _ in range(20)]  # connect and say nothing
+        silent = [hello(0, 400)[0] for _ in range(20)]  # sockets that connect and send nothing
         codec.torch.send(b"honest", 0, tag=400)
         for sock in silent:
             sock.close()
@@ -136,7 +136,7 @@ def test_strangers_are_turned_away(ranks):
 def _version(rank, size):
     if rank == 1:
         mine = endpoint.endpoint_of(dist.group.WORLD)
-        codec.torch.send(b"", 0, tag=500)  # rank 0 has an endpoint now
+        codec.torch.send(b"", 0, tag=500)  # returns once rank 0 has an endpoint
         store = mine._store
         address = store.get("0")
         store.set("0", (5).to_bytes(8, "little") + address[8:])

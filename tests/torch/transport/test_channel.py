@@ -1,4 +1,4 @@
-"""Channel of a group: what its collectives agree on, what it forgets at its end, and what later calls raise."""
+"""Channel of a group: agreement on each collective's success, freed memory and connections, errors after close."""
 
 import gc
 import json
@@ -26,7 +26,7 @@ def _closed(rank, size):
     channel.close()
     channel.close()
     assert channel.closed
-    message[:] = 1  # still valid: a message in flight may be written to it
+    message[:] = 1  # the memory stays valid, since a message in flight may still be written to it
     for call in (
         lambda: channel.collective(1),
         lambda: channel.check_open(),
@@ -49,7 +49,7 @@ def _cancelled(rank, size):
     collective = channel.collective(0)
     channel.cancel()
     assert channel.cancelled
-    assert not channel.closed  # messages in flight end first
+    assert not channel.closed  # not before messages in flight have ended
     with pytest.raises(codec.PeerError, match="cancelled"), channel.writing():
         pass
     with pytest.raises(codec.PeerError, match="cancelled"), collective.storing():
@@ -127,7 +127,7 @@ def _failed_after_the_data(rank, size):
     async def work(collective):
         await collective.part(1).gather([rank])
         if rank == size - 1:
-            # it waits until the report of each rank but 0 has arrived
+            # the other ranks may already have reported success
             raise codec.FrameError("too late")
         return await collective.agree([0])
 
@@ -146,7 +146,7 @@ def test_error_of_a_rank_after_reports_of_others_leaves_connections_open(ranks):
 
 
 def _failed_twice(rank, size):
-    """All ranks fail at once, some of them perhaps because of another one."""
+    """All ranks fail at the same time, some perhaps because another rank's abort arrived first."""
 
     async def work(collective):
         await collective.part(1).gather([rank])

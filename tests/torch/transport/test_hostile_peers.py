@@ -50,7 +50,7 @@ def ranks():
 
 
 def _bytes(*data):
-    """Return a case that sends bytes in place of a frame."""
+    """Return a case whose fake rank sends raw bytes instead of a message with a frame."""
 
     def fake(k):
         k.read()
@@ -71,7 +71,7 @@ def _acted(act, call=None):
 
 
 def _sent(frame=b"", spec=codec.Lossless()):  # noqa: B008
-    """Send a frame that is wrong; the real rank reports its error."""
+    """Return a case whose fake rank sends an invalid frame, and expects the real rank's abort."""
 
     def act(k):
         k.send(bytes(frame))
@@ -102,7 +102,7 @@ def _exchanged(announced, *messages):
 
 
 def _raw(terms, sums):
-    """Send uncompressed values; a slice has one chunk."""
+    """Return a case whose fake rank sends uncompressed terms and sums; a slice has one chunk."""
 
     def act(k):
         k.send(bytes(terms))
@@ -112,7 +112,7 @@ def _raw(terms, sums):
 
 
 def _in_pieces(data, pause):
-    """Send a message one byte at a time."""
+    """Return a case whose fake rank sends a message byte by byte, with pauses."""
 
     def act(k):
         for byte in data(k):
@@ -153,7 +153,7 @@ def shared_scale(scale):
 
 
 PEER, FRAME = codec.PeerError, codec.FrameError
-SHORT = {  # run by make test: each kind of message
+SHORT = {  # cases for make test: one or more of each kind of message
     "magic of another protocol": (PEER, lambda: _bytes(header(magic=b"CDPM"))),
     "kind that is unknown": (PEER, lambda: _bytes(header(kind=2))),
     "body of 2^60 bytes": (PEER, lambda: _bytes(header(nbytes=1 << 60))),
@@ -196,7 +196,7 @@ SHORT = {  # run by make test: each kind of message
     "exchange of a message that is short": (FRAME, lambda: _exchanged(1000, b"x" * 300)),
     "exchange of a message that is long": (FRAME, lambda: _exchanged(1000, b"x" * 1001)),
 }
-LONG = {  # run by make nightly: more of each kind, and cases that last until the timeout
+LONG = {  # cases for make nightly: more of each kind, and those that last until the timeout
     "silence from the start": (PEER, lambda: (gathered(), None)),
     "silence instead of a frame": (PEER, lambda: _acted(lambda k: None)),
     "silence instead of a report": (PEER, lambda: _acted(lambda k: k.send(good()))),
@@ -249,13 +249,13 @@ LONG = {  # run by make nightly: more of each kind, and cases that last until th
 
 
 def flood(k, message, n=200_000):
-    """Send many messages."""
+    """Send n copies of a message."""
     for begin in range(0, n, 1000):
         k.raw(b"".join(message(i) for i in range(begin, begin + 1000)))
 
 
 def _case(rank, size, table, name, real=0):
-    """Return the seconds until the error on the rank that is tested."""
+    """Run a case; return the seconds until the tested rank raised."""
     wanted, make = TABLES[table][name]
     call, fake = make()
     if rank != real:
@@ -267,7 +267,8 @@ def _case(rank, size, table, name, real=0):
     with pytest.raises(wanted):
         call()
     took = time.monotonic() - begin
-    communicator.close_communicator(dist.group.WORLD, cancel=True)  # the fake rank reads until then
+    # Ends the case: the fake rank reads until the connection closes
+    communicator.close_communicator(dist.group.WORLD, cancel=True)
     return took
 
 
@@ -292,7 +293,7 @@ def test_more_wrong_messages_are_errors(ranks, name):
     _try(ranks, "LONG", [name])
 
 
-# Rank 0 is hostile: the real rank connects to it
+# Cases in which rank 0 is the fake one: the real rank connects to it
 
 
 OF_RANK_0 = {

@@ -25,7 +25,7 @@ def ranks():
 
 
 def _odd(k):
-    """Send what a receiver must accept: early and late messages, messages twice, other collectives, any report."""
+    """Send unusual messages that a receiver must accept: early, late, repeated, of other collectives, any report."""
     k.read()
     k.send(b"early", number=3)
     k.send(b"early", number=(1 << 64) - 1)
@@ -104,7 +104,7 @@ def test_connections_of_strangers_do_not_disturb(ranks):
 
 
 def _behave(rank, size):
-    """Make the same calls with a rank that follows the protocol."""
+    """Make the same calls with a normal rank."""
     reduce_checked = values()
     for how in ({}, {"algorithm": "raw"}, {"spec": codec.Quantize(4)}):
         x = values()
