@@ -1,4 +1,4 @@
-"""Fake clock for tests of codec.advise."""
+"""Fixture `clock`, a fake clock for tests of codec.advise."""
 
 from types import SimpleNamespace
 

@@ -198,7 +198,7 @@ def test_round_trips_are_added_to_the_predictions(clock):
     assert two.algorithm == "all_gather"
     assert [row.latency_seconds for row in two.table] == [1, 1]
     assert codec.advise(x, "1gbit", rtt=1, world_size=1).table[1].latency_seconds == 0
-    model = torch.nn.Linear(4096, 2000, bias=False)  # 32.8 MB: buckets of 1, 25 and 5.3 MiB
+    model = torch.nn.Linear(4096, 2000, bias=False)  # 32.8 MB of float32 gradients: DDP buckets of 1, 25 and 5.3 MiB
     assert codec.advise(model, "1gbit", rtt=1).table[0].latency_seconds == 3
     assert "its round trips 1 s more" in codec.advise(x, "1tbit", rtt=1).why
     for bad in ("fast", "-1ms", "40m", "", -1, math.nan, math.inf, True, [1], np.ones(3)):

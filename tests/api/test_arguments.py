@@ -302,7 +302,7 @@ def test_error_lists_the_choices():
 def test_scales_that_round_to_zero_or_infinity_are_rejected():
     """A scale must be positive and finite in float32 and in the tensor's dtype."""
     for bad in (1e-46, 1e39, 0, -1, float("nan"), float("inf"), HUGE):
-        if bad != 0:  # 0 is the valid scale of a tensor of zeros
+        if bad != 0:  # scale 0 is valid: it encodes zeros
             with refused(codec.SpecError, match="scale must be 0, positive and finite as float32"):
                 codec.Ternary(scale=bad)
         with refused(codec.SpecError, match="clip must be positive and finite as float32"):
@@ -363,7 +363,7 @@ def test_outputs_that_overlap_inputs_are_rejected():
     with refused(match="out= shares memory with state's theta without being"):
         wide = np.concatenate([state["theta"], X])
         codec.accumulate(frame, wide[1:9_001], codec.Truncate().bind(codec.optimizers.SGD(1), theta=wide[:9_000]))
-    for threads in (1, 3):  # the first sum would overwrite the second frame's state
+    for threads in (1, 3):  # refused, because adding the first frame would overwrite the second one's state
         with refused(match="out= shares memory with state's theta"):
             codec.reduce(
                 [frame, frame],

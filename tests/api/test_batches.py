@@ -39,7 +39,7 @@ def test_frames_and_tensors_are_those_of_single_calls(spec, threads):
         [y.numpy() for y in codec.decode_many(frames, like=torch.zeros(1), options=codec.options(threads=threads))],
     ):
         assert all(a.shape == b.shape and (a == b).all() for a, b in zip(result, values, strict=True))
-    by_key = dict(zip(reversed(list(named)), reversed(outs), strict=True))  # the dicts have different orders
+    by_key = dict(zip(reversed(list(named)), reversed(outs), strict=True))  # keys in another order than in `by_name`
     assert codec.decode_many(by_name, out=by_key, options=codec.options(threads=threads))["parameter 3"] is outs[3]
 
 
@@ -57,7 +57,7 @@ def test_batch_shares_arguments_and_takes_a_state_for_each_tensor():
         assert frames == [codec.encode(x, b) for x, b in zip(xs, bound, strict=True)]
         values = [codec.decode(f, b) for f, b in zip(frames, bound, strict=True)]
         outs = [s["theta"].copy() for s in states]
-        mine = [spec.bind(SGD, theta=out) for out in outs]  # outputs overwrite the state
+        mine = [spec.bind(SGD, theta=out) for out in outs]  # each output is the state with which its frame is decoded
         for got in (
             codec.decode_many(frames, bound, options=codec.options(threads=threads)),
             codec.decode_many(frames, mine, out=outs, options=codec.options(threads=threads)),

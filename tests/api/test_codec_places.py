@@ -62,18 +62,19 @@ PLACES = [
     Place("native/abi/codec/constants.txt", r"^CODEC_{NAME} {number}$"),
     # Python
     Place("codec/__init__.py", r'^    "{Name}",$'),
-    Place("codec/_c/spec_structs.py", r"case specs\.{Name}\("),  # to C
-    Place("codec/_c/spec_structs.py", r"return specs\.{Name}\("),  # from C
+    Place("codec/_c/spec_structs.py", r"case specs\.{Name}\("),  # converts specs to C structs
+    Place("codec/_c/spec_structs.py", r"return specs\.{Name}\("),  # converts C structs to specs
     Place("codec/frame_size.py", r"case .*\b{Name}\("),
-    # other engines
+    # engines other than the native one
     Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b", (Delta, TopK)),
     Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b", (Delta, TopK)),
     Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])', (Delta, TopK)),
     # C++
-    Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:", (Delta,)),  # needs a base
+    # Delta has no entry, because it needs a base
+    Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:", (Delta,)),
     Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b", (Delta, TopK)),
     # tests
-    Place("tests/support/specs.py", r": codec\.{Name}\(", (Delta,)),  # specs that need no base
+    Place("tests/support/specs.py", r": codec\.{Name}\(", (Delta,)),  # lists specs that need no base
     Place("tests/support/specs.py", r'^FAMILIES = \([^)]*"{name}', (Delta, TopK)),
     Place("tests/codecs/test_lossy.py", r"^def test_{name}_", (Lossless, Truncate, Delta, TopK)),
     Place("tests/codecs/test_contraction.py", r"\bcodec\.{Name}\(", (Lossless, Delta)),

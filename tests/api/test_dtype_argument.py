@@ -93,7 +93,7 @@ def test_dtype_of_noncontiguous_and_conjugate_tensors():
     for x in (c.t(), c[:, ::3], c.conj(), c.conj().imag, torch._neg_view(c)):
         frame = codec.encode(codec.view(x, "uint64" if x.is_complex() else "float32"))
         y = codec.decode(frame, like=c).view(x.dtype)
-        assert repr(y.tolist()) == repr(x.resolve_conj().resolve_neg().tolist())  # repr, since NaN != NaN
+        assert repr(y.tolist()) == repr(x.resolve_conj().resolve_neg().tolist())  # compared by repr, since NaN != NaN
     with pytest.raises(codec.ArgumentError, match="contiguous"):
         codec.decode(codec.encode(codec.view(c, "uint64")), out=c.conj())
     big = array("c8").astype(">c8")

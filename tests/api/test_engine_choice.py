@@ -1,4 +1,4 @@
-"""Choice of the engine, and the reasons that codec.engines() and errors give for unavailable ones."""
+"""Choice of the engine, and the reasons that codec.engines() and errors state for unavailable engines."""
 
 import re
 
@@ -26,7 +26,7 @@ class CudaArray:
 
 
 class DLPackTensor:
-    """Tensor that exports itself by DLPack as on a given device."""
+    """Tensor whose DLPack export names a given device."""
 
     def __init__(self, device=(2, 3), code=2, bits=32, shape=(90, 100), strides=None):
         import ctypes

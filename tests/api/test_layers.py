@@ -61,7 +61,7 @@ def imports(path):
             inner = node.module.partition(".")[2]
             for a in node.names:
                 name = f"{inner}.{a.name}".removeprefix(".")
-                if inner or name in FILES:  # otherwise it is a public name of the package
+                if inner or name in FILES:  # skips public names, as in `from codec import encode`
                     yield name if name in FILES else inner
         elif isinstance(node, ast.Import):
             yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("codec."))

@@ -111,7 +111,7 @@ class Capsule:
 
         self.shape = (ctypes.c_int64 * 1)(n)
         self.t = DLTensor(0, 1, 0, 1, code, bits, 1, self.shape, None, 0)
-        self.memory = (ctypes.c_byte * 128)()  # DLManagedTensor with a NULL context and deleter
+        self.memory = (ctypes.c_byte * 128)()  # memory of a DLManagedTensor whose context and deleter are NULL
         ctypes.memmove(self.memory, ctypes.addressof(self.t), ctypes.sizeof(self.t))
         self.new = ctypes.pythonapi.PyCapsule_New
         self.new.restype = ctypes.py_object

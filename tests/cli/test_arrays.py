@@ -56,7 +56,8 @@ def test_streams_become_a_frame_for_each_block(tmp_path, monkeypatch, capsysbina
     feed(frames)
     assert run("decompress", "-o", tmp_path / "y.npy") == 0
     assert np.load(tmp_path / "y.npy").tobytes() == bits
-    feed(b"".join(codec.encode(np.uint8([k])) for k in range(5)))  # frames shorter than one read of a header
+    # Frames that are shorter than the first read, which is meant for a header
+    feed(b"".join(codec.encode(np.uint8([k])) for k in range(5)))
     assert run("decompress") == 0
     assert capsysbinary.readouterr().out[-5:] == bytes(range(5))
 

@@ -37,7 +37,7 @@ def test_sums_equal_those_of_the_reference_decoder(data):
     shape = data.draw(st.lists(st.sampled_from((0, 1, 2, 7, 40)), max_size=3))
     packings = data.draw(st.lists(st.sampled_from(PACKINGS), min_size=1, max_size=4))
     seed = data.draw(st.integers(0, 1 << 16))
-    scale = data.draw(st.sampled_from((0.5, 3.0, 8192.0)))  # exactly representable in each dtype
+    scale = data.draw(st.sampled_from((0.5, 3.0, 8192.0)))  # scales that every dtype represents exactly
     tensors = (np.random.default_rng(seed).uniform(-0.5, 0.5, (len(packings), *shape))).astype(NUMPY_DTYPES[dtype])
     pairs = enumerate(zip(packings, tensors, strict=True))
     frames = [codec.encode(x, codec.Ternary(p, scale), stream=i) for i, (p, x) in pairs]
@@ -89,7 +89,7 @@ def test_cuda_engine_refuses_to_add_codes():
     with pytest.raises(codec.EngineError, match="the cuda engine"):
         codec.sum_codes(SHARED, options=codec.options(engine="cuda"))
     with pytest.raises(codec.EngineError, match="copy the frames to host memory"):
-        cuda.sum_codes(None)  # raises on machines with a GPU, too
+        cuda.sum_codes(None)  # the CUDA engine raises even on a machine with a GPU
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -48,7 +48,8 @@ def tensors():
     one = np.zeros(n)
     one[::1024] = 1
     yield "one value in 1,024", one
-    for small in (1e-4, 0.03, 0.06, 0.13, 0.25, 0.5):  # half a step of some codec, relative to the largest value
+    # Each is half a quantization step of some codec, relative to the largest value
+    for small in (1e-4, 0.03, 0.06, 0.13, 0.25, 0.5):
         x = np.full(n, small)
         x[::64] = 1
         yield f"one beside {small}", x
@@ -75,7 +76,8 @@ def test_contraction_agrees_with_the_measured_error(spec):
     worst = max(losses, key=losses.__getitem__)
     if spec.contraction:
         assert losses[worst] < 1, worst
-    elif not isinstance(spec, codec.Quantize):  # Quantize's bound is sufficient, not necessary
+    # Quantize's `contraction` is a sufficient condition, not a necessary one
+    elif not isinstance(spec, codec.Quantize):
         assert losses[worst] >= 1, losses
 
 

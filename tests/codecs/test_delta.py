@@ -50,7 +50,8 @@ def test_every_bit_is_restored(dtype, isa):
         for density, largest in ((0, 1), (0.003, 1), (0.1, 5), (1, 100)):
             base, new = pair(dtype, n, density, min(largest, 1 << 8 * ITEMSIZE[dtype] - 2))
             check(new, base, dtype)
-    base, new = random_bits(dtype, 5000, "normal"), random_bits(dtype, 5000, "mixed")  # NaN, Inf, -0, subnormals
+    # The bits of `new` include NaN, Inf, -0 and subnormals
+    base, new = random_bits(dtype, 5000, "normal"), random_bits(dtype, 5000, "mixed")
     check(new, base, dtype, codec.Delta(1024))
     check(base, new, dtype, codec.Delta(2048))
 
@@ -89,7 +90,7 @@ def test_sparse_update_takes_few_bits():
 
 
 def entropy(x):
-    """Return the total entropy of values in bits, if they are independent."""
+    """Return the empirical entropy of all values of x in bits, as if they were independent."""
     _, counts = np.unique(x, return_counts=True)
     return -(counts * np.log2(counts / len(x))).sum()
 

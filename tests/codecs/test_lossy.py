@@ -112,7 +112,7 @@ def test_float8_rounds_as_ml_dtypes_does(format, dtype, isa):
     most = float(ml_dtypes.finfo(kind).max)
     if dtype == "float32":
         bits = np.random.default_rng(1).integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
-        # exponents near the format's range: few rows become all zeros
+        # random exponents in the format's range, so that few rows round to zeros only
         x = (bits & np.uint32(0x807FFFFF) | ((bits >> 23) % 40 + 100 << 23).astype(np.uint32)).view(F32)
     else:
         x = np.arange(1 << 16, dtype=np.uint16).view(NUMPY_DTYPES[dtype])
@@ -224,10 +224,10 @@ def test_quantize_with_a_zero_point_follows_its_definition(bits, dtype, isa):
 def test_stochastic_rounding_is_unbiased_and_streams_are_independent(spec):
     """The mean over random streams is the tensor, and averaging 8 streams divides the variance by 8."""
     x = normal_values(20_000, 2)
-    x[:64] = x[0]  # exactly representable values would hide errors
+    x[:64] = x[0]  # a value that its group's scale represents exactly has no error
     errors = np.array([codec.decode(codec.encode(x, spec, stream=i)).astype(np.float64) - x for i in range(64)])
     sigma = errors.std(0)
-    some = sigma > 0.3 * sigma.max()  # rare events give no good estimate of the variance
+    some = sigma > 0.3 * sigma.max()  # values whose variance 64 streams estimate well
     z = errors.mean(0)[some] / (sigma[some] / 8)
     assert abs(z.mean()) < 5 / np.sqrt(z.size)
     assert np.abs(z).max() < 8

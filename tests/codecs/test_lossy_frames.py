@@ -164,7 +164,8 @@ def test_ternary_with_a_given_scale():
     assert (r == 7).all()
     assert np.abs(codec.decode(codec.encode(x, codec.Ternary(clip=2.0)))).max() == pytest.approx(2 * x.std(), rel=1e-5)
     y = codec.decode(codec.encode(x, codec.Float8(scale=448 / s * 4)))
-    assert np.abs(y).max() == pytest.approx(s / 4, rel=1e-6)  # saturated
+    # The given scale is 4 times too large, so that values above s / 4 saturate.
+    assert np.abs(y).max() == pytest.approx(s / 4, rel=1e-6)
 
 
 def test_frame_sizes_follow_from_the_definitions():

@@ -96,7 +96,7 @@ def test_large_sums_use_nontemporal_stores():
 def test_check_finite_rejects_nonfinite_results(engine):
     """check_finite rejects results with NaN or Inf; an error of a frame has priority."""
     large, some = np.full(300_000, 1e38, F32), normal_values(300_000)
-    large[:204_800] = 1  # whole rows
+    large[:204_800] = 1  # sums overflow only after these whole rows
     wrong = np.where(np.arange(300_000) == 250_000, np.nan, some)
     for spec in (
         codec.Float8(),
@@ -123,7 +123,7 @@ def test_check_finite_rejects_nonfinite_results(engine):
     for few in (
         [codec.encode(wrong)],
         [codec.encode(wrong), codec.encode(some, codec.Sign())],
-    ):  # frames of different codecs
+    ):  # frames of different codecs are refused
         with pytest.raises(codec.ArgumentError, match="the result holds"):
             codec.reduce(few, check_finite=True, op="sum", options=codec.options(engine=engine))
     assert (
@@ -199,5 +199,5 @@ def test_mean_is_the_correctly_rounded_quotient(isa):
     with codec.use_isa(isa):
         for count in (1, 2, 3, 4, 6, 8, 16):
             mean = codec.reduce([codec.encode(x)] + [zeros] * (count - 1), op="mean")
-            total = x + F32(0) if count > 1 else x  # -0 + 0 = 0
+            total = x + F32(0) if count > 1 else x  # a sum of several frames turns -0 into 0
             assert mean.tobytes() == (total / F32(count)).tobytes()

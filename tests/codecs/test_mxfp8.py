@@ -28,7 +28,8 @@ def mx_of(x, format):
     """Compute the stored scales, the elements and the decoded values of MXFP8 by torch."""
     dtype, emax, most = KINDS[format]
     x = groups_of(x)
-    exponent = (x.abs().amax(1).view(torch.int32) >> 23) - 127  # floor(log2), -127 for subnormal numbers
+    # Floor(log2(largest magnitude)); -127 for subnormal numbers
+    exponent = (x.abs().amax(1).view(torch.int32) >> 23) - 127
     stored = ((exponent - emax).clamp(-127, 127) + 127).to(torch.uint8)
     scale = stored.view(torch.float8_e8m0fnu).float()[:, None]
     elements = (x / scale).clamp(-most, most).to(dtype)
@@ -42,9 +43,11 @@ def values():
     any_bits = np.where(bits >> 23 & 255 == 255, bits & 0x807FFFFF, bits).view(F32)
     octaves = np.exp2(rng.uniform(-160, 127.9, (1024, 1)) + rng.uniform(-20, 0, (1024, 32))) * rng.choice([-1, 1], 32)
     edges = np.zeros((256, 32))
-    edges[:254] = np.ldexp(1.0, np.arange(-126, 128))[:, None] * np.linspace(0, 1, 32)  # largest: 2^k
-    edges[1:254:2, 31] *= 1.75  # now the largest element, scaled
-    edges[2:254:4, 31] = np.nextafter(F32(2), F32(0)) * np.ldexp(1.0, np.arange(-124, 128, 4))  # saturates
+    # Groups whose largest magnitude is 2^k
+    edges[:254] = np.ldexp(1.0, np.arange(-126, 128))[:, None] * np.linspace(0, 1, 32)
+    edges[1:254:2, 31] *= 1.75  # 1.75 * 2^k, which scales to the largest element
+    # Almost 2^(k+1), which saturates
+    edges[2:254:4, 31] = np.nextafter(F32(2), F32(0)) * np.ldexp(1.0, np.arange(-124, 128, 4))
     ties = np.outer(np.ldexp(1.0, [-149, -140, -130, 0, 100]), np.arange(-1024, 1024)).reshape(-1, 32)
     zeros = np.array([0.0, -0.0] * 16)
     tiny = np.arange(32, dtype=np.uint32).view(F32)
@@ -65,7 +68,7 @@ def test_frames_hold_the_bytes_of_torch_casts(format, isa):
     x = values()
     assert np.isfinite(x).all()
     stored, elements, expected = mx_of(x, format)
-    for first in range(0, len(x), 1 << 14):  # one block a frame
+    for first in range(0, len(x), 1 << 14):  # a frame per block of 2^14 values
         here = slice(first, first + (1 << 14))
         frame = codec.encode(x[here], codec.Float8(format))
         scales, codes = region_of(frame, len(x[here]))
@@ -90,13 +93,13 @@ def test_half_precision_tensors_give_the_same_elements(format, dtype):
 @pytest.mark.parametrize("how", [{"scale": "rceil"}, {"rounding": "stochastic"}], ids=str)
 def test_rceil_takes_scales_that_saturate_no_value(format, how):
     """rceil chooses the smallest power of two for which no value saturates, as torchao's RCEIL does."""
-    x = values()[1 << 14 :]  # without subnormal scales
+    x = values()[1 << 14 :]  # leaves out any_bits, which has subnormal scales
     x = x[: len(x) // 32 * 32]
     x = x[np.repeat((abs(x) > 1e-30).reshape(-1, 32).any(1) & (abs(x) < 1e38).reshape(-1, 32).all(1), 32)][: 1 << 14]
     frame = codec.encode(x, codec.Float8(format, **how))
     dtype, _, most = KINDS[format]
     amax = abs(x.reshape(-1, 32)).max(1).astype(np.float64)
-    fraction, exponent = np.frexp(amax / most)  # exact: the largest element is 1.75 times a power of two, or less
+    fraction, exponent = np.frexp(amax / most)  # fraction is 0.5 only if amax is exactly `most` times a power of two
     expected = exponent - (fraction == 0.5) + 127
     scales, codes = region_of(frame, len(x))
     assert scales == expected.astype(np.uint8).tobytes()

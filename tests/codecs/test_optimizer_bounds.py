@@ -15,7 +15,7 @@ SHAPE = (32, 40)
 GUARDS = st.sampled_from(["exact", "near", 0, -4, -14])
 WAYS = st.sampled_from([("coded", "six"), ("shared", "bit")])
 ROUNDINGS = st.sampled_from(["nearest", "truncate"])
-FLOAT_ERROR = 1 + 1e-5  # tolerance: A is computed in float32
+FLOAT_ERROR = 1 + 1e-5  # relative tolerance, because A is computed in float32
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 EPS1, EPS2 = 2.0**-23, 1e-3  # default eps of Adafactor
 
@@ -30,7 +30,7 @@ class Case:
         self.guard, way, rounding = draw(GUARDS), draw(WAYS), draw(ROUNDINGS)
         self.spec = Truncate("optimizer", rounding, *way, self.guard)
         bits = self.spec.guard_bits  # granularity "bit" keeps two more bits with the guard "exact"
-        self.share = 2.0 ** (-bits - 1 - 23)  # largest error of g, relative to A
+        self.share = 2.0 ** (-bits - 1 - 23)  # largest error of the gradient g, divided by the metric A
 
     def gradient(self):
         """Return a gradient whose rows and columns have different magnitudes."""
@@ -119,13 +119,14 @@ def test_steps_of_adam_and_nadam_change_little(name, case):
     low = np.sqrt(t.v * v)
     a = w * ((low + t.eps) * t.theta_v + t.theta) + t.m * m
     kept = {"adamw": 1 - case.lr * 0.1, "adamw, other betas": 1 - case.lr * 0.01, "nadam, decoupled": 1 - case.lr * 0.1}
-    own = kept.get(name, 1) / (t.theta_v * (low + t.eps))  # theta_v (low + eps) = kept / own
+    # Factor of g in the step, since theta_v (low + eps) = kept / own
+    own = kept.get(name, 1) / (t.theta_v * (low + t.eps))
     q = (1 - metric.betas[1]) / (1 - metric.betas[1] ** (metric.step + 1))
     k = np.sqrt(q) * abs(t.m * m) / (2 * low)
     changed = abs(
         stepped(optimizer, theta, g, ADAM_LIKE[name], case.lr) - stepped(optimizer, theta, y, ADAM_LIKE[name], case.lr)
     )
-    rounding = 1e-14 * (abs(w) + case.lr)  # of float64
+    rounding = 1e-14 * (abs(w) + case.lr)  # allowance for the rounding of float64
     assert (changed <= FLOAT_ERROR * case.share * (1 + k) * abs(own * a) + rounding).all()
     assert case.spec.guard_bits > 0 or (g != y).any()
 
@@ -161,7 +162,7 @@ def test_steps_of_adafactor_change_little(case, growth, vector):
         theta.grad = case.gradient().reshape(theta.shape)
         optimizer.step()
     g = case.gradient().reshape(theta.shape)
-    if not vector:  # the mean square is at most 4 times the running mean
+    if not vector:  # scales the gradient's mean square to growth^2 times the running mean
         g *= growth * float(optimizer.state[theta]["row_var"].mean().clamp(min=EPS1) / g.square().mean()) ** 0.5
     metric, state = optimizers.from_optimizer(optimizer), optimizers.state_of(optimizer, theta)
     y = case.rounded(g, metric, state)
@@ -175,7 +176,7 @@ def test_steps_of_adafactor_change_little(case, growth, vector):
     a = start / (1 - case.lr * 0.1) * np.sqrt(t.v * float64(state["v"])) * t.theta_v
     assert (
         abs(a) <= FLOAT_ERROR * abs(start) * np.sqrt(v) / scale
-    ).all()  # the error of g moves theta by share |start|
+    ).all()  # A is small enough that the error of g moves theta by at most share |start|
     bound = case.share * abs(start) + abs(after - start) * shared
     assert (abs(after - other) <= FLOAT_ERROR * bound + 1e-14 * abs(start)).all()
     assert (g != y).any() or case.spec.guard_bits > 0

@@ -39,7 +39,7 @@ TORCH = {
     "Adafactor": torch.optim.Adafactor,
     "Lion": Lion,
 }
-if hasattr(torch.optim, "Muon"):  # since torch 2.9
+if hasattr(torch.optim, "Muon"):  # torch 2.9 and later
     TORCH["Muon"] = torch.optim.Muon
 
 
@@ -56,7 +56,8 @@ def test_parameters_have_torchs_names_and_defaults(name):
             continue
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
         if name in ("Momentum", "Nesterov") and parameter.name == "momentum":
-            assert parameter.default is inspect.Parameter.empty  # required: torch's default 0 means no momentum
+            # A required argument, since torch's default 0 means no momentum
+            assert parameter.default is inspect.Parameter.empty
         elif parameter.name in theirs:
             assert parameter.default == theirs[parameter.name].default, parameter.name
 

@@ -47,7 +47,8 @@ def uneven(shapes, seed=0):
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 @given(SHAPES, st.integers(0, 1000))
 def test_small_segments_are_encoded_as_if_alone(spec, shapes, seed):
-    x, segments = uneven([*shapes, (64, 60)], seed)  # enough values that each segment can have a part
+    # An additional segment, so that the limit on parts allows one for each segment
+    x, segments = uneven([*shapes, (64, 60)], seed)
     values = codec.decode(codec.encode(codec.view(x, segments=segments), spec))
     for offset, shape in segments:
         mine = x[offset : offset + int(np.prod(shape))]
@@ -86,7 +87,7 @@ def through_ranks(x, segments, size, spec):
 def test_rows_keep_their_scales_on_any_number_of_ranks(model, size):
     """Rows of 64 values or more have the same values on any number of ranks; the error of no row is larger than 4%."""
     x, segments = uneven(MODELS[model])
-    if model == "adapters":  # rows of 8 share scales: those of one adapter have one magnitude
+    if model == "adapters":  # short rows share scales, so all rows of an adapter are given the same magnitude
         segments = [(o, (s[0], s[1]) if s[1] > 64 else (s[0] * s[1],)) for o, s in segments]
         x = x / np.repeat([np.abs(x[o : o + 2048]).max() for o, _ in segments], 2048).astype(np.float32)
     y = through_ranks(x, segments, size, codec.Float8())

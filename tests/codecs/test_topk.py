@@ -60,7 +60,7 @@ def test_scales_are_the_mean_or_the_least_and_the_largest_magnitude():
     x[64:68] = 1, -3, 2, -2
     two = codec.decode(codec.encode(x, codec.TopK(5 / 64, 2, 64)))
     np.testing.assert_array_equal(two[:10], [3, -3, 3, 8, -8, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(two[64:68], [0, -3, 3, -3])  # the fifth value kept is 0, the least magnitude
+    np.testing.assert_array_equal(two[64:68], [0, -3, 3, -3])  # the fifth kept value is 0: the smaller level is 0
     one = codec.decode(codec.encode(x, codec.TopK(4 / 64, 1, 64)))
     np.testing.assert_array_equal(one[:10], [0, -6, 6, 6, -6, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(one[64:68], [2, -2, 2, -2])

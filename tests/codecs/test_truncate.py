@@ -38,7 +38,7 @@ def test_every_half_precision_pattern(dtype, level, isa):
     x = np.arange(1 << 16, dtype=np.uint16).view(NUMPY_DTYPES[dtype])
     frame = bytes(codec.encode(x, Truncate(level)))
     y = codec.decode(frame)
-    if codec.inspect(frame).stored:  # uniform exponents cannot be compressed
+    if codec.inspect(frame).stored:  # all exponents occur equally often, so nothing can be compressed
         assert level == 0
         assert y.tobytes() == x.tobytes()
         return
@@ -66,7 +66,7 @@ def test_all_levels_and_granularities_round_alike(dtype, levels, granularity, gu
     y = flatcall.decode(frame, **how)
     with np.errstate(invalid="ignore"):
         lost = x.astype(F32) - y.astype(F32)
-    np.testing.assert_array_equal(r, np.where(np.isfinite(x.astype(F32)), lost, 0))  # 0 for NaN and Inf
+    np.testing.assert_array_equal(r, np.where(np.isfinite(x.astype(F32)), lost, 0))  # NaN and Inf have residual 0
     assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
     if granularity == "six":
         g = spec.guard_bits + (rounding == "truncate")
@@ -157,7 +157,7 @@ def test_frames_that_would_grow_are_stored(n, dtype, isa):
             out = np.empty(codec.bound(x.shape, dtype, spec) - room, np.uint8)
             try:
                 frame = flatcall.encode(x, spec, residual=left, out=out, threads=threads, **how)
-            except codec.ArgumentError:  # too little room
+            except codec.ArgumentError:  # `out` is too small
                 assert room
                 assert (left == 7).all()
                 continue
@@ -281,7 +281,7 @@ def test_trailing_zero_bits_cost_nothing():
     frame = bytes(codec.encode(x, spec.bind(ADAMW, **arrays)))
     y = codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays))
     assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
-    assert 8 * len(frame) / x.size < 8 + 3.5  # sign and 7 bits of mantissa, exponents
+    assert 8 * len(frame) / x.size < 8 + 3.5  # bits per value: 8 for sign and mantissa, 3.5 for the exponent
     assert (y == x).mean() > 0.99
     zeros = bytes(codec.encode(np.zeros_like(x), spec.bind(ADAMW, **arrays)))
     assert len(zeros) < 300

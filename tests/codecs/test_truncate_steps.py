@@ -88,7 +88,7 @@ def test_exact_preset_changes_few_parameters_of_a_step(name, levels, granularity
         unit = np.spacing(np.maximum(np.abs(arrays["theta"]), np.abs(a)))
         assert (np.abs(a - b) <= unit).all()
         dropped += (g != y).mean()
-    assert dropped > 0.5  # bits were dropped
+    assert dropped > 0.5  # most gradients lost bits
 
 
 def test_first_step_without_buffers():

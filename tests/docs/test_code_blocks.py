@@ -30,13 +30,13 @@ FLAGS = doctest.ELLIPSIS | NUMBER
 RUN_ELSEWHERE = {
     "docs/guides/embedding.md": {"c", "cpp", "sh"},  # tests/native/test_embedding.py
     "docs/guides/gpu-c.md": {"c", "sh"},  # tests/engines/test_cuda_c.py
-    "docs/guides/frameworks.md": {"python"},  # this and the next three by tests/frameworks
+    "docs/guides/frameworks.md": {"python"},  # this page and the next three: tests/frameworks
     "docs/guides/arrays.md": {"python"},
     "docs/guides/zarr.md": {"python"},
     "docs/guides/federated-learning.md": {"python"},
 }
 _COMMAND = 'codec() { python -m codec "$@"; }; '  # shell function `codec` that runs the package under test
-LONG = {"docs/tutorials/ddp.md"}  # pages that start training runs
+LONG = {"docs/tutorials/ddp.md"}  # pages whose blocks start training runs, which take long
 NAMESPACES = ("codec-left", "codec-right")  # network namespaces that a page creates
 _FILE = re.compile(r"# (\w+\.\w+)(, changed)?\n")
 NOT_CODE = {"", "text", "toctree", "eval-rst", "tip", "note", "warning"}
@@ -47,7 +47,7 @@ def _evaluate_console(example: Example) -> None:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(codec.__file__).parents[1]),  # the package that the Python blocks use
+        "PYTHONPATH": str(Path(codec.__file__).parents[1]),  # commands import the same package as Python blocks
     }
     for step in re.split(r"^\$ ", example.parsed, flags=re.MULTILINE)[1:]:
         command, _, expected = step.partition("\n")

@@ -33,7 +33,7 @@ FRAMEWORKS = {
 }
 MODULES = ["codec", *(m.name for m in pkgutil.walk_packages(codec.__path__, "codec.") if not m.name.endswith("_cffi"))]
 MODULES = [name for name in MODULES if name not in FRAMEWORKS]
-# public functions and classes: each must have an example
+# public functions and classes, each of whose docstrings must have an example
 SHOWN = [
     "encode",
     "decode",
@@ -93,7 +93,7 @@ def _diloco(rank, size):
 def test_diloco_reaches_the_uncompressed_loss_with_a_seventh_of_the_bytes():
     for rank, (plain, compressed, printed) in enumerate(run_ranks(2, _diloco)):
         assert compressed[0] == pytest.approx(plain[0], rel=0.02)
-        assert plain[0] < 1.9  # the initial loss is 2.1
+        assert plain[0] < 1.9  # training starts at loss 2.1
         assert 6.5 < plain[1] / compressed[1] < 7.5
         assert ("Quantize(4): outer step 3/3, loss" in printed) == (rank == 0)
 

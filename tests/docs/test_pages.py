@@ -18,7 +18,8 @@ PLACEHOLDERS = ("*", "NAME")
 SECTIONS = {
     page.name: re.findall(r"^##+ ([\d.]*\d)", page.read_text(), re.M) for page in (ROOT / "docs/spec").rglob("*.md")
 }
-SECTION = re.compile(  # page and numbers in "format.md, sections 5.2 and 7", also across lines of a comment
+# Matches page and numbers of references like "format.md, sections 5.2 and 7", also across lines of a comment
+SECTION = re.compile(
     r"(?:/|\b)([\w-]+\.md)[)`]*(?:\(\S+\))?,?\s+(?:[/*#]+\s+)*sections?\s+((?:[\d.]*\d)(?:(?:,| and| to)\s+[\d.]*\d)*)"
 )
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the CUDA engine: kernels, devices and libcodec_cuda."""
+"""Fixtures for tests of the CUDA engine: kernels compiled for the CPU, emulated or real devices, libcodec_cuda."""
 
 import os
 
@@ -17,7 +17,7 @@ def library():
 
 @pytest.fixture(params=["cpu", GPU])
 def device(request, monkeypatch):
-    """An emulated GPU, an emulated GPU behind an emulated CuPy, or with ``-m gpu`` a real GPU."""
+    """Return an emulated GPU, once directly and once behind an emulated CuPy; with ``-m gpu``, a real GPU."""
     if request.param == "cpu":
         device = Emulated(request.getfixturevalue("library"))
         use(monkeypatch, device)

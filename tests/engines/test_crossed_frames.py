@@ -1,4 +1,4 @@
-"""Mutants of a frame, with bytes of a second one, give the same tensor or the same error with every engine.
+"""Mutants of a frame, with bytes of a second frame mixed in, give the same tensor or error with every engine.
 
 Mutants have valid checksums, as an attacker's frames would, so that tests reach the checks after the checksum.
 """
@@ -19,7 +19,7 @@ from support.tensors import LOSSY_DTYPES
 from support.tiers import NIGHTLY
 
 MAX_NBYTES = 1 << 22
-LARGE = 40_000  # bytes; larger frames get fewer mutants
+LARGE = 40_000  # size in bytes above which a frame gets fewer mutants
 NUMBERS = (0, 1, 2, 7, 8, 127, 128, 255, 256, 511, 512, 1023, 4095, 4096, 16383, 16384, 65535, 65536)
 EXTREMES = (*NUMBERS, *(2**k + d for k in (31, 32, 40, 60, 62, 63, 64) for d in (-1, 0)))
 

@@ -43,7 +43,7 @@ PRUNED = WAYS - {"fixed"}
 
 
 def test_planes_of_every_mode(monkeypatch):
-    """Planes of every mode are encoded as by the native engine; the reference decoder finds all modes in the frames."""
+    """Frames with planes of every mode equal the native engine's; the reference decoder finds all modes in them."""
     seen, read = set(), oracle.decode_region
 
     def watched(frame, at, end, m, nplanes, shift, fixed, coded, halved, *rest):
@@ -78,7 +78,7 @@ def test_pruned_planes_that_end_with_a_short_run_of_zeros(last):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_whose_first_plane_is_not_coded(dtype, monkeypatch):
-    """Blocks of one value or of noise, whose regions hold only the uncoded first plane, are encoded as natively."""
+    """Constant and noise blocks, whose regions hold only an uncoded first plane, equal the native engine's."""
     n, heads, read = 16_384, [], oracle.decode_region
     x = random_bits(dtype, 6 * n, "normal")
     x[n : 2 * n] = x[0]
@@ -115,14 +115,14 @@ def test_scale_models(dtype, shape):
         assert decode(frame) == x.tobytes()
 
 
-# row lengths, such that rows end within a chunk, between chunks and within a group of 4 values
+# row lengths for which rows end inside a chunk, at a chunk's end, or inside a group of 4 values
 WIDTHS = (64, 68, 100, 127, 130, 512, 1_000, 2_052)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("dtype", LOSSY_DTYPES)
 def test_whole_rows(dtype, columns):
-    """Tensors in which the loop over 8 whole rows of 128 values alternates with the general loop give native frames."""
+    """Frames equal the native engine's if the loop over 8 whole rows of 128 values alternates with the general loop."""
     rng = np.random.default_rng(columns)
     shape = (40_000 // columns, columns)
     x = rng.standard_normal(shape, F32) * np.exp(2 * rng.standard_normal((shape[0], 1), F32))
@@ -139,8 +139,8 @@ def test_whole_rows(dtype, columns):
             assert decode(frame) == bits.tobytes()
 
 
-# rows of a few lanes, of one and of several passes of a warp, and rows without groups of 8; codes packed into 32, 16
-# and 8 bits, and by fives
+# Rows that occupy a few lanes, one pass or several passes of a warp, and rows without groups of 8 values; codes packed
+# into 32, 16 and 8 bits, and five to a byte.
 EIGHTS = {
     **{f"float8_{row}": codec.Float8(group_size=row) for row in (8, 64, 128, 256, 512, 40, 576, 1_152, 4_096, 100)},
     "float8_random": codec.Float8("e5m2", 1_000, "stochastic"),
@@ -165,13 +165,13 @@ EIGHTS = {
 
 @pytest.mark.parametrize("name", EIGHTS)
 def test_groups_of_8(name):
-    """Tensors in which the loop over groups of 8 values of a row alternates with the general one give native frames."""
+    """Frames equal the native engine's if the loop over groups of 8 values alternates with the general loop."""
     spec, rng = EIGHTS[name], np.random.default_rng(len(name))
     x = rng.standard_normal(18_509, F32) * np.exp(rng.standard_normal(18_509, F32)) * (rng.random(18_509) > 0.02)
     x[600:1300] = 0
     x[3_000:4_500] *= 1e-25
     if name.startswith("mxfp8"):
-        x[10_000] = 60_000  # if rounded up, this row's largest code exceeds float16's range
+        x[10_000] = 60_000  # float16 overflows if the largest value of this row is rounded up
         x[2_000] = np.nan if name == "mxfp8_nan" else 1
     cut = [(3, (7, 640)), (4_488, (2, 4_096)), (12_680, (829,))]
     for dtype in LOSSY_DTYPES:
@@ -258,7 +258,7 @@ def test_check_finite_rejects_nonfinite_results(device):
 
 @by_cupy
 def test_reduce_of_ternary_frames():
-    """Ternary frames with one scale and with several, of equal and of different segments, are reduced."""
+    """reduce() accepts Ternary frames with one or several scales, and with equal or different segments."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((3, 30_000), F32)
     same, clipped = codec.Ternary(scale=6.0), codec.Ternary("base3", clip=2.0)
@@ -280,11 +280,11 @@ def test_reduce_of_ternary_frames():
 @by_cupy
 @pytest.mark.parametrize("name", [name for name in ROWS if "scale" not in name])
 def test_reduce_of_many_frames_with_equal_blocks(name, device):
-    """Frames with equal blocks are reduced, also more of them than one launch can process."""
+    """reduce() adds frames with equal blocks, also if there are more than one launch can process."""
     segments = [(0, (40, 90)), (3600, (13, 80)), (4641, (7,))]
     coded = getattr(
         ROWS[name], "entropy", name == "ternary_entropy"
-    )  # entropy-coded frames are added one after the other
+    )  # frames with an entropy stage are added one by one
     for n, count, how in ((20_001, 3, {}), (600, 70, {}), (5000, 3, {"segments": segments}), (9, 2, {})):
         dtype = LOSSY_DTYPES[(n + count) % 3]
         xs = [sample_bits(dtype, n, seed=i, odd=3) for i in range(count)]
@@ -318,7 +318,7 @@ def test_sums_of_several_tensors_share_launches(device):
     calls.reduce_many(sums(frames))
     launched = [kernel for kernel in device.launched if "lossless" not in kernel]
     assert sorted(launched) == ["reduce_rows<3>", "reduce_rows<4>", "reduce_rows<6>"]
-    assert len(device.launched) == 3 + 3  # one for each rank
+    assert len(device.launched) == 3 + 3  # row codecs: 3 as above; Lossless: one for each of the 3 frames of a sum
     calls.conclude()
     for to, some in zip(out, frames, strict=True):
         assert bytes_of(to) == codec.reduce(some, op="mean").tobytes()

@@ -65,7 +65,7 @@ def test_segments(cuda, name):
     packed = codec.view(x, segments=segments).segments
     [(result, ours)] = cuda.encode(Encode(x, spec, "float32", segments=packed, levels=level_of(x, spec)))
     assert (result.status, ours) == (0, frame)
-    [(result, back)] = cuda.decode(Decode(frame, spec, "float32", x.shape))  # segments are in the frame
+    [(result, back)] = cuda.decode(Decode(frame, spec, "float32", x.shape))  # without segments: the frame contains them
     assert (result.status, back) == (0, codec.decode(frame, like=np.empty(0, np.uint32)).tobytes())
 
 
@@ -115,7 +115,7 @@ def test_batches_equal_single_calls(cuda):
 
 @pytest.fixture
 def large_gpu(cuda):
-    """libcodec_cuda on a fake GPU with 132 multiprocessors, which logs launches and does not run them."""
+    """Return libcodec_cuda on a fake GPU with 132 multiprocessors, which logs launches without running them."""
     cuda.fake.fake_cuda_processors(132)
     try:
         yield cuda_c.Cuda(cuda.fake, cuda_c.library())
@@ -162,7 +162,7 @@ def test_scratch_of_a_workspace_is_limited(what, cuda):
         found.append(size.value)
     one, few, more = found
     each = (more - few) / 1000
-    assert each < 100_000  # bytes per tensor; scratch for each tensor's warps would be 660,000
+    assert each < 100_000  # bytes per tensor; with its own scratch memory for warps, a tensor would need 660,000
     assert one < few - 1999 * each < 300_100_000
 
 

@@ -132,7 +132,7 @@ def test_errors_of_opening_a_device(cuda):
         cuda.fake.fake_cuda_fail(b"", 0)
         assert status == DRIVER_ERROR, function
     for arch, status in ((75, NO_KERNELS), (88, DRIVER_ERROR), (90, 0), (91, 0), (100, NO_KERNELS)):
-        cuda.fake.fake_cuda_arch(arch)  # the image for 80 is not one of kernels
+        cuda.fake.fake_cuda_arch(arch)  # the image for sm_80 is not valid machine code
         try:
             assert opened(cuda) == status, arch
         finally:

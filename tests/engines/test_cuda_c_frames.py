@@ -57,7 +57,7 @@ def check_outcome(cuda, frame, spec, dtype, shape, flags=0):
     """Check that a frame has the outcome of the native engine, and return the status."""
     before = np.full(shape, 0xA5, f"u{ITEMSIZE[dtype]}")
     [(result, back)] = cuda.decode(Decode(frame, spec, dtype, shape, before=before), flags=flags)
-    if result.status in MISMATCH:  # reported before other errors
+    if result.status in MISMATCH:  # mismatches with the plan are reported before other errors
         assert not is_like(frame, spec, dtype, shape)
     else:
         assert native_outcome(frame, dtype) == (result.status or back)
@@ -101,7 +101,7 @@ def test_truncated_frames(cuda, name):
     info = codec.inspect(frame)
     for n in (0, 3, 4, 47, 48, 60, len(frame) // 2, len(frame) - 1):
         [(result, _)] = cuda.decode(Decode(frame[:n], codec.Lossless(), info.dtype, info.shape))
-        assert result.status in (Status.TRUNCATED, BAD_SPEC), n  # BAD_SPEC: not the plan's codec
+        assert result.status in (Status.TRUNCATED, BAD_SPEC), n  # BAD_SPEC: the frame's codec is not the plan's
         assert result.nbytes == 0
 
 
@@ -110,7 +110,7 @@ def test_frames_made_by_hand(cuda, case):
     """Hand-made frames decode to the native engine's values, or give its status."""
 
     def compared(frame, **how):
-        if how:  # needs an optimizer's state, which the C interface lacks
+        if how:  # decoding needs optimizer state, which the C interface does not accept
             return None
         try:
             info = codec.inspect(frame)

@@ -1,4 +1,4 @@
-"""CUDA kernels: run under sanitizers, compiled by NVRTC for GPUs, and checked against injected faults."""
+"""CUDA kernels run under sanitizers, NVRTC compiles them within limits, and the emulation detects injected faults."""
 
 import os
 import re
@@ -25,7 +25,7 @@ MORE_SPILLS = {
     "lossless/encode_fast": 180,
     "lossless/decode_fast2": 500,
     "lossless/decode_fast4": 360,
-}  # these spills are outside of loops
+}  # maximum bytes of spills by file; these spills are outside of loops
 CODE = {  # minimum machine code in kB per kernel of a file; less means that the compiler dropped code as unreachable
     "lossless/choose": 120,
     "rows/choose": 45,
@@ -45,11 +45,10 @@ CODE = {  # minimum machine code in kB per kernel of a file; less means that the
     "delta/decode": 80,
     "frame/decode_stored": 20,
 }
-# instructions of the loops over whole rows, each unrolled for 8 rows: of planes, values and words; three loops encode,
-# three decode, and one that decodes stores nothing; roundings of 8 values in the steps of Quantize, two each with 8
-# bits, and of Ternary; their values and stores of float32. Small groups of Float8, with two kinds of scales and of
-# codes: stores of codes in loops over two steps and one; pairs of codes of one kind, in code for float32 and for 16
-# bits, which longer groups add to
+# Minimum number of PTX instructions by file, which shows that the compiler unrolled the loops over whole rows for 8
+# rows. Factors count loops, rows, and loads, stores or roundings per row: three loops encode, three decode, and one
+# more decodes without storing. For Quantize and Ternary: roundings of 8 values. For small groups of Float8: stores of
+# codes, and conversions of pairs of codes, in loops for float32 and for 16-bit dtypes.
 LOOPS = {
     "rows/encode": {"add.rz.f32": 8 * 3 * (4 + 2 * 2), "fma.rz.f32": 8 * 2, "st.global.v2.u32": 4 * (2 + 1)},
     "rows/decode": {
@@ -62,7 +61,7 @@ LOOPS = {
         "ld.global.cs.v4.u32": 3 * (2 + 8),
         "st.global.cs.u32": 3 * 8 * (1 + 3),
         "st.shared.u32": 3 * 8 * 2,
-        "st.shared.u8": 4 * (2 + 4),  # of put_raw, for each plane of the kernels
+        "st.shared.u8": 4 * (2 + 4),  # stores in put_raw, for each plane of the kernels
     },
     "lossless/encode": {"st.shared.u8": 4 * (1 + 2 + 4 + 8)},
     "lossless/decode_fast2": {"ld.global.cs.u32": 4 * 8, "st.global.cs.v2.u32": 3 * 8, "ld.shared.u32": 4 * 8 * 2},
@@ -141,7 +140,7 @@ def test_nvrtc_compiles_every_kernel(file):
         assert int(registers) * threads * resident[name] <= ALL_REGISTERS, name
         assert (int(shared or 0) + 1024) * resident[name] <= MORE_SHARED.get(file, ALL_SHARED), (
             name
-        )  # CUDA uses 1 KiB per block
+        )  # CUDA reserves 1 KiB of shared memory per block
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", log))) <= MORE_SPILLS.get(file, SPILLS), "functions"
     assert max(map(int, re.findall(r"(\d+) bytes stack frame", log))) <= STACK
     assert all(ptx.count(f"{instruction} ") >= n for instruction, n in LOOPS.get(file, {}).items())
@@ -155,7 +154,7 @@ SOME = [
     ("frame/close", "sm_80"),
     ("frame/gather", "sm_100"),
     ("frame/check_finite", "sm_120"),
-]  # kernels that compile fastest
+]  # the kernels that compile fastest, outside nightly tests
 ALL = [(file, arch) for file in FILES for arch in ARCHS]
 
 

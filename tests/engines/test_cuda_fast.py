@@ -76,7 +76,7 @@ def test_frames_and_values_are_those_of_the_native_engine(name, dtype, device):
         check_outcome(damage(frame, rng), dtype)
 
 
-PRUNED_REGIONS = {  # symbols of plane 0, bytes of plane 1, and whether the frame is valid
+PRUNED_REGIONS = {  # name: (symbols of plane 0, bytes of plane 1, True if the frame is valid)
     "zeros": ([127, 0] * 1000, [17, 0] * 1000, True),
     "no zeros": ([127] * 2000, [17] * 2000, True),
     "a byte of plane 1 below a zero": ([127, 0] * 1000, [17, 0] * 999 + [17, 1], False),

@@ -31,7 +31,7 @@ def test_golden_frames(name):
 
 @pytest.mark.parametrize("name", [*GOLDEN][::3])
 def test_truncated_golden_frames(name):
-    """Golden frames cut at any byte give the native error, with and without a matching size field."""
+    """Golden frames cut at any byte give the native engine's error, with and without a matching size field."""
     frame = GOLDEN_FRAMES[name]
     for n in {0, 1, 47, *np.random.default_rng(len(frame)).integers(0, len(frame), 9).tolist()}:
         for cut in (frame[:n], recompute_checksums(frame[:16] + n.to_bytes(8, "little") + frame[24:n])):

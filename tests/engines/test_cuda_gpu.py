@@ -1,4 +1,4 @@
-"""Tests that need a GPU: thousands of concurrent thread blocks, concurrent streams, CUDA graphs, PyTorch tensors.
+"""Tests that need a real GPU: thousands of thread blocks at once, concurrent streams, CUDA graphs, torch tensors.
 
 ``make gpu-tests`` runs this file.
 """
@@ -73,7 +73,7 @@ def test_frames_share_scratch_memory(name):
 
     spec, xs = SPECS[name], [values((1_024, 4_096 + 128 * i), "float32") for i in range(24)]
     for i, x in enumerate(xs):
-        x[np.random.default_rng(i).random(x.shape) < 0.02 * i] = 0  # zeros give regions with several planes
+        x[np.random.default_rng(i).random(x.shape) < 0.02 * i] = 0  # zeros, so that regions contain several planes
     frames = codec.encode_many(xs, spec)
     tensors = [codec.decode(frame, like=xs[0]) for frame in frames]
     there, ours = [cupy.array(x) for x in xs], [cupy.array(np.frombuffer(frame, np.uint8)) for frame in frames]
@@ -210,7 +210,7 @@ def test_two_threads_with_a_stream_each():
 
 
 def test_batches_of_many_tensors():
-    """A batch of 200 tensors of different sizes, one of 2^25 values, gives native frames and values."""
+    """A batch of 200 tensors, one with 2^25 values, gives the native engine's frames and values."""
     import cupy
 
     rng = np.random.default_rng(0)

@@ -34,7 +34,7 @@ USABLE |= {name: spec for name, spec in SPECS.items() if getattr(spec, "level_co
 SHAPES = [(0,), (100,), (4096,), (70, 1000), (300, 4096)]
 LARGE = [((1 << 31) + 5,), (1 << 17, 1 << 15)]  # more than 2^31 values, never allocated
 PROCESSORS = 2, 132
-STREAM, MADE = 7, 1 << 20  # stream of random bits; address of arrays that kernels would fill
+STREAM, MADE = 7, 1 << 20  # number of the random stream; fake address of arrays that kernels would fill
 
 
 class Dry(Emulated):
@@ -42,7 +42,7 @@ class Dry(Emulated):
 
     def __init__(self, library, processors):
         super().__init__(library, processors)
-        self.name = f"cuda:{processors}"  # the cache key of grids in plans
+        self.name = f"cuda:{processors}"  # the key under which plans cache grids
         self.grids = []
 
     def allocate(self, nbytes, like):

@@ -14,7 +14,7 @@ from codec.engines.cuda.kernels import FILE_OF
 from support import cuda_c, cupy_on_cpu, device
 from support.cupy_on_cpu import cupy
 
-code_for = library.code_for.__wrapped__  # without its cache
+code_for = library.code_for.__wrapped__  # the function without its lru_cache
 X = np.random.default_rng(0).standard_normal((40, 300), np.float32)
 
 
@@ -102,7 +102,7 @@ def test_no_library_is_no_error(offer, compiled, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("library_of", ["other sources", "libcodec.so", "missing"])
 def test_named_libraries_that_do_not_fit_are_errors(library_of, offer, tmp_path):
-    """A named library with other kernels or without the function, or a file that is no library, is an error."""
+    """A library given by name raises if its kernels differ, if it lacks the function, or if the file is no library."""
     paths = {"other sources": cuda_c.library(), "libcodec.so": native._path, "missing": tmp_path / "missing.so"}
     offer(paths[library_of])
     said = "has other kernels than this package" if library_of == "other sources" else "cannot be used as libcodec_cuda"

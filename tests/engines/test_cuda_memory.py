@@ -1,4 +1,4 @@
-"""Memory and launches of the CUDA engine: limits of scratch memory, batches, any order of blocks or threads."""
+"""The CUDA engine limits scratch memory, needs few launches, and does not depend on the order of blocks or threads."""
 
 import weakref
 
@@ -50,7 +50,8 @@ SCRATCHED = {  # codecs that need scratch memory
 
 
 @on_cpu
-@pytest.mark.parametrize("nbytes", [nightly(1), 400_000, nightly(1_500_000)])  # bytes for one, some, most warps
+# Bytes of scratch memory: enough for one warp, some warps, most warps
+@pytest.mark.parametrize("nbytes", [nightly(1), 400_000, nightly(1_500_000)])
 @pytest.mark.parametrize("workers", [1, nightly(4)])
 def test_warps_wait_for_scratch_memory(nbytes, workers, monkeypatch):
     """With fewer scratch units than warps, warps wait, results are unchanged, and all units are returned."""
@@ -105,8 +106,8 @@ class Counted(Emulated):
         pass
 
 
-_NOWHERE = 1 << 20  # address that is never accessed
-PEAKS = {  # maximum MB of scratch memory on a GPU of 132 multiprocessors, for tensors that use all of them
+_NOWHERE = 1 << 20  # fake address, which is never accessed
+PEAKS = {  # by spec: maximum MB of scratch memory on a GPU with 132 multiprocessors, all of them in use
     "lossless": (codec.Lossless(), 88),
     "bfloat16": (codec.Lossless(), 106),
     "truncate": (codec.Truncate(1), 140),
@@ -132,13 +133,13 @@ def test_scratch_memory_does_not_grow_with_the_number_of_tensors(name, library, 
     pending = codec.encode_async(x, spec, out=out)
     one, kept = device.peak, device.live
     assert one <= most * 1_000_000 + kept
-    assert kept < 1 << 20  # arguments, decisions and results
+    assert kept < 1 << 20  # bytes kept: arguments, decisions and results
     more = [codec.encode_async(x, spec, out=out) for _ in range(20)]
     assert device.peak <= one + 20 * kept
     del pending, more
     assert device.live == 0
     device.capturing = lambda: True
-    pending = codec.encode_async(x, spec, out=out)  # a graph keeps its memory
+    pending = codec.encode_async(x, spec, out=out)  # a captured graph keeps its scratch memory
     assert device.live == one
     del pending
     assert device.live == 0
@@ -161,7 +162,8 @@ def test_deferred_calls_keep_no_scratch_memory(library, monkeypatch):
     calls, how = DeferredCalls(lambda *nbytes: noted.append(nbytes)), codec.options(engine="cuda")
     for i in range(1, 21):
         calls.encode_many([encode_request(x, spec, how, out, residual, feedback=True)])
-        assert noted[-1][1] > 11_000_000  # 3.2 MB for warps, and sums with residuals
+        # Bytes of scratch memory: 3.2 MB for warps, the rest for sums of tensor and residual
+        assert noted[-1][1] > 11_000_000
         decode = decode_request((view(there),), None, how, x)._replace(head=view(np.frombuffer(frame, np.uint8)))
         calls.decode_many([decode])
         assert noted[-1][1] > 2_000_000
@@ -182,7 +184,7 @@ def test_batches_of_unlike_sizes_start_few_idle_thread_blocks(library, monkeypat
         own = [grid for name, *grid in launched if name == kernel]
         assert sum(count for _, count in own) == 200
         assert len(own) == 2
-        assert sum(x * y for x, y in own) < 3 * 4096  # 105,600 by one launch
+        assert sum(x * y for x, y in own) < 3 * 4096  # thread blocks; a single launch would need 105,600
 
 
 @on_cpu
@@ -214,7 +216,7 @@ def test_scratch_memory_of_a_call_is_limited(kernel, library):
 
 
 @on_cpu
-@pytest.mark.nightly  # builds the kernels once more
+@pytest.mark.nightly  # nightly: compiles the kernels once more
 def test_thread_blocks_in_parallel(monkeypatch):
     """Results are correct if thread blocks wait for values of blocks that run in parallel or have not begun."""
     use(monkeypatch, Emulated(build(options=["-DCUDA_ON_CPU_WORKERS=4"]), 2))

@@ -1,4 +1,4 @@
-"""The CUDA engine on the emulated CuPy, and agreement of that emulation (tests/support/cupy_on_cpu.py) with CuPy."""
+"""The CUDA engine works on the emulated CuPy (tests/support/cupy_on_cpu.py), whose interface equals CuPy's."""
 
 import contextlib
 import importlib
@@ -47,7 +47,8 @@ def same(ours, real, path):
             same(getattr(ours, name), getattr(real, name), f"{path}.{name}")
     elif isinstance(ours, type):
         assert isinstance(real, type), path
-        one = getattr(real, "null", real)  # an instance, for attributes of instances
+        # An instance, if there is one, because some attributes exist on instances only
+        one = getattr(real, "null", real)
         for name, member in vars(ours).items():
             if isinstance(member, property):
                 assert not callable(getattr(real, name)), f"{path}.{name}"
@@ -73,7 +74,7 @@ def called_alike(ours, real, path):
 def test_emulation_has_the_interface_of_cupy():
     real = importlib.import_module("cupy")
     same(cupy, real, "cupy")
-    assert real.cuda.driver.moduleGetGlobal.__doc__.endswith("-> intptr_t")  # get_global_var returns its result
+    assert real.cuda.driver.moduleGetGlobal.__doc__.endswith("-> intptr_t")  # the emulation relies on this return value
     assert hasattr(real.cuda.runtime.PointerAttributes, "device")
     assert issubclass(real.cuda.runtime.CUDARuntimeError, RuntimeError)
 
@@ -149,7 +150,7 @@ def test_graph_capture(machine, mode):
     spec, s = codec.Float8(entropy=True), Stream()
     left, out = (cupy.empty(n, dtype) for n, dtype in ((X.shape, F32), (codec.bound(X.shape, "float32", spec), "u1")))
     x = cupy.array(X)
-    codec.encode_async(x, spec, out=out, residual=left)  # on another stream
+    codec.encode_async(x, spec, out=out, residual=left)  # the first call runs on another stream than the capture
     with s:
         s.begin_capture(mode)
         pending = codec.encode_async(x, spec, out=out, residual=left)
@@ -158,7 +159,8 @@ def test_graph_capture(machine, mode):
         for y in (X[::-1], X * F32(3)):
             x.set(y)
             graph.launch()
-            codec.encode(cupy.array(np.ones(30_000, F32)))  # reuses free memory
+            # Would overwrite memory of the graph that was freed by mistake
+            codec.encode(cupy.array(np.ones(30_000, F32)))
             kept = np.empty_like(X)
             assert bytes(pending.wait().get()) == codec.encode(y, spec, residual=kept)
             assert left.get().tobytes() == kept.tobytes()
@@ -213,7 +215,8 @@ def test_host_buffers_live_until_their_copy_completes(machine, nbytes):
     with device.on(0):
         device.upload(there.data.ptr, data)
         del data
-        assert (alive() is None) == (nbytes == 100)  # small buffers are copied to pinned memory
+        # Small buffers are copied to pinned memory, so that the source may be freed
+        assert (alive() is None) == (nbytes == 100)
         assert there.get().tobytes() == expected
         first, second = (getattr(device.upload(there.data.ptr, bytes(nbytes)), "ptr", 0) for _ in range(2))
         assert alive() is None
@@ -269,7 +272,8 @@ def test_frames_on_the_device_take_memory_of_their_own_size(machine):
         frame, expected = codec.encode(cupy.array(x), spec), codec.encode(x, spec)
         assert frame.get().tobytes() == expected
         n = len(expected) if own else codec.bound(x.shape, x.dtype, spec, segments=())
-        assert len(frame.data._mem._memory) == -(-n // 512) * 512  # else a part of the memory of the bound
+        # If not `own`, the frame is a part of the memory allocated for its bound
+        assert len(frame.data._mem._memory) == -(-n // 512) * 512
 
 
 def test_dtypes_that_cupy_lacks(machine):

@@ -48,7 +48,7 @@ def native_status(frame, base):
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_every_dtype(cuda, dtype):
-    """Frames of every dtype equal the native ones, and are decoded in place and not, with and without VERIFY_FIRST."""
+    """Frames of every dtype equal the native engine's, and decode in place or not, with or without VERIFY_FIRST."""
     for n in every(2, (0, 1, 1025, 5000)):
         for nth in every(2, (1, 40, 10_000)):
             base, new = pair(dtype, n, nth)
@@ -93,7 +93,8 @@ def test_hostile_frames(cuda, dtype):
         mutant = damage(frame, rng)
         [(result, back)] = cuda.decode(Decode(mutant, SMALL, dtype, base.shape, before=base), flags=VERIFY)
         statuses.add(result.status)
-        if result.status not in (Status.SHAPE_MISMATCH, BAD_SPEC):  # these are reported before other errors
+        # Mismatches with the plan are reported before other errors
+        if result.status not in (Status.SHAPE_MISMATCH, BAD_SPEC):
             assert native_status(mutant, base) == (result.status or back)
         assert not result.status or back == base.tobytes()
     assert len(statuses) > 3

@@ -21,7 +21,7 @@ DELTA, SMALL = codec.Delta(), codec.Delta(1024)
 
 @pytest.fixture(params=["numba", "cuda"])
 def engine(request, monkeypatch):
-    """Name of the engine under test: Numba, and CUDA with kernels on the CPU."""
+    """Return the name of the engine under test: once "numba", once "cuda" with kernels on the CPU."""
     if request.param == "cuda":
         use(monkeypatch, Emulated(build()))
     return request.param
@@ -36,7 +36,7 @@ def changed(dtype, base, density, largest, seed=0):
 
 
 def check(engine, dtype, base, new, spec=SMALL):
-    """Check the frame, its decoding to new memory, to `out` and in place, and the error for other bases."""
+    """Check the frame, decoding to new memory, to `out` and in place, and the error for a wrong base."""
     how = {"dtype": dtype, "base": base}
     frame = bytes(flatcall.encode(new, spec, **how))
     for threads in (1, 3):
@@ -201,7 +201,7 @@ def test_hostile_frames(engine, dtype):
             mutant = frame[: rng.integers(len(frame))]
         how = {"verify_first": i % 7 > 0, "threads": 1 + i % 3}
         given = base.copy()
-        given[-1] ^= i % 4 == 3  # another base
+        given[-1] ^= i % 4 == 3  # every fourth time, decode with a wrong base
 
         def decode(by, mutant=mutant, how=how, given=given):
             weights = given.copy()

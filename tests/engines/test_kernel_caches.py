@@ -15,7 +15,7 @@ from codec.engines.cuda import cache, kernels
 
 PACKAGES = Path(codec.__file__).parents[1]
 KEY, DATA = "0" * 64, b"machine code"
-OTHER = 12345  # another user's id
+OTHER = 12345  # user id of another user
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
@@ -88,7 +88,7 @@ def test_cache_files_of_other_kinds_are_not_loaded(folder, tmp_path):
     (folder / KEY).mkdir(0o700)
     before = len(os.listdir("/proc/self/fd"))
     assert cache.load_cached(KEY) is None
-    cache.store_cached(KEY, DATA)  # storing cannot replace a folder
+    cache.store_cached(KEY, DATA)  # does nothing, because a folder has the file's name
     assert [path.name for path in folder.iterdir()] == [KEY]
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -103,7 +103,8 @@ def test_cache_folders_that_cannot_be_used_are_no_error(monkeypatch, place):
 def test_no_cache_without_a_home_folder(monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME", "CODEC_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a home folder
+    # "~" is not expanded, as for a user without a home folder
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache.cache_folder() is None
     assert cache.load_cached(KEY) is None
     cache.store_cached(KEY, DATA)

@@ -66,7 +66,7 @@ def test_large_tensors(name):
     spec = SPECS[name]
     x = sample_bits("float32", 300_001, "normal").view(F32)
     x[17:40_000] = 0
-    x /= np.abs(x).max() / 4  # magnitudes below Ternary's given scale
+    x /= np.abs(x).max() / 4  # magnitudes below the given scale of some Ternary specs
     how = level_arguments(spec, len(x), how="groups")
     frame = bytes(flatcall.encode(x, spec, threads=1, **how))
     y = flatcall.decode(frame, **how)
@@ -288,7 +288,7 @@ class WithoutLoops:
         return getattr(self._lib, name)
 
     def codec_reduce_blocks(self, *args):
-        assert args[3].count == 0  # only checks that blocks match
+        assert args[3].count == 0  # with count 0, the function only checks that blocks match
         return self._lib.codec_reduce_blocks(*args)
 
 

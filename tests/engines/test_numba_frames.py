@@ -138,7 +138,7 @@ def test_hostile_frames(name):
                 return flatcall.accumulate(mutant, total.copy(), engine=engine, **how).tobytes()
 
             def join(engine, mutant=mutant, total=total):
-                # reductions do not always report the offset
+                # type and code only: the message does not always name the offset
                 return outcome(lambda: flatcall.reduce([frame, mutant], out=total, engine=engine, **how).tobytes())[:2]
 
             agreed(add)

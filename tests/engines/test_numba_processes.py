@@ -125,7 +125,7 @@ class PackageCopy:
         return [(same, int(hits), int(misses)) for same, hits, misses in results]
 
 
-@pytest.mark.nightly  # compiles four times
+@pytest.mark.nightly  # nightly: compiles kernels four times
 def test_kernels_are_compiled_once_and_again_when_a_source_changes(tmp_path):
     """Two concurrent processes compile a kernel once each; later processes load it, until the source changes."""
     copy = PackageCopy(tmp_path)

@@ -32,7 +32,7 @@ def reduce_bits(frames, n, engine, with_out, **how):
     result = outcome(lambda: unify_nan(flatcall.reduce(frames, out=out, engine=engine, **how)))
     if isinstance(result, tuple):
         assert out is None or (out == 7).all()
-        return result[:2]  # the reported block depends on how blocks are grouped
+        return result[:2]  # type and code only: the message names a block, which depends on how an engine groups blocks
     return result
 
 

@@ -24,7 +24,7 @@ SPECS = st.builds(
 
 @pytest.fixture(params=["numba", "cuda"])
 def engine(request, monkeypatch):
-    """The Numba engine, and the CUDA engine on the CPU, compared with the native engine."""
+    """Return the name of the engine under test: once "numba", once "cuda" with kernels on the CPU."""
     if request.param == "cuda":
         use(monkeypatch, Emulated(build()))
     monkeypatch.setattr(engine_comparison, "ENGINES", ("native", request.param))
@@ -44,7 +44,7 @@ def check(x, spec, dtype, **how):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.sampled_from(LOSSY_DTYPES), st.integers(0, 9000), st.sampled_from(KINDS), SPECS, st.data())
 def test_any_tensor(engine, dtype, n, kind, spec, data):
-    """Results are native for short last chunks, equal magnitudes, zeros, NaN, Inf, residuals and random streams."""
+    """Results equal the native engine's for short last chunks, ties, zeros, NaN, Inf, residuals and random streams."""
     seed = data.draw(st.integers(0, 99))
     x = sample_bits(dtype, n, kind, seed, data.draw(st.integers(0, 5)), finite=data.draw(st.integers(0, 4)) > 0)
     left = None
@@ -57,7 +57,7 @@ def test_any_tensor(engine, dtype, n, kind, spec, data):
     "spec", [codec.TopK(1 / 2, 3, 1 << 16), codec.TopK(1 / 2, 3, 128), codec.TopK(1e-9, 2, 1 << 16)]
 )
 def test_large_tensors(engine, spec):
-    """Results are native for several blocks, for more kept values than fit in shared memory, and for escaped gaps."""
+    """Results equal the native engine's for several blocks, kept values beyond shared memory, and escaped gaps."""
     x = np.random.default_rng(0).standard_normal(150_000).astype(F32)
     x[70_000:140_000] = np.round(x[70_000:140_000])
     x[1000:60_000] *= F32(1e-9)
@@ -88,7 +88,7 @@ def test_accumulate_leaves_other_values_as_they_are(engine):
 
 
 def test_residuals_survive_tensors_that_are_refused(engine):
-    """The tensor is searched for NaN before residuals are written, unless ``verify_first=False``."""
+    """A tensor with NaN is refused before residuals are written, unless ``verify_first=False``."""
     x = np.random.default_rng(1).standard_normal(200_000).astype(F32)
     x[-1] = np.nan
     left = np.full_like(x, 0.25)

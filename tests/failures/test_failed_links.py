@@ -16,8 +16,8 @@ import netns
 
 from support.rank_loss import ALGORITHMS, FAULT_POINTS, FAULTY, fault_points
 
-# drop: packets that the rank sends are dropped; down: its interface is down; far: the other end of its link is down,
-# which the rank cannot see; switch: the bridge does not forward its packets
+# Commands by fault. drop: the kernel drops packets that the rank sends; down: the rank's interface is down; far: the
+# other end of its link is down, which the rank cannot see; switch: the bridge does not forward its packets.
 FAULTS = {
     "drop": ("tc", "qdisc", "replace", "dev", "eth0", "root", "blackhole"),
     "down": ("ip", "link", "set", "eth0", "down"),
@@ -25,7 +25,8 @@ FAULTS = {
     "switch": ("ip", "link", "set", f"port{FAULTY}", "nomaster"),
 }
 REPAIRS = {
-    "drop": ("tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo"),  # no error if nothing was dropped
+    # Tc reports no error even if no packet was dropped
+    "drop": ("tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo"),
     "down": ("ip", "link", "set", "eth0", "up"),
     "far": ("ip", "link", "set", f"port{FAULTY}", "up"),
     "switch": ("ip", "link", "set", f"port{FAULTY}", "master", "bridge"),
@@ -55,7 +56,7 @@ def network():
     try:
         made = netns.Network(3).__enter__()
     except netns.NetworkError as e:
-        if "not permitted" in str(e):  # root without privileges, as in a container
+        if "not permitted" in str(e):  # root lacks the privilege, as in a container
             pytest.skip(f"network namespaces need root's privileges: {e}")
         raise
     with contextlib.closing(made):

@@ -75,7 +75,8 @@ def test_ctrl_c_during_an_all_reduce_raises_on_all():
 def _wait_again(rank, size, point):
     """An interrupted wait() does not end the collective: a second wait() succeeds."""
     x, interrupted, gate = values(rank), False, threading.Event()
-    communicator.communicator_of(None).worker.submit(gate.wait)  # delays the collective until the rank waits for it
+    # Blocks the worker thread, so that the collective starts only once the rank waits for it
+    communicator.communicator_of(None).worker.submit(gate.wait)
     pending = codec.torch.all_reduce(
         x, codec.Quantize(4), async_op=True, op="mean", options=codec.options(algorithm="two_shot")
     )
@@ -265,7 +266,8 @@ def test_ctrl_c_ends_all_training_processes(who, tmp_path):
     hit = processes if who == "all" else processes[:1]
     if "frozen" in who:
         processes[1].send_signal(signal.SIGSTOP)
-        for _ in step_lines(processes[0].stdout):  # ends when rank 0 waits for the frozen rank
+        # The loop ends when rank 0 waits for the frozen rank and prints no more steps
+        for _ in step_lines(processes[0].stdout):
             pass
     # Processes are stopped first, so that none exits before all have received SIGINT, as from a terminal.
     for sent in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):

@@ -37,7 +37,8 @@ from support.ranks import RankPool, run_ranks
 def _sweep(algorithms, fault, most):
     """Lose a rank at several fault points of each algorithm; return a line of text per algorithm."""
     timeout = TIMEOUT if fault is freeze else 10
-    within = timeout + 1 + SLACK_SECONDS if fault is freeze else timeout / 2  # a death is detected at once
+    # Seconds; a death is detected at once, a freeze after the timeout
+    within = timeout + 1 + SLACK_SECONDS if fault is freeze else timeout / 2
     rows = []
     with RankPool(3) as ranks:
         for algorithm in algorithms:
@@ -117,7 +118,8 @@ def _sweep_bytes(algorithm, most):
         want, most_nbytes = [result for result, _ in both], both[FAULTY][1]
         points, cut = fault_points(most_nbytes * 9 // 10, FAULT_POINTS or most), 0
         for nbytes in points:
-            for rate in (1 << 20, 1 << 18, 1 << 17):  # bytes per second; slower after a cut that came too late
+            # Bytes per second; if a cut comes too late, repeat it at a lower rate
+            for rate in (1 << 20, 1 << 18, 1 << 17):
                 ranks.new_group()
                 both = ranks.run(_cut, algorithm, spec, nbytes, rate)
                 found, arrived = [result for result, _ in both], both[FAULTY][1]
@@ -173,7 +175,7 @@ def test_rank_lost_during_a_training_step_leaves_the_others_unchanged(fault, mos
             undisturbed = ranks.run(train, saved, done + 1)
             events.append(undisturbed[FAULTY][1])
             after.append([states[-1] for states, _, _ in undisturbed])
-            ranks.new_group()  # a new group restarts the numbering of random streams
+            ranks.new_group()  # a new group, whose random streams are numbered from 0 again
             first = ranks.run(train, saved, done)
             ranks.new_group()
             want.append(([states for states, _, _ in first], [s for s, _, _ in ranks.run(train, None, 2)]))

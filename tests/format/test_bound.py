@@ -25,7 +25,7 @@ ANY_ROWS = st.one_of(
     st.builds(codec.Quantize, st.integers(1, 8), GROUPS),
     st.builds(codec.Quantize, st.integers(2, 8), GROUPS, st.just("odd")),
 )
-# Shapes of segments: tiny ones, which take the most parts for their size; rows of 64 values or more; large ones.
+# Shapes of segments: tiny ones, which have the most parts per value; rows of 64 values or more; large ones.
 SHAPE = st.one_of(
     st.lists(st.integers(0, 9), max_size=3),
     st.tuples(st.integers(1, 20), st.integers(30, 300)),

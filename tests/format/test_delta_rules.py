@@ -13,7 +13,7 @@ from support.format_cases import check_case
 from support.frame_builder import delta_frame, low_first, recompute_checksums, region
 
 BFLOAT16, INT8, FLOAT64 = 3, 17, 2
-# with S = 126: exponents 127 and 128 are in class 1, 129 in class 2, and the two zeros in class 0
+# bfloat16 bits; with scale S = 126, exponents 127 and 128 are in class 1, 129 in class 2, both zeros in class 0
 BASE = (0x3F85, 0x4005, 0x4085, 0x0000, 0x8000)
 INTEGERS = (1, 2, 3, 253, 0)
 S = 126
@@ -51,7 +51,7 @@ def changed(**by_name):
 
 PLUS, MINUS, NONE = "0", "1", gamma(1)
 NAN = 0x7FC1
-ONE = gamma(2), rice(1, 2), PLUS, NONE  # the first value of class 1, one step up
+ONE = gamma(2), rice(1, 2), PLUS, NONE  # codes for: the first value of class 1 moves one step up
 PATCH = rice(1, 3) + low_first(0x4005 ^ NAN, 16)
 CASES = {
     "a step": (steps(1, *ONE), changed(v0=0x3F86)),
@@ -94,7 +94,7 @@ CASES = {
     ),
     "the largest scale": (coded(1, 255 + 14 + 16, 1, rice(2, 14), rice(0, 14) * 4), changed(v0=0x3F86)),
     "a larger scale": (coded(1, 255 + 14 + 17, 1, rice(2, 14), rice(0, 14) * 4), "scale"),
-    # S = -16: the zeros, of exponent 1, are of class 8 like all others
+    # with S = -16 all values are in class 8, also the zeros, which have exponent 1
     "the least scale": (coded(1, 0, 1, *[NONE] * 7, gamma(2), rice(4, 16), PLUS), changed(v3=0x0001)),
     "a code of a class that is missing": (coded(1, 0, 1, gamma(2), rice(1, 2), PLUS, *[NONE] * 7), "gap"),
     "too few changes": (steps(2, *ONE), "number of changes"),
@@ -235,7 +235,7 @@ def test_base_of_another_digest():
 
 
 def test_huge_shape_needs_a_base_of_its_size():
-    """A frame without blocks may declare a huge shape, but decodes only with a base of that size (section 11)."""
+    """A frame without blocks may declare a huge shape, but decodes only with a base of that size (section 12)."""
     frame = bytearray(delta_frame(BFLOAT16, b"", [], b"", log2=0))
     struct.pack_into("<Q", frame, 48, 1 << 59)
     frame = recompute_checksums(frame)

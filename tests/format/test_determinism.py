@@ -122,7 +122,7 @@ def test_codec_isa_chooses_the_instruction_set():
         env = {**os.environ, "CODEC_ISA": "mmx"}
         frames.add(subprocess.run([*PYTHON, script], env=env, capture_output=True, check=True).stdout)
     assert len(frames) == 1
-    # importing succeeds; the first use fails
+    # importing with an unknown instruction set succeeds; the first use fails
     subprocess.run([*PYTHON, "import codec"], env={**os.environ, "CODEC_ISA": "mmx"}, check=True)
 
 

@@ -124,7 +124,8 @@ def test_frames_with_a_shared_codebook(spec):
 def test_codebooks_from_counts(data):
     """Codebooks agree for any counts, such as ties, many symbols and sums above 2^24."""
     most = data.draw(st.sampled_from([1, 2, 30, 1 << 14, 1 << 31]))
-    close = st.lists(st.integers(83_000, 83_003), min_size=256, max_size=256)  # their sum is above 2^24
+    # Counts that are almost equal and add up to more than 2^24
+    close = st.lists(st.integers(83_000, 83_003), min_size=256, max_size=256)
     few = st.lists(st.integers(0, most), min_size=256, max_size=256)
     steep = st.builds(lambda r, k: [int(1 + k * r**i) for i in range(256)], st.floats(0.5, 1), st.integers(1, most))
     counts, cap = data.draw(few | steep | close), data.draw(st.integers(2, 8))
@@ -162,7 +163,8 @@ def test_thresholds_of_plane_modes():
             same(255 - x)
             same(x.astype(np.uint32) << 8 | skewed(n, 240 - skew, 1), dtype="float32")
             same(skewed(n, 0, 2) & 0xF0 | x >> 4)
-    same(np.concatenate([around_zero(16_384, deviation) for deviation in np.linspace(10, 60, 40)]))  # one block each
+    # Each deviation fills one block
+    same(np.concatenate([around_zero(16_384, deviation) for deviation in np.linspace(10, 60, 40)]))
     gradient = np.random.default_rng(4).standard_normal(4096).astype(F32)
     gradient[::64] = 0
     for dtype, zero in itertools.product(PATTERNS, (0, 1.0)):

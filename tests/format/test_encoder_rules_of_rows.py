@@ -88,7 +88,7 @@ def halves_of(rounding):
 
 
 def places(h, most):
-    """Return numbers below `most`, each just below the rounding point, where a sum in float32 would be rounded up."""
+    """Return numbers below `most` just below their rounding point, which an addition in float32 would round up."""
     rng = np.random.default_rng(most)
     x = rng.integers(0, most, N) + (65535 - h + rng.choice([0, 0, 0.25, 1], N)) / 65536
     return np.where(h == 65535, np.nextafter(F32(0.5), F32(0)) / F32(65536), x.astype(F32))
@@ -148,7 +148,7 @@ def test_small_floats_round_without_double_rounding(kind, rounding):
     x = magnitudes(kind, halves_of(rounding))
     if kind == "e2m1":
         x = np.clip(x, -6, 6)
-        x[::32] = 6  # makes all scales powers of two
+        x[::32] = 6  # the largest value of each group is 6, so that all scales are 1
         same(x, codec.Float4("mxfp4", rounding, seed=3), stream=5)
     else:
         same(x, codec.Float8(kind, N, rounding, scale=1.0, seed=3), stream=5)

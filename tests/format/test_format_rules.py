@@ -167,7 +167,7 @@ def test_shared_codebook_needs_a_float_dtype():
 
 
 def test_lowest_damaged_block_is_reported():
-    """The lowest damaged block is reported, checksum before structure, for any threads and `out` (section 11)."""
+    """The lowest damaged block is reported, checksum before structure, for any threads and `out` (section 12)."""
     good, bad = region(head(RAW) + bytes(512)), region(head(RAW) + bytes(511) + bytes(9))
     for malformed, damaged, expected in (
         (1, 2, codec.FrameError),
@@ -190,7 +190,7 @@ def test_lowest_damaged_block_is_reported():
 
 
 def test_damage_is_reported_before_wrong_arguments():
-    """Damage is reported before a wrong `out` or a missing codebook (section 11)."""
+    """Damage is reported before a wrong `out` or a missing codebook (section 12)."""
     x = np.random.default_rng(0).standard_normal(600).astype(F32)
     counts = np.bincount(x.view(np.uint32) >> 23 & 255, minlength=256)
     for how in ({}, {"codebook": codec.Codebook.from_counts(counts)}):

@@ -22,7 +22,7 @@ SEGMENTS = [
 
 
 def values(shape):
-    return np.random.default_rng(0).uniform(-0.4, 0.4, shape).astype(np.float32)  # below all scales of SPECS
+    return np.random.default_rng(0).uniform(-0.4, 0.4, shape).astype(np.float32)  # below the given scales of all SPECS
 
 
 def viewed(x, dtype, segments=None):
@@ -47,7 +47,8 @@ def test_frame_nbytes_is_exact_for_buckets_of_parameters(spec):
         assert codec.frame_nbytes(x.shape, "float32", spec, segments=segments) == len(frame), segments
 
 
-GROUPS = st.integers(1, 40_000)  # a block has 16,384 values, or one group if that is larger
+# Group sizes below and above 16,384, the number of values of a block with smaller groups
+GROUPS = st.integers(1, 40_000)
 ANY_FIXED = st.one_of(
     st.builds(codec.Sign, st.sampled_from(["l1", "l2", "two_mean"]), st.none() | st.just("row") | GROUPS),
     st.builds(codec.Ternary, st.sampled_from(["2bit", "base3"])),

@@ -13,7 +13,7 @@ from support.frame_builder import Blocks, low_first, region, stored
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = 1, 2, 3, 4
 F32 = np.float32
 ONE, TWO, THREE, LARGEST, INF = 0x3F80, 0x4000, 0x4040, 0x7F7F, 0x7F80
-NONE = (0, 0)  # scales of a chunk without codes
+NONE = (0, 0)  # both scales of a chunk without codes are 0
 
 
 def kept(gap, minus=0, level=0, k=4, bits=2):

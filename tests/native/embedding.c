@@ -1,4 +1,4 @@
-/* embedding.c - tests of the C code of docs/guides/embedding.md, which is copied to page.h. */
+/* embedding.c - test the C code of docs/guides/embedding.md, which test_embedding.py copies to page.h. */
 #include "page.h"
 
 #include <assert.h>
@@ -17,7 +17,7 @@ static codec_tensor tensor(float *data)
 			      .nbytes = 4 * N};
 }
 
-/* Write two frames and the first bytes of a third to a stream, and read them. */
+/* Write two frames and the first `rest` bytes of a third one to a stream. next_frame() must return the two. */
 static void stream(const void *frame, size_t nbytes, size_t rest)
 {
 	FILE *f = tmpfile();
@@ -33,7 +33,7 @@ static void stream(const void *frame, size_t nbytes, size_t rest)
 	}
 	assert(!next_frame(fileno(f), 1 << 20, &info));
 	lseek(fileno(f), 0, SEEK_SET);
-	assert(!next_frame(fileno(f), 4 * N - 1, &info)); /* larger than max_nbytes */
+	assert(!next_frame(fileno(f), 4 * N - 1, &info)); /* the decoded tensor exceeds max_nbytes */
 	fclose(f);
 }
 

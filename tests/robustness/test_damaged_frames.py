@@ -87,7 +87,7 @@ def test_trailing_bytes_are_rejected(name):
 def check_mutant(frame, dtype, n):
     """Check that a mutant gives the reference decoder's tensor, or a FrameError if the reference rejects it."""
     try:
-        # A is theta / lr
+        # exponent field of A = theta / lr, with lr = 1/10
         expected = oracle.decode(
             frame, None, (TRUNCATE_HOW["state"]["theta"] * np.float32(10)).view(np.uint32) >> 23 & 255
         )
@@ -227,7 +227,7 @@ def test_bound_holds_for_adversarial_tensors(dtype):
             << (8 * u.itemsize - 9 if u.itemsize > 1 else 0)
         ).astype(u)
     )
-    late = np.zeros(40000, u)  # values that sampling misses
+    late = np.zeros(40000, u)  # the last values differ, which sampling misses
     late[1::2] = random_bits(dtype, 20000, "noise")
     tensors.append(late)
     for x in tensors:

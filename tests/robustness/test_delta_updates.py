@@ -1,4 +1,4 @@
-"""A Delta update for another base, a repeated, damaged or truncated one is refused, and changes no weight."""
+"""A Delta update that is damaged, truncated, repeated or made for another base is refused and changes no weight."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +42,7 @@ def test_other_bases_are_refused():
     for rng, base, new, frame in updates():
         places = rng.choice(len(base), rng.integers(1, len(base) + 1), replace=False)
         wrong = (base, new)[rng.integers(2)].copy()
-        if rng.random() < 0.3 and not (wrong == base).all():  # a half-applied update
+        if rng.random() < 0.3 and not (wrong == base).all():  # a base to which half of an update was applied
             wrong[: len(base) // 2] = base[: len(base) // 2]
         wrong[places] ^= wrong.dtype.type(1 << rng.integers(8 * wrong.itemsize))
         if not (wrong == base).all():

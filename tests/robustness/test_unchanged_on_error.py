@@ -11,7 +11,7 @@ from support import flatcall
 from support.frame_builder import recompute_checksums
 from support.specs import LOSSY, TOPKS, TRUNCATES
 
-N = 120_003  # several blocks; the last one has padding
+N = 120_003  # number of values: several blocks, the last one with padding
 THREADS = [1, 4]
 SPECS = {"lossless": codec.Lossless(), **LOSSY, **TOPKS, **TRUNCATES}
 SGD = codec.optimizers.SGD(1 / 10)
@@ -25,7 +25,7 @@ def values(seed=0, n=N):
 PYTHON = [sys.executable, "-P", "-c"]
 X, THETA = values(), values(1)
 OTHER = THETA.copy()
-OTHER[-1] *= 1024  # changes the digest of the last block
+OTHER[-1] *= 1024  # another state, whose digest differs in the last block
 
 
 def how(spec, theta=THETA):
@@ -155,11 +155,11 @@ def test_errors_do_not_depend_on_threads(name):
     entries = info.sections["directory"][0]
     ends = [8 * int.from_bytes(frame[entries + 8 * b :][:4], "little") for b in range(info.nblocks)]
     both = bytearray(frame)
-    both[ends[0]] ^= 1  # block 1 has a wrong checksum, the last one is invalid
+    both[ends[0]] ^= 1  # block 1 has a wrong checksum, and the last block is invalid
     later = bytearray(recompute_checksums(bytes(both)) or b"")
     variants = [bytes(frame), bytes(both)]
     if later:
-        later[ends[-2]] ^= 2  # block 1 may be invalid, the last one has a wrong checksum
+        later[ends[-2]] ^= 2  # block 1 may be invalid, and the last block has a wrong checksum
         variants.append(bytes(later))
     for bad in variants:
         seen = set()
@@ -278,4 +278,4 @@ for threads in (1, 2):
     done = subprocess.run([*PYTHON, code], capture_output=True, check=True, text=True)
     grown = [int(line) for line in done.stdout.split()]
     assert len(grown) == 2
-    assert max(grown) < 1 << 10, grown  # KiB
+    assert max(grown) < 1 << 10, grown  # KiB by which peak memory grew

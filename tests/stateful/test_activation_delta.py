@@ -61,12 +61,12 @@ def pair(first=LOSSLESS, **arguments):
 
 
 def visits_with_engine(engine, spec):
-    """Return each message without its head, the decoded tensors, and the state m of sender and receiver by sample."""
+    """Return all messages without heads, all decoded tensors, and the stored activations m of both sides by sample."""
     sender, receiver = (codec.ActivationDelta(spec, dtype="8bit") for _ in range(2))
     options = codec.options(engine=engine, threads=2)
     a = np.random.default_rng(1).standard_normal((6, 30_000), np.float32)
     found = []
-    for samples in ([0, 1, 2, 3], [2, 3, 4, 5], [5, 4, 1, 0]):  # raw, mixed, deltas
+    for samples in ([0, 1, 2, 3], [2, 3, 4, 5], [5, 4, 1, 0]):  # samples sent raw, partly as deltas, all as deltas
         a += 0.1
         message = bytes(sender.encode(a[samples], samples, options=options))
         received = receiver.decode(message, samples, options=options)
@@ -78,7 +78,7 @@ def visits_with_engine(engine, spec):
     return found, [{sample: bits(m) for sample, m in m_of(side).items()} for side in (sender, receiver)]
 
 
-@pytest.mark.nightly  # Numba compiles the kernels
+@pytest.mark.nightly  # nightly: Numba compiles the kernels
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_numba_engine_gives_equal_messages_and_m(spec):
     found, (ours, theirs) = visits_with_engine("numba", spec)

@@ -103,7 +103,7 @@ def test_collected_object_has_written_its_files(tmp_path):
         try:
             assert side(tmp_path).known(SAMPLES).all()
             break
-        except codec.StateError:  # the store's thread has not finished
+        except codec.StateError:  # not yet possible: the store's thread is still writing
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

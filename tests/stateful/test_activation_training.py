@@ -1,4 +1,4 @@
-"""Fine-tuning through ActivationDelta reaches the loss of uncompressed training, within a tolerance by bits."""
+"""Fine-tuning through ActivationDelta reaches uncompressed training's loss, within a tolerance for each bit width."""
 
 import functools
 import logging

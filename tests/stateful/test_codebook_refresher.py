@@ -45,7 +45,7 @@ def test_ranks_switch_to_the_same_codebook_at_the_same_step(ranks, interval, dat
         assert len(set(agreed)) == 1
         used.append(agreed[0])
         sent = [(x := gradients(step, i, interval)[0], codec.encode(x, codebook=agreed[i])) for i in range(ranks)]
-        for x, frame in sent + latest:  # frames of the last step may still be in flight
+        for x, frame in sent + latest:  # frames of the previous step may still be in flight, and must decode, too
             for rank in all_ranks:
                 assert (codec.decode(frame, codebooks=rank.books) == x).all()
         frames.append((step, *sent[0]))
@@ -89,7 +89,7 @@ def test_codebook_is_proposed_only_if_frames_become_smaller():
         assert (proposed(tensors) is not None) == pays
     assert proposed([]) is None
     few = codec.CodebookRefresher()
-    few.count(alike[0][:511])  # frames of so few values use no codebook
+    few.count(alike[0][:511])  # ignored: a frame of 511 values uses no codebook
     assert not few.counts().any()
     assert proposed([np.zeros(0, np.float32)]) is None
     noise = rng.integers(0, 256, (6, 4000), dtype=np.uint8).view(np.float32)
@@ -113,7 +113,7 @@ def test_counts_are_scaled_to_the_number_of_values():
     refresher.count(x)
     assert 0.999 * x.size < refresher.counts()[:256].sum() <= x.size
     assert refresher.counts()[256] < 4 * x.size
-    refresher.counts()[:] = 0  # counts() returns a copy
+    refresher.counts()[:] = 0  # must have no effect: counts() returns a copy
     assert refresher.counts().any()
 
 
@@ -154,7 +154,7 @@ def test_wrong_arguments_are_rejected():
     refresher.propose(20, sums)
     with pytest.raises(codec.StateError, match="too early"):
         refresher.propose(24, sums)
-    refresher.propose(30, sums)  # the same codebook: no switch, and older ones stay known
+    refresher.propose(30, sums)  # proposes the current codebook: no switch, and older codebooks stay known
     assert refresher.current(24) is None
     assert refresher.current(25) is refresher.current(40) is refresher.books[0]
     refresher.propose(40, np.zeros(257, np.int64))

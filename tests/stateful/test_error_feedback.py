@@ -97,7 +97,7 @@ def test_residuals_are_assembled_for_any_layout(sizes, seed):
         assert equal_states(feedback.state_dict(), before)
         assert all(
             array.base is None for array in feedback._store.state.kept.values()
-        )  # a copy, so that no view keeps a bucket alive
+        )  # kept residuals are copies: a view would keep its bucket's memory alive
     key, n = next(iter(sizes.items()))
     longer = feedback.begin([(key, n + 5)])  # new values have no residual
     assert longer.tobytes() == before[f"{key}[0:{n}]"].tobytes() + bytes(20)
@@ -168,9 +168,9 @@ def test_steady_state_alternates_between_two_buffers():
             buffer = feedback.begin(layout)
             assert (buffer == step).all()
             buffer += 1
-            seen.setdefault(i, []).append(buffer)  # kept alive, so that ids stay unique
+            seen.setdefault(i, []).append(buffer)  # keeps a reference, so that ids stay unique
         if step % 3 == 2:
-            for layout in layouts:  # failed steps are repeated
+            for layout in layouts:  # fail a step for each layout; the loop then repeats it
                 with pytest.raises(codec.StateError):
                     feedback.begin(layout)
             feedback.rollback()
@@ -271,10 +271,10 @@ def test_training_resumes_from_a_checkpoint(through):
     for _ in range(3):
         for k, n in sizes.items():
             a.encode(k, random_values(rng, n))
-    a.begin([("[0:1]", 9)])[:] = 5  # not committed, so not saved
+    a.begin([("[0:1]", 9)])[:] = 5  # not committed, so state_dict() leaves it out
     saved = a.state_dict()
     a.rollback()
-    a.encode("layer.bias", random_values(np.random.default_rng(5), 50))  # the saved state is a copy
+    a.encode("layer.bias", random_values(np.random.default_rng(5), 50))  # must not change `saved`, which is a copy
     a.load_state_dict(saved)
     b.encode("of another run", random_values(rng, 10))
     b.load_state_dict(through(saved))
@@ -331,7 +331,7 @@ def test_rescale_multiplies_residuals_by_the_change_of_scale():
     assert pickle.dumps(feedback.state_dict()) == state
     with pytest.raises(codec.StateError):
         feedback.rescale(2)
-    feedback.rollback()  # restores the scale, too
+    feedback.rollback()  # rollback restores the scale, too
     assert feedback.begin([("a", 2, 5)]).tolist() == [2, 3, 4]
     feedback.rollback()
     feedback.rescale(0.5)

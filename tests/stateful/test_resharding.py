@@ -17,7 +17,7 @@ def test_resharded_workers_keep_the_mean_or_sum_of_residuals(old, new, sizes, se
     states = [random_feedback(rng, sizes).state_dict() for _ in range(old)]
     missing = next(iter(sizes))
     if old > 1:
-        del states[0][f"{missing}[0:{sizes[missing]}]"]  # a parameter without a residual on this rank
+        del states[0][f"{missing}[0:{sizes[missing]}]"]  # rank 0 has no residual of one parameter
     resharded = codec.ErrorFeedback.reshard(states, new, op=op)
     assert len(resharded) == new
     ranks = [codec.ErrorFeedback(codec.Sign()) for _ in range(new)]
@@ -58,7 +58,7 @@ def test_resharded_servers_own_each_residual_once(old, new, sizes, seed):
         server.load_state_dict(state)
         assert sum(len(v) for v in state.values() if isinstance(v, np.ndarray)) == sum(b - a for _, a, b in layout)
         assert server.begin(layout).tolist() == [x for k, a, b in layout for x in residuals[k][a:b]]
-    moved = codec.ErrorFeedback.reshard(states, new)  # without layouts; they can be given later
+    moved = codec.ErrorFeedback.reshard(states, new)  # without layouts, which can be passed later
     assert len(moved) == new
     again = codec.ErrorFeedback.reshard(moved, 1, owned=lambda rank: sizes.items())
     for k, n in sizes.items():

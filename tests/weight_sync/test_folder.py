@@ -91,7 +91,7 @@ def test_piece_torn_by_a_kill_is_restored(tmp_path, monkeypatch, written):
     monkeypatch.setattr(receiver._base, "write", torn)
     with pytest.raises(SystemExit):
         receiver.apply(updates[0])
-    receiver._base.close()  # simulates the end of the process
+    receiver._base.close()  # stands for the end of the process
     with codec.WeightReceiver(folder=tmp_path) as restored:
         assert restored.version == 1
         assert equal(all_weights[1], restored.tensors())
@@ -117,7 +117,7 @@ def test_sender_continues_from_its_folder(tmp_path):
     first, second = weights(), stepped(weights(), 1)
     receiver = codec.WeightReceiver(first)
     with codec.WeightSender(first, folder=tmp_path) as sender:
-        sender.diff(second)  # not committed
+        sender.diff(second)  # begins an update that is never committed
     with codec.WeightSender(folder=tmp_path) as sender:
         assert (sender.version, sender.pending) == (0, None)
         update = sender.diff(second)

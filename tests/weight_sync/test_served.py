@@ -48,7 +48,7 @@ def test_parameters_of_a_module_are_written():
         model[0].weight[3] *= 2
     before = served[0].weight._version
     receiver.apply(sender.diff(model), into=served)
-    assert served[0].weight._version > before  # autograd sees the change
+    assert served[0].weight._version > before  # autograd can detect the change
     assert all(torch.equal(x, served.state_dict()[name]) for name, x in model.state_dict().items())
 
 
@@ -83,7 +83,8 @@ def test_failure_and_interruption_leave_a_committed_version(chain, folder, tmp_p
                 raise KeyboardInterrupt
 
         receiver.stage(updates[0])
-        monkeypatch.setattr(receiver._base, "check", lambda update: None)  # so that the interruption hits the writing
+        # Skip the check, so that the interruption occurs while tensors are written
+        monkeypatch.setattr(receiver._base, "check", lambda update: None)
         monkeypatch.setattr(receiver._base, "decode", decode)
         with pytest.raises(KeyboardInterrupt):
             receiver.apply(updates[0], into=served)

@@ -22,7 +22,7 @@ def publisher(request, tmp_path):
 
 
 def published(publisher, count):
-    """Publish some versions, and return their weights."""
+    """Publish `count` versions, and return the weights of each."""
     all_weights = [weights()]
     for k in range(1, count):
         all_weights.append(stepped(all_weights[-1], k))
@@ -57,7 +57,7 @@ def test_old_files_are_deleted(publisher):
         *("3.snapshot", "4.update", "5.update", "6.snapshot", "6.update", "7.update", "8.update"),
     ]
     too_old = codec.WeightReceiver(weights())
-    assert pull(too_old, publisher.source) == 8  # by a snapshot
+    assert pull(too_old, publisher.source) == 8  # its version is too old for updates: it receives a snapshot
 
 
 def test_staged_update_is_found_only_after_commit(publisher):
@@ -190,7 +190,7 @@ def test_server_offers_updates_only(tmp_path):
 
 
 def test_connection_that_is_cut_or_lies_changes_nothing(tmp_path):
-    """A server that stops within a file, or sends more bytes than the list declares, is an error without effect."""
+    """If a server stops inside a file, or sends more bytes than its list declares, the receiver raises, unchanged."""
     with Publisher(tmp_path) as publisher:
         published(publisher, 1)
     snapshot = (tmp_path / f"{0:020d}.snapshot").read_bytes()

@@ -63,7 +63,8 @@ def test_base_advances_only_with_commit():
     assert (sender.version, sender.pending) == (0, lost)
     sender.abandon()
     update = sender.diff(third)
-    assert (update.base, update.version) == (0, 2)  # the lost update's version is not reused
+    # The new update has a new version number, 2, since number 1 was lost
+    assert (update.base, update.version) == (0, 2)
     receiver.apply(update)
     sender.commit(2)
     assert equal(third, receiver.tensors())
@@ -82,7 +83,8 @@ def test_commit_rejects_another_version_and_a_missing_update():
 
 def test_snapshot_after_a_gap_brings_a_receiver_of_other_weights_back():
     sender, receiver = codec.WeightSender(weights()), codec.WeightReceiver(weights())
-    receiver.apply(sender.diff(stepped(weights(), 1)))  # the confirmation is lost
+    # Applied, but the sender never commits, as if the confirmation was lost
+    receiver.apply(sender.diff(stepped(weights(), 1)))
     sender.abandon()
     new = stepped(weights(), 2)
     update = sender.diff(new)
@@ -283,7 +285,7 @@ def test_torch_tensors_on_both_sides():
 
 
 class Exported:
-    """Array that other libraries can read by DLPack only, as those of JAX."""
+    """Array that other libraries can read only by DLPack, like JAX arrays."""
 
     def __init__(self, x):
         self._x = x
