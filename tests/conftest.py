@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests."""
+"""pytest settings and fixtures that apply to all tests."""
 
 import os
 import re

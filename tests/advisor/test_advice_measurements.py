@@ -138,7 +138,7 @@ def test_lossy_codecs_are_measured_with_a_residual(clock, monkeypatch):
     assert {how["options"].threads for _, how in seen} == {1}
 
 
-# optimizers
+# Tests with the state of an optimizer
 
 
 def trained(**how):
@@ -204,7 +204,7 @@ def test_unsuitable_optimizers_are_rejected():
         codec.advise(w[0].grad, "1mbit", candidates=[codec.Truncate(guard="exact")])
 
 
-# arguments
+# Tests of invalid arguments, and of models as arguments
 
 
 @pytest.mark.parametrize("nothing", [[], {}, np.zeros((0, 5), np.float32), [np.zeros(0, np.float32)], torch.nn.ReLU()])
@@ -274,7 +274,7 @@ def test_parameters_without_their_model_are_rejected():
 
 
 class Language(torch.nn.Module):
-    """Embedding, head and body of a language model, with gradients."""
+    """Model with the embedding, body, norm and head of a language model, and random gradients."""
 
     def __init__(self):
         super().__init__()

@@ -16,7 +16,7 @@ from support.captured import gradients
 NEVER = Link(math.inf)
 
 
-# predictions
+# Tests of predicted times
 
 
 def test_predictions_follow_the_documented_formulas():
@@ -92,7 +92,7 @@ def test_links_take_names_numbers_and_latencies():
             Link(1, bad)
 
 
-# choices
+# Tests of the choice between codecs
 
 
 @pytest.mark.parametrize("name", ["cnn_float32", "transformer_autocast", "transformer_bfloat16"])

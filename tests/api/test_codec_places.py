@@ -50,9 +50,10 @@ PLACES = [
     Place("docs/spec/encoder.md", r"\b(?i:{name})\b"),
     Place("tests/reference/decoder.py", r"\bcodec [!=]= {number}\b"),
     Place("tests/reference/encoder.py", r"\bask\.codec == {number}\b"),
-    Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless, Delta, TopK)),  # tests/format/test_*_rules.py
+    # Cases for tests/format/test_*_rules.py
+    Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless, Delta, TopK)),
     Place("tests/support/encoder_rules.py", r"\bcase codec\.{Name}\("),
-    # C
+    # C library
     Place("native/include/codec/codec.h", r"^#define CODEC_{NAME} {number}\b"),
     Place("native/src/exact/wire.h", r"^#define WIRE_CODEC_{NAME} {number}\b"),
     Place("native/src/exact/wire.h", r"^\tX\({NAME}, "),

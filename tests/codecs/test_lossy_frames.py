@@ -132,7 +132,7 @@ def test_frames_are_identical_for_all_instruction_sets_threads_and_addresses(spe
                 raw[3 : 3 + x.nbytes] = x.view(np.uint8)
 
 
-@pytest.mark.parametrize("spec", LOSSY.values(), ids=LOSSY)  # TopK ignores segments
+@pytest.mark.parametrize("spec", LOSSY.values(), ids=LOSSY)  # without TopK, which ignores segments
 def test_segments_are_encoded_as_if_alone(spec, isa):
     """Values of a segment are the same as if its parameter were encoded alone."""
     shapes = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,))]
@@ -217,7 +217,7 @@ def test_flush_denormal_does_not_change_results(spec):
         assert codec.encode(x, spec) == frame
         assert codec.decode(frame).tobytes() == y.tobytes()
         assert codec.reduce([frame, frame]).tobytes() == mean.tobytes()
-        assert torch.set_flush_denormal(True)  # restore the default
+        assert torch.set_flush_denormal(True)  # restores torch's default
         tiny = torch.tensor([1e-39]) * 1
         assert tiny.item() == 0
     finally:

@@ -204,7 +204,7 @@ def test_lion_keeps_its_momentum_and_signs(case, betas):
 
 
 def orthogonalized(u):
-    """Return Newton-Schulz's matrix of torch.optim.Muon, in float64."""
+    """Orthogonalize u in float64, by the Newton-Schulz iteration of torch.optim.Muon."""
     x = u / np.linalg.norm(u)
     for _ in range(5):
         gram = x @ x.T

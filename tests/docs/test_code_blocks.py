@@ -28,9 +28,9 @@ FLAGS = doctest.ELLIPSIS | NUMBER
 
 # Languages of blocks that other tests run, by page.
 RUN_ELSEWHERE = {
-    "docs/guides/embedding.md": {"c", "cpp", "sh"},  # tests/native/test_embedding.py
-    "docs/guides/gpu-c.md": {"c", "sh"},  # tests/engines/test_cuda_c.py
-    "docs/guides/frameworks.md": {"python"},  # this page and the next three: tests/frameworks
+    "docs/guides/embedding.md": {"c", "cpp", "sh"},  # run by tests/native/test_embedding.py
+    "docs/guides/gpu-c.md": {"c", "sh"},  # run by tests/engines/test_cuda_c.py
+    "docs/guides/frameworks.md": {"python"},  # this page and the next three: run by tests/frameworks
     "docs/guides/arrays.md": {"python"},
     "docs/guides/zarr.md": {"python"},
     "docs/guides/federated-learning.md": {"python"},

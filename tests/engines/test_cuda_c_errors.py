@@ -38,7 +38,7 @@ def fails_with(status, call, *args, **how):
     [
         ("struct_nbytes", 8),
         ("flags", 1),
-        ("flags", 32),  # CODEC_FEEDBACK without a residual
+        ("flags", 32),  # flag CODEC_FEEDBACK, but no residual
         ("plan", None),
         ("tensor", None),
         ("tensor", 4098),
@@ -85,7 +85,8 @@ def test_wrong_arguments_of_other_functions(cuda):
     fails_with(BAD_ARGUMENT, cuda.decode, Decode(b"", codec.Sign(), "float32", (3000,)), flags=4)
     fails_with(Status.UNSUPPORTED, cuda.plan, TRUNCATES["truncate_shared"], "float32", (3000,))
     fails_with(BAD_DTYPE, cuda.plan, codec.Sign(), "int32", (3000,))
-    fails_with(14, cuda.plan, codec.Sign(), "float32", (3000,), bytes(12) + b"\1" + bytes(67))  # reserved is not 0
+    # A reserved byte of the segment is not 0
+    fails_with(14, cuda.plan, codec.Sign(), "float32", (3000,), bytes(12) + b"\1" + bytes(67))
     item = Encode(x, codec.Sign(), "float32").item(cuda)
     array, none = (cuda_c.EncodeItem * 1)(item), ctypes.c_uint64(0)
     memory = cuda_c.Memory(1 << 20)
@@ -94,7 +95,7 @@ def test_wrong_arguments_of_other_functions(cuda):
     odd = ctypes.c_void_p(memory.address + 8)
     assert call(array, ctypes.c_size_t(1), odd, ctypes.c_uint64(1 << 20), None) == BAD_ARGUMENT
     assert call(None, ctypes.c_size_t(0), None, none, None) == 0
-    assert cuda.fake.fake_cuda_log() == b""  # nothing was launched
+    assert cuda.fake.fake_cuda_log() == b""  # the log shows that no kernel was launched
 
 
 FUNCTIONS = ["cuCtxPushCurrent", "cuMemsetD8Async", "cuLaunchKernel"]

@@ -40,7 +40,7 @@ def offer(monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Return a list to which the engine's compilations append the names of kernel files."""
+    """Return a list that grows by the name of each kernel file that the engine compiles."""
     files, compile_kernels = [], kernels._compile
 
     def log(nvrtc, file, *rest):

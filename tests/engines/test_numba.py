@@ -41,7 +41,7 @@ def test_random_calls_agree_with_native(data):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_random_calls_agree_between_all_engines(monkeypatch, data):
-    """Random calls agree between the native engine, the Numba engine, and the CUDA engine on the CPU."""
+    """For random calls, the native engine, the Numba engine and the CUDA engine on the CPU give the same outcome."""
     use(monkeypatch, Emulated(build()))
     monkeypatch.setattr(engine_comparison, "ENGINES", ("native", "numba", "cuda"))
     check_engines(data.draw)

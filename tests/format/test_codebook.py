@@ -42,7 +42,7 @@ def test_round_trip():
     book = BOOKS[0]
     frame = codec.encode(X, codebook=codec.Codebook.from_bytes(book.to_bytes()))
     assert (codec.decode(frame, codebooks=book) == X).all()
-    assert len(BOOKS[0].to_bytes()) < 60  # gradients have few exponents
+    assert len(BOOKS[0].to_bytes()) < 60  # bytes: few, because gradients have few different exponents
 
 
 def test_damaged_bytes_are_rejected():

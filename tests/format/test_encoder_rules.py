@@ -38,7 +38,7 @@ def seen(frame):
     return found - {""}
 
 
-# -- Lossless
+# -- Lossless frames equal the reference encoder's
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -95,7 +95,7 @@ def test_scale_models(dtype, model):
 
 @pytest.mark.parametrize("dtype", every(2, PATTERNS))
 def test_scale_model_of_large_tensors(dtype):
-    """Frames agree for scale models with more than 1,024 rows, sampled quad rows, and offsets of 1/8 octave."""
+    """Frames equal the reference encoder's for scale models of more than 1,024 rows, with offsets of 1/8 octave."""
     rng = np.random.default_rng(1)
     same(matrix(dtype, 1100, 250), dtype=dtype, shape=(1100, 250))
     n = 524_288 if dtype in ("float32", "bfloat16") else 100_000
@@ -122,7 +122,7 @@ def test_frames_with_a_shared_codebook(spec):
 
 @given(st.data())
 def test_codebooks_from_counts(data):
-    """Codebooks agree for any counts, such as ties, many symbols and sums above 2^24."""
+    """Codebooks equal the reference encoder's for any counts, such as ties, many symbols and sums above 2^24."""
     most = data.draw(st.sampled_from([1, 2, 30, 1 << 14, 1 << 31]))
     # Counts that are almost equal and add up to more than 2^24
     close = st.lists(st.integers(83_000, 83_003), min_size=256, max_size=256)
@@ -155,7 +155,7 @@ def around_zero(n, deviation):
 
 
 def test_thresholds_of_plane_modes():
-    """Frames agree where coding a plane, a block or a nibble just pays, and where 1 in 64 values is 0."""
+    """Frames equal the reference encoder's where coding a plane, block or nibble just pays, or 1 in 64 values is 0."""
     for skew in range(0, 240, 8):
         for n in (1100, 3333):
             x = skewed(n, skew)
@@ -176,7 +176,7 @@ def test_thresholds_of_plane_modes():
 
 
 def test_thresholds_of_shapes():
-    """Frames agree at the size limits of scale models: sides of 64 and 63, 8,192 and 8,191 values."""
+    """Frames equal the reference encoder's at size limits of scale models: sides of 64 or 63, 8,192 or 8,191 values."""
     for dtype, rows, cols in itertools.product(("float32", "float64"), (63, 64, 128), (127, 128, 129)):
         x = matrix(dtype, rows, cols)
         same(x, codec.Lossless(model="separable"), dtype=dtype, shape=(rows, cols))
@@ -189,7 +189,7 @@ def test_thresholds_of_shapes():
 
 @pytest.mark.parametrize("dtype", PATTERNS)
 def test_thresholds_of_scale_models(dtype):
-    """Frames agree for offsets that just pay, that just do not pay, and that are clamped."""
+    """Frames equal the reference encoder's for offsets that just pay or just do not, and for clamped offsets."""
     rng = np.random.default_rng(6)
     for spread in np.linspace(0, 0.5, 25):
         scales = np.exp(spread * (rng.standard_normal((70, 1)) + rng.standard_normal((1, 120))))
@@ -209,13 +209,13 @@ def test_thresholds_of_scale_models(dtype):
 
 @pytest.mark.nightly
 def test_sampling_of_large_tensors():
-    """Frames agree for more than 4,000,000 values, where fewer than 1 in 16 quad rows are sampled."""
+    """Frames equal the reference encoder's above 4,000,000 values, where fewer than 1 in 16 quad rows are sampled."""
     rng = np.random.default_rng(8)
     x = (rng.standard_normal(36_863 * 128) * np.exp(4 * rng.standard_normal(36_863 * 128))).astype(F32)
     same((x.view(np.uint32) >> 16).astype(np.uint16), dtype="bfloat16")
 
 
-# -- Delta
+# -- Delta frames equal the reference encoder's
 
 
 def delta_modes(frame):
@@ -254,7 +254,7 @@ def test_delta_frames(dtype):
 
 
 def test_delta_of_masters():
-    """Delta frames agree if all values move by thousands of patterns, as master weights do; S exceeds all exponents."""
+    """Delta frames of master weights, whose values all move by thousands of patterns, equal the reference encoder's."""
     for dtype, largest in (("float32", 5000), ("float64", 1 << 40)):
         base = random_bits(dtype, 3000, "normal")
         assert delta_modes(same(moved(base, dtype, 1, largest, seed=3), codec.Delta(), dtype=dtype, base=base)) == {1}

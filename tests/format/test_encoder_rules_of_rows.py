@@ -53,7 +53,7 @@ def test_frames_of_row_codecs(spec, dtype):
 
 @pytest.mark.parametrize("packing", ["base3", "entropy"])
 def test_ternary_frames_of_several_blocks(packing):
-    """Ternary frames of several blocks agree, in base 3 with its longer blocks, and if some blocks are not sampled."""
+    """Ternary frames of several blocks equal the reference encoder's, for every packing and for unsampled blocks."""
     same(tame("bfloat16", 170_000, "normal"), codec.Ternary(packing), dtype="bfloat16")
     same(tame("float32", 17_000, "normal"), codec.Float8(group_size=512, entropy=True), dtype="float32")
     for n, row in itertools.product((511, 512), (100, 20_000)):
@@ -175,7 +175,7 @@ def test_float8_frames_hold_no_infinity():
 
 @pytest.mark.parametrize("scale", [0.01, 1e37, 1e-41, 1e-44])
 def test_ternary_ties_and_scales_without_a_reciprocal(scale):
-    """Ternary frames agree for ties, which the second random word decides, and scales whose reciprocal overflows."""
+    """Ternary frames equal the reference encoder's for ties, decided by a second random word, and for tiny scales."""
     rng = np.random.default_rng(3)
     x = (rng.standard_normal(N) * scale).astype(F32)
     same(x, codec.Ternary(seed=3), stream=5)
@@ -201,7 +201,7 @@ def test_ternary_scale_of_zeros(dtype):
 @pytest.mark.parametrize("variant", get_args(specs.SignScale))
 @pytest.mark.parametrize("n", [1, 31, 33, 4095, 4097, 3 * 4096, 7 * 4096 + 1, 50_000])
 def test_sums_of_sign_scales(variant, n):
-    """Sign's scales agree for a part, one long row and many rows, and for sums that overflow."""
+    """Sign's scales equal the reference encoder's for a part, one long row, many rows, and sums that overflow."""
     x = np.random.default_rng(n).standard_normal(n).astype(F32)
     x[::5] = -0.0
     for y in (x, np.clip(x, -3, 3) * F32(1e38), -np.abs(x)):
@@ -231,13 +231,13 @@ def test_row_scales_from_the_smallest_to_the_largest(rounding):
             same((x / AMAX[-1] * top).astype(F32), codec.Float4("nvfp4", rounding))
 
 
-# -- error feedback
+# -- Frames with error feedback
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spec", every(2, [*LOSSY.values(), *TOPKS.values(), *TRUNCATES.values()]), ids=repr)
 def test_frames_with_error_feedback(spec, dtype):
-    """Frames with feedback agree, also if tensor + residual is not representable in the dtype or exceeds its range."""
+    """Frames with feedback equal the reference encoder's, also if tensor + residual exceeds the dtype's range."""
     n = 3000
     error = np.random.default_rng(2).standard_normal(n).astype(F32)
     error[11:14] = 70_000, -70_000, 3.4e38

@@ -75,7 +75,7 @@ CASES = {
         topk((ONE, TWO), kept(0, 0, 127, bits=8), kept(0, 0, 64, bits=8), bits=8),
         values(v0=2, v1=F32(1) + F32(64) / F32(127)),
     ),
-    # chunks
+    # rules about chunks
     "two chunks, the first without codes": (
         topk((*NONE, *SCALES), *TWO_KEPT, n=128, log2=7),
         values(128, v64=1, v68=-3),
@@ -94,7 +94,7 @@ CASES = {
         topk(SCALES, *[kept(1, k=0)] * 32, count=32),
         values(**{f"v{i}": 1 for i in range(1, 64, 2)}),
     ),
-    # fields
+    # rules about header fields
     "bits of 0": (topk(SCALES, *TWO_KEPT, params=struct.pack("<BBBBI", 0, 0, 0, 0, 6 << 16 | 2)), "bits"),
     "bits of 9": (topk(SCALES, *TWO_KEPT, params=struct.pack("<BBBBI", 0, 0, 9, 0, 6 << 16 | 2)), "params"),
     "variant": (topk(SCALES, *TWO_KEPT, params=struct.pack("<BBBBI", 1, 0, 2, 0, 6 << 16 | 2)), "params"),

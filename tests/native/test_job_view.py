@@ -136,7 +136,8 @@ def test_sign_blocks_encoded_by_numpy(segments) -> None:
     job, frame = new_bytes(sizes[0]), bytearray(2 * x.nbytes)
     dst = ffi.from_buffer(frame)
     check(lib.codec_encode_open(spec, t, dst, len(frame), context, job, sizes[0], plan))
-    assert lib.codec_encode_head(job, dst, len(frame), sizes) == lib.CODEC_BAD_ARGUMENT  # scales are not set yet
+    # Refused: scales are not computed yet
+    assert lib.codec_encode_head(job, dst, len(frame), sizes) == lib.CODEC_BAD_ARGUMENT
     check(lib.codec_encode_scan(t, context, job, 0, plan.nscans))
     check(lib.codec_encode_start(t, dst, len(frame), context, job, plan))
     view = view_of(job)

@@ -49,7 +49,7 @@ class Ask:
     max_code_length: int = 0
     guard: int = 0
     # arguments that are not part of the spec
-    segments: Any = None  # (first value, shape)
+    segments: Any = None  # (first value, shape) of each segment
     book: Any = None  # shared codebook: code lengths of 256 byte values and the escape
     stream: int = 0
     groups: Any = None  # parameter groups: (first value, (theta_term, theta_v_term, v_term, eps, m_term))
@@ -79,7 +79,7 @@ def cut_blocks(n: int) -> tuple[int, list[tuple[int, int]]]:
     return log2, blocks_of(n, 1 << log2)
 
 
-# ---- frames: section 2
+# ---- Assembly of frames (section 2)
 
 
 @dataclass
@@ -150,7 +150,7 @@ def cut_parts(ask: Ask, n: int, shape: tuple[int, ...]) -> list[tuple[int, int, 
     return [p for p in [*parts, (flat, n - flat, None)] if p[1]]
 
 
-# ---- codebooks and coded planes: section 5.2, and 7 of the format
+# ---- Codebooks (section 5.2) and coded planes (format.md, section 7)
 
 
 def codebook(counts: Array, max_code_length: int) -> list[int]:
@@ -252,7 +252,7 @@ def histogram(values: Array) -> Array:
     return np.bincount(values, minlength=256)
 
 
-# ---- codecs of rows: section 7
+# ---- Codecs of rows: Sign, Ternary, Float8, Float4, Quantize (section 7)
 
 
 def draws(ask: Ask, n: int, w: int) -> Array:
@@ -537,7 +537,7 @@ def encode_rows(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
     return frame.blocks(side, regions, coded=int(entropy), flags=2 if ask.segments else 0)
 
 
-# ---- samples and the scale model: sections 1, 4 and 5.1
+# ---- Samples of values, and the scale model (sections 1, 4 and 5.1)
 
 
 def excess(c: Array, v: int) -> int:
@@ -790,7 +790,7 @@ def scale_model(
     return Model(parts, grain), phases[best], zeros, len(p)
 
 
-# ---- lossless: sections 5 and 6
+# ---- Lossless frames (sections 5 and 6)
 
 
 def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, is_halved: bool) -> tuple[int, bytes]:
@@ -915,7 +915,7 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
     return built if len(built) < len(stored) else stored
 
 
-# ---- truncate: section 8
+# ---- Truncate frames (section 8)
 
 # By dtype number: mantissa bits, exponent bias, exponent field of Inf, number of mantissa bits dropped by each level,
 # widths in bits of the mantissa's pieces, and patterns (upper 16 bits of a value) per octave.
@@ -1075,7 +1075,7 @@ def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
     return built if len(built) < len(stored) else stored
 
 
-# ---- delta: section 10
+# ---- Delta frames (section 10)
 
 
 def put_rice(out: list[str], x: int, k: int, b: int) -> None:
@@ -1196,7 +1196,7 @@ def encode_delta(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
     return frame.blocks(side, [DeltaBlock(dtype, *pair).region() for pair in pairs], log2)
 
 
-# ---- topk: section 11
+# ---- TopK frames (section 11)
 
 
 def topk_chunk(ask: Ask, v: Array, h: Array | None, out: list[str]) -> bytes:
@@ -1247,7 +1247,7 @@ def encode_topk(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
     return frame.blocks(b"", regions, log2)
 
 
-# ---- all codecs
+# ---- Encode calls of all codecs
 
 
 def floats(bits: Array, dtype: int) -> Array:

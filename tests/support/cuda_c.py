@@ -364,7 +364,8 @@ class Decode:
         at = self.nbytes.address if self.sized else None
         frame = self.frame.address, len(self.frame.bytes), at
         outputs = self.tensor.address, self.result.address
-        base = self.tensor.address if self.base is None else self.base.address  # Delta in place
+        # Without a base, Delta updates the tensor in place
+        base = self.tensor.address if self.base is None else self.base.address
         return DecodeItem(ctypes.sizeof(DecodeItem), self.into, cuda.plan(*self.key), *frame, *outputs, *self.how, base)
 
     def finish(self) -> tuple[Result, bytes]:

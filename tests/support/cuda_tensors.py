@@ -24,7 +24,7 @@ _CROSS = {"copy_", "to", "cpu", "__get__", "as_subclass", "detach"}  # operation
 
 
 class _Storage:
-    """Storage of a DeviceTensor."""
+    """Stand-in for the storage of a DeviceTensor, on the emulated device."""
 
     device = DEVICE
 
@@ -39,7 +39,7 @@ class _Storage:
 
 
 class DeviceTensor(torch.Tensor):
-    """Tensor on the emulated GPU."""
+    """torch tensor on the emulated GPU, whose values lie in host memory."""
 
     copied_nbytes = 0  # total bytes copied from the emulated GPU to the host
 

@@ -36,14 +36,15 @@ class Machine:
 
     def __init__(self, library: Any, capabilities: tuple[str, ...]) -> None:
         self.library, self.capabilities = library, capabilities
-        self.todo: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # pending work by stream
+        # By stream: work that was submitted and has not run
+        self.todo: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)
         self.captured: dict[int, tuple[int, list[Callable[[], Any]]]] = {}  # captured streams: mode and recorded work
-        self.broken = False  # a capture was invalidated
+        self.broken = False  # True once a capture was invalidated
         self.mode = GLOBAL
         self.current = Stream.null
         self.stack = [Stream.null]
         self.free: dict[Any, list[Any]] = defaultdict(list)  # free blocks by pool and size in bytes
-        self.functions: list[str] = []  # names of loaded kernels
+        self.functions: list[str] = []  # kernels loaded so far; a function handle is an index
 
     def do(self, stream: int, work: Callable[[], Any]) -> None:
         """Append work to a stream; the work runs when a caller waits for the stream."""

@@ -210,7 +210,7 @@ class Emulated:
         if is_torch(v.owner):
             return v.owner.reshape(-1).view(sys.modules["torch"].uint8)[:nbytes]
         memory = (ctypes.c_uint8 * nbytes).from_address(v.address)
-        memory.owner = v.owner  # keeps the memory alive
+        memory.owner = v.owner  # keeps the viewed memory alive
         return DeviceArray(np.frombuffer(memory, np.uint8))
 
 

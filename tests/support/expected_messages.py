@@ -241,7 +241,8 @@ class Expected:
             for step in range(size):
                 rank = (o + step) % size
                 own = self.x[rank][piece.begin : piece.end].float()
-                total = own if total is None else own + total  # decoded values, float32
+                # Both are float32: decoded values of the partial sum and of this rank
+                total = own if total is None else own + total
                 last = step == size - 1
                 if last and self.call.op == "mean":
                     total = total / size

@@ -71,7 +71,7 @@ class FakeRank:
         self.send(struct.pack(f"<{len(body)}q", *body) + text, number=number, index=0, signature=0, kind=ABORT)
 
     def report(self, body=None, **how):
-        """Send the report of an all-reduce."""
+        """Send the report that ends an all-reduce."""
         self.send(struct.pack("<3q", 1, 1, 1) if body is None else body, part=1, **how)
 
     def read(self):

@@ -15,7 +15,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 0  # Flower's processes set these
+TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 0  # ids that Flower's own processes would set
 CLIENT_RAISED = 2  # Flower's error code of a client app that raised
 
 

@@ -109,7 +109,7 @@ def float64s(*bits):
 
 
 LOSSLESS_CASES = {
-    # section 2
+    # cases for format.md, section 2
     "a block of one value": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")]), b"\5"),
     "cap does not bind": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\2\0\0\2"), b"\5"),
     "codes longer than cap": (
@@ -144,7 +144,7 @@ LOSSLESS_CASES = {
         Blocks(UINT8, 4096, [region(head() + b"\0")], side=book(SEVEN) + u32(1), coded=1, flags=2, log2=12),
         "flags",
     ),
-    # section 3
+    # cases for format.md, section 3
     "bool of any bytes": (Blocks(BOOL, 4, [region(head(RAW) + b"\0\1\2\xff")]), b"\0\1\2\xff"),
     "float64, planes 0 and 1": (wide(b"\xff\x34", b"\x7f\xae"), float64s(0xBFFF, 0x534E)),
     "float64, exponent 0 of a byte that is not 0": (wide(b"\x01\0", b"\0\0"), float64s(0x0010, 0)),
@@ -154,7 +154,7 @@ LOSSLESS_CASES = {
         float64s(0x3FF0, 0xBFF0),
     ),
     "float64, plane 0 of runs": (wide(b"\1\5\7", b"\x60\x70", (ROWS, RAW)), float64s(0x3050, 0xB070)),
-    # section 5.1
+    # cases for format.md, section 5.1
     "the escape's code is the first": (u8([7, 8, ESCAPE], {7: 2, 8: 2, ESCAPE: 1}, b"\x09"), b"\7\x08\x09"),
     "a codebook of value 0 alone": (u8([0, ESCAPE], {0: 1, ESCAPE: 1}, b"\5"), b"\0\5"),
     "first is 0": (side_of(1 | 1 << 4, 0, 0), "first or last"),
@@ -166,7 +166,7 @@ LOSSLESS_CASES = {
         Blocks(UINT8, 1, [region(head(RAW) + b"\5")], side=book({7: 2, ESCAPE: 1}), coded=1),
         "Kraft sum",
     ),
-    # section 6
+    # cases for format.md, section 6
     "a run of zeros whose bit is 1": (Blocks(UINT8, 130, [region(head(ROWS) + b"\3" + bytes(130))]), bytes(130)),
     "a run that is left out": (Blocks(UINT8, 130, [region(head(ROWS) + b"\2\5\6")]), bytes(128) + b"\5\6"),
     "a bit for no run": (Blocks(UINT8, 130, [region(head(ROWS) + b"\6\5\6")]), "bitmap padding"),
@@ -233,7 +233,7 @@ LOSSLESS_CASES = {
         wide(coded([ESCAPE, ESCAPE], SEVEN, b"\0\0"), b"\x80", (CODED, RAW), flags=PRUNED),
         "pruned to nothing",
     ),
-    # section 7
+    # cases for format.md, section 7
     "more than a quad row": (
         u8([7, ESCAPE] * 100, SEVEN, bytes(range(100))),
         b"".join(bytes([7, i]) for i in range(100)),
@@ -383,9 +383,9 @@ def halves(*bits):
     return struct.pack(f"<{len(bits)}H", *bits)
 
 
-NEAR = 1 + 2.0**-20  # not representable in half precision
+NEAR = 1 + 2.0**-20  # a float32 number that half precision cannot represent
 ROW_CASES = {
-    # section 2
+    # cases for format.md, section 2
     "block_log2": (
         Blocks(FLOAT32, 8, [region(b"\xff")], SIGN, row_params(), f32(1, 0), log2=9),
         "planes of a codec of rows",
@@ -396,7 +396,7 @@ ROW_CASES = {
     ),
     "flag 1": (rows(SIGN, 8, b"\xff", row_params(), u64(1) + f32(1, 0), flags=1), "coded or flags"),
     "float64": (rows(SIGN, 8, b"\xff", row_params(), f32(1, 0), FLOAT64), "dtype or layout of a codec"),
-    # sections 8.1 to 8.3
+    # cases for format.md, sections 8.1 to 8.3
     "a reserved byte of params": (rows(SIGN, 8, b"\xff", b"\0\0\0\1", f32(1, 0)), "params"),
     "an option that is another codec's": (rows(SIGN, 8, b"\xff", row_params(options=1), f32(1, 0)), "params"),
     "ternary with rows": (rows(TERNARY, 1, f32(2) + b"\1", row_params(row=1)), "row"),
@@ -453,7 +453,7 @@ ROW_CASES = {
     "ternary's scale is below float16": (ternary(b"\x01", s=(2.0**-25, 0), dtype=FLOAT16), "scale of another dtype"),
     "ternary's scale in a record": (ternary_part(2.0), halves(0x4000)),
     "ternary's scale in a record is no float16": (ternary_part(NEAR), "scale of another dtype"),
-    # section 8.4
+    # cases for format.md, section 8.4
     "ternary": (ternary(b"\x24\x02", 5), f32(0, 2, -2, 0, -2)),
     "ternary, filled up with 1": (ternary(b"\x55"), "padding"),
     "ternary, code 3": (ternary(b"\x03"), "code 3"),
@@ -498,7 +498,7 @@ ROW_CASES = {
     "nvfp4's scale of 127": (nvfp4(0x22, 1, 127), "scale"),
     "nvfp4's scale with a sign": (nvfp4(0x22, 1, 0x80), "scale"),
     "entropy stage of mode 3": (entropy8(f32(4) + u32(3) + b"\x38"), "mode"),
-    # section 8.5
+    # cases for format.md, section 8.5
     "ternary, a scale of 0": (ternary(b"\x24", 3, s=(0, 0)), u32(0, 0, 0x80000000)),
     "sign of a scale of 0": (rows(SIGN, 2, b"\1", row_params(), f32(0, 0)), bytes(8)),
     "float8, -0": (float8(b"\x80\0", 3.0), u32(0x80000000, 0)),
@@ -536,7 +536,7 @@ def cut(dtype, n, body, levels, level=0, options=0, guard=0, lengths=SEVEN, **mo
 PLANE, JOINT, SHARED, FIXED = range(4)
 FOUR = {4 * (103 - 96): 1, ESCAPE: 1}
 TRUNCATE_CASES = {
-    # 9.1
+    # cases for format.md, section 9.1
     "level without fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", PLANE, level=1), "level"),
     "guard with fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", FIXED, guard=1), "guard"),
     "any number of bits with fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", FIXED, options=8), "option 8"),
@@ -544,7 +544,7 @@ TRUNCATE_CASES = {
         Blocks(FLOAT32, 1, [region(u32(0xF02) + coded([9], LONG))], TRUNCATE, b"\3\0\0\2\x80", book(LONG), coded=1),
         u32(9 << 23),
     ),
-    # 9.2
+    # cases for format.md, section 9.2
     "a model of whole octaves": (model(1, 3, 8, bytes(4)), bytes(4 * 4096)),
     "a model with finer shifts": (model(1, 0, 8, bytes(4)), "not whole octaves"),
     "a model with a shift for nothing": (model(0, 3, 8, b""), "shift"),
@@ -578,7 +578,7 @@ TRUNCATE_CASES = {
         cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], FOUR, b"\x9c\1"), JOINT, lengths=FOUR),
         u32(103 << 23),
     ),
-    # 9.3
+    # cases for format.md, section 9.3
     "Inf of level 0": (cut(FLOAT32, 2, u32(0xF01) + b"\x7f\xff\3", PLANE), u32(0x3F800000, 0x7F800000)),
     "Inf of level 1": (cut(FLOAT32, 2, u32(0xF01) + b"\x7f\xff\7", PLANE), "level of Inf or NaN"),
     "Inf of level 1 in a symbol": (cut(FLOAT16, 1, u32(0xF00) + b"\x7d", JOINT), "level of Inf or NaN"),
@@ -590,7 +590,7 @@ TRUNCATE_CASES = {
         cut(FLOAT32, 2, u32(0xB01) + b"\x7f\xff" + b"\5", FIXED, level=3),  # the NaN keeps a third piece
         u32(0x3F800000, 0x7F800000 | 5 << 6),
     ),
-    # 9.4
+    # cases for format.md, section 9.4
     "a piece of zeros that is kept": (cut(FLOAT32, 1, u32(0xE00) + b"\x7f\0", FIXED), u32(0x3F800000)),
     "symbols of mode 3": (cut(FLOAT32, 1, u32(0xF03) + b"\0", FIXED), "head"),
     "a reserved bit of the head": (cut(FLOAT32, 1, u32(0x1F00) + b"\0", FIXED), "head"),

@@ -38,7 +38,7 @@ def measured() -> list[list[str]]:
 
 
 def committed() -> list[list[str]]:
-    """Return the rows of the committed table."""
+    """Return the rows of tests/format/sizes.csv."""
     with TABLE.open(newline="") as file:
         return list(csv.reader(file))
 

@@ -107,7 +107,7 @@ def golden_tensor(name):
         return x.reshape(30, 100), dtype, {"spec": (LOSSY | TOPKS)[kind], "stream": 3}
     if kind in TRUNCATES:
         theta = floats("float32", 3000, 20, wide=2)
-        theta[::50] = 0x7F800000, *[0] * 59  # one Inf, then zeros
+        theta[::50] = 0x7F800000, *[0] * 59  # one Inf and 59 zeros among the levels' state
         state = {"theta": theta.view(np.float32).reshape(30, 100)}
         metric = optimizers.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
         how = {"optimizer": metric, "state": state} if metric else {}

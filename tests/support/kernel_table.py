@@ -10,7 +10,8 @@ from codec.engines.cuda import kernels
 from support.cuda_c import API
 
 PATH = API / "src/kernels.h"
-OWN = {"store_bytes": 256, "finish_encode": 128, "open_frames": 256, "finish_decode": 128}  # native/cuda_api/kernels
+# Kernels in native/cuda_api/kernels: threads per block
+OWN = {"store_bytes": 256, "finish_encode": 128, "open_frames": 256, "finish_decode": 128}
 OTHER = re.compile("gather|check_finite|choose_topk|reduce_rows")  # kernels that the C host does not launch
 LIMITS = {
     "WARPS": "warps of most CTAs; a grid has a CTA for so many blocks of values",
@@ -52,7 +53,7 @@ enum kernel {{
 
 
 def text() -> str:
-    """Return the contents of the file."""
+    """Return the contents of kernels.h."""
     rows = [(name, threads, 1) for name, threads in OWN.items()]
     for file in kernels.FILES.values():
         rows += [(name, file.threads, file.kernels[name]) for name in sorted(file.kernels)]
@@ -67,7 +68,7 @@ def text() -> str:
 
 
 def _macro(name: str, rows: list[tuple[str, int, int]]) -> str:
-    """Return a macro that calls X for each kernel."""
+    """Return the text of an X macro: `name`(X) expands to X(identifier, kernel, threads, resident) per kernel."""
     lines = [f"#define {name}(X)"]
     for kernel, threads, resident in rows:
         identifier = kernel.replace("<", "_").rstrip(">").upper()

@@ -12,7 +12,7 @@ ROUNDED = codec.Quantize(4, levels="odd", rounding="nearest")  # deterministic, 
 
 
 def net(seed=3):
-    """Return a small model."""
+    """Return a small model with weights from a seed."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(12, 40), nn.LayerNorm(40), nn.GELU(), nn.Linear(40, 40), nn.GELU(), nn.Linear(40, 3))
 
@@ -30,7 +30,7 @@ def adam(model, lr=1e-2):
 
 
 def nesterov(parameters):
-    """Return the outer optimizer of DiLoCo."""
+    """Return an SGD optimizer with Nesterov momentum, the outer optimizer of DiLoCo."""
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 

@@ -1,4 +1,4 @@
-"""Models and steps for tests of OneBitAdam."""
+"""Small models, training steps and state comparisons for tests of OneBitAdam."""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ def layers(n=3):
 
 
 class Chain(nn.Module):
-    """Model of which a forward pass uses only some layers."""
+    """Chain of layers; a forward pass uses only the layers with indices `used`, like experts."""
 
     def __init__(self, n=3):
         super().__init__()

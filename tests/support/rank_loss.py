@@ -52,7 +52,8 @@ def values(rank):
 
 def undisturbed_all_reduce(rank, size, algorithm, spec, timeout=TIMEOUT):
     """Return the result's digest, the number of events, and the event number of the last send, which is the vote."""
-    partition.CHUNK_NBYTES = partition.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16  # several chunks per slice
+    # Chunks of 64 KiB, so that a slice has several
+    partition.CHUNK_NBYTES = partition.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16
     codec.torch.all_reduce(torch.ones(3), options=codec.options(timeout=timeout))
     x = values(rank)
     with at_fault_point(channel(), -1, None) as events:

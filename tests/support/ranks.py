@@ -197,7 +197,7 @@ def _join(rank, size, path, timeout, backend):
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    importlib.import_module("codec.torch")  # registers the backend's name
+    importlib.import_module("codec.torch")  # the import registers the backend `codec`
     timeout = timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout)
 

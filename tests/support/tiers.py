@@ -11,7 +11,7 @@ if TIER not in ("check", "merge", "nightly"):
     raise pytest.UsageError(f"CODEC_TESTS={TIER}: unknown tier of tests; use check, merge or nightly")
 NIGHTLY = TIER == "nightly"
 CHECK = TIER == "check"  # runs in an environment without torch, Numba and CuPy
-N_EXAMPLES = {"check": 20, "merge": 30, "nightly": 1000}[TIER]  # examples of each Hypothesis test
+N_EXAMPLES = {"check": 20, "merge": 30, "nightly": 1000}[TIER]  # number of examples of each Hypothesis test
 N_DAMAGED = 400 if NIGHTLY else 30  # damaged copies of each frame, for each engine
 HANG_SECONDS = 300  # seconds until a process is considered hung; generous, since test machines are busy
 

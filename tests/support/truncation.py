@@ -1,4 +1,4 @@
-"""Reference of Truncate's rounding in numpy."""
+"""Reference implementation of Truncate's rounding in numpy."""
 
 import numpy as np
 

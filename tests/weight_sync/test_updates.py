@@ -1,4 +1,4 @@
-"""WeightSender and WeightReceiver: values, versions and failures."""
+"""WeightSender and WeightReceiver: received values are exact, versions advance, failures change nothing."""
 
 import numpy as np
 import pytest

@@ -204,7 +204,7 @@ def test_compiled_models_keep_their_gradients(backend):
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # raised as torch.compile inspects tensors
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # a warning that torch.compile causes as it inspects tensors
 def test_compiled_functions_may_use_it_inside():
     net = model().eval()
     saved = []

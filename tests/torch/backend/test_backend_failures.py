@@ -59,7 +59,7 @@ def _aborted(rank, size):
     """If one rank aborts during a collective, all ranks raise, and no tensor is written."""
     t = rank_values(rank, (20_000,))
     before = t.clone()
-    communicator.communicator_of(dist.group.WORLD)  # connects all ranks
+    communicator.communicator_of(dist.group.WORLD)  # connects the ranks before the abort
     if rank == 0:
         work = dist.all_reduce(t, async_op=True)
         dist.group.WORLD.abort()

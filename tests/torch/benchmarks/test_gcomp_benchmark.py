@@ -30,7 +30,7 @@ def counts_of(*values):
     return np.array([*values, *[0] * (huffman.SYMBOLS - len(values))], np.int64)
 
 
-# Huffman codes
+# Tests of Huffman codes
 
 
 def test_native_huffman_code_has_the_textbook_lengths():
@@ -53,7 +53,7 @@ def test_exponents_without_a_code_are_escaped():
     assert huffman.bits(counts_of(0, 0, 5), lengths) == lengths[huffman.SYMBOLS] + huffman.LITERAL
 
 
-# baselines
+# Tests of baselines: other compression methods
 
 
 def train_all(rank, size):
@@ -107,7 +107,7 @@ def test_near_lossless_gradients_change_the_loss_less_than_float16(trained):
     assert 0 < near < fp16
 
 
-# sizes
+# Tests of sizes.py, which measures frame sizes during training
 
 
 def test_sizes_of_a_short_training(monkeypatch):
@@ -148,7 +148,7 @@ def test_distributions_of_a_short_training():
     assert gcomp.distributions.counts(np.array([1.5, -2.0, 0.25, 3.0], np.float32))[125:129] == [1, 0, 1, 2]
 
 
-# model of an iteration and time to accuracy
+# Tests of the time model of a training step, and of the time to an accuracy
 
 
 def timed(method, ranks, seconds, sent, cpu=0.0, curve=((20, 1.0, 0.9),)):
@@ -197,7 +197,7 @@ def test_time_to_accuracy_ends_at_the_first_good_evaluation():
     assert top_k["speedup"] == 0
 
 
-# command line
+# Tests of the command line
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def round_trip(x):
     return message, coder.decode(message, out=np.empty_like(x))
 
 
-# TAH-Quant
+# Tests of the TAH-Quant coder
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 6, 8])
@@ -106,7 +106,7 @@ def test_tah_quant_rejects_messages_of_another_size(change):
         tah_quant.TahQuant().decode(change(tah_quant.TahQuant().encode(x)), out=x)
 
 
-# trainings
+# Tests of simulated training
 
 
 def test_simulated_delta_training_follows_fp32_and_counts_its_bytes(one_thread):
@@ -124,7 +124,7 @@ def test_simulated_delta_training_follows_fp32_and_counts_its_bytes(one_thread):
     assert not delta.diverged
 
 
-# time to a loss, from steps and seconds per step
+# Tests of the time to a loss, computed from steps and seconds per step
 
 
 def test_time_to_a_loss_counts_steps_of_the_first_epoch_and_later_ones():
@@ -160,7 +160,7 @@ def test_outcomes_compare_times_to_the_loss_of_fp32():
     assert tables.outcome_cell(rows[Setting(TAH).label]) == "diverged"
 
 
-# command line
+# Tests of the command line
 
 
 def test_settings_have_all_bits_for_systems_that_choose_them():
@@ -199,7 +199,7 @@ def test_command_line_rejects_wrong_arguments(given, message, capsys):
     assert message in capsys.readouterr().err
 
 
-# processes
+# Tests with real processes
 
 
 @pytest.mark.nightly

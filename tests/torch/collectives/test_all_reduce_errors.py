@@ -203,9 +203,9 @@ def test_damaged_frame_raises_on_all(n):
 
 
 def _lost(rank, size, how, moment):
-    codec.torch.reduction.partition.MOST_NBYTES = 1 << 20  # several chunks per slice
+    codec.torch.reduction.partition.MOST_NBYTES = 1 << 20  # chunks of at most 1 MiB, so that a slice has several
     x = rank_values(rank, (LARGE,))
-    codec.torch.all_reduce(x.clone(), op="mean")  # connects all ranks
+    codec.torch.all_reduce(x.clone(), op="mean")  # connects the ranks before the fault
     before, begin = tensor_bytes(x), time.monotonic()
     channel = communicator.communicator_of(None).channel
     with (

@@ -231,7 +231,8 @@ def _on_one_gpu(rank, size):
     with gpu("emulated") as put:
         x = put(torch.ones(SHAPE)) if rank else torch.ones(SHAPE)
         found = outcome(codec.torch.all_reduce, x, codec.Float8(), options=how())[0]
-        codec.torch.all_reduce(put(x) if rank == 0 else x, codec.Float8(), options=how())  # the group still works
+        # The group still works after the error
+        codec.torch.all_reduce(put(x) if rank == 0 else x, codec.Float8(), options=how())
         return found
 
 

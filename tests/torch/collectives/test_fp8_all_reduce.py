@@ -34,7 +34,7 @@ def shapes_of(n):
 
 
 def values_of(rank, n, factor, dtype):
-    """Return a rank's values in a configuration."""
+    """Return a rank's random values for a configuration."""
     generator = torch.Generator().manual_seed(rank)
     return torch.rand(n, generator=generator, dtype=torch.float64).to(dtype) * factor
 

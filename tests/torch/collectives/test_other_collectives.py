@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather, all-to-all and exchange between processes."""
+"""Reduce-scatter, all-gather, all-to-all and exchange between processes: results and errors."""
 
 import pytest
 import torch

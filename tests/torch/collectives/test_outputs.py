@@ -22,7 +22,7 @@ def ranks():
 
 
 class RaisingTensor(torch.Tensor):
-    """Tensor whose functions raise."""
+    """Tensor subclass whose torch functions raise."""
 
     error = RuntimeError("hostile")
 

@@ -221,7 +221,7 @@ def test_checkpointed_and_compiled_models_train_as_others(form):
 
 
 class Branches(nn.Module):
-    """Model with two branches, of which a batch uses one."""
+    """Model with two branches; a forward pass uses branch number `used`."""
 
     def __init__(self):
         super().__init__()

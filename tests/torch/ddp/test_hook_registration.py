@@ -113,7 +113,7 @@ def test_unsupported_settings_are_rejected_at_registration():
 
 
 class OptimizerWrapper:
-    """Optimizer wrapper as in Accelerate and Lightning."""
+    """Optimizer wrapper like those of Accelerate and Lightning."""
 
     def __init__(self, optimizer):
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups

@@ -150,7 +150,7 @@ def test_feedback_rejects_specs_without_effect():
         codec.torch.Feedback(codec.Truncate().bind(codec.optimizers.SGD(0.1), theta=np.zeros(3, np.float32)))
 
 
-# Asynchronous collectives
+# Tests of asynchronous collectives
 
 
 def _in_flight(rank, size):

@@ -116,7 +116,7 @@ def _refused(rank, size):
     with pytest.raises(codec.CodecError) as e:
         net(x).square().mean().backward()
     good = torch.ones(3000)
-    dist.all_reduce(good)  # the group still works
+    dist.all_reduce(good)  # the group still works after the error
     codec.torch.all_reduce(good, op="mean")
     return type(e.value).__name__, float(good[0])
 

@@ -36,7 +36,7 @@ def result_of(coroutine):
     return end.value.value
 
 
-# Waits
+# Tests of Wait
 
 
 def test_wait_ends_once_and_wakes_each_caller_once():
@@ -82,7 +82,7 @@ def test_turns_pass_in_the_order_in_which_they_were_asked_for():
     assert passed == [0, 1, 2]
 
 
-# Together
+# Tests of Together, which runs coroutines concurrently
 
 
 def test_together_goes_on_with_one_coroutine_while_others_wait():
@@ -181,7 +181,7 @@ def test_reductions_of_a_bucket_follow_each_other_only_between_gpus(monkeypatch,
     assert seen == order
 
 
-# Tasks
+# Tests of tasks
 
 
 def task_of(wait):
@@ -232,7 +232,7 @@ def test_task_that_waits_for_no_rank_has_no_deadline():
     assert not task.waits_for_a_rank
 
 
-# Worker
+# Tests of the worker thread
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def test_collectives_of_callbacks_begin_before_later_ones_whenever_those_are_sub
     assert numbers == {"first": 0, "of callback 1": 1, "of callback 2": 2, "later": 3}
 
 
-# Callbacks
+# Tests of callbacks
 
 
 def threads_of_callbacks():

@@ -23,7 +23,7 @@ from support.local_training import (
 )
 from support.ranks import run_ranks
 
-# Oracles
+# Comparison with oracles in numpy
 
 
 def _trained(rank, size, spec, every, steps):

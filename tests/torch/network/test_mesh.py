@@ -11,7 +11,7 @@ from codec.torch.network import inbox
 from codec.torch.network.inbox import Refused
 from support.meshes import ABORT, DATA, SECONDS, SIGNATURE, ask, outcome, packed, received, until
 
-# Messages
+# Tests of sending and receiving
 
 
 def test_messages_reach_their_receives_in_any_order(two):
@@ -93,7 +93,7 @@ def test_second_message_of_a_place_is_dropped(hand):
     assert mesh._inboxes.early == {1: 0}
 
 
-# Early messages
+# Tests of messages that arrive before they are requested
 
 
 def test_connection_pauses_at_many_early_messages_and_goes_on_when_they_are_asked_for(hand, monkeypatch):
@@ -169,7 +169,7 @@ def test_rank_that_begins_too_many_collectives_is_lost(hand, monkeypatch, kind):
     assert len(mesh._inboxes) == 50
 
 
-# Ends of collectives
+# Tests of messages that arrive when their collective has ended
 
 
 def test_end_drops_a_message_on_its_way_and_never_writes_its_memory_again(hand):

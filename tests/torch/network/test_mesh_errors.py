@@ -75,7 +75,7 @@ def test_all_waits_for_an_explanation_end(hand):
     assert [outcome(wait) for wait in [*waits, mesh.explanation(0, 1)]] == [None] * 3
 
 
-# Lost ranks
+# Tests of lost ranks
 
 
 def test_lost_rank_ends_waits_for_it_and_no_others():
@@ -156,7 +156,7 @@ def test_send_to_a_rank_that_reads_nothing_does_not_block_and_ends_with_the_conn
     assert isinstance(outcome(sends[-1]), codec.PeerError)
 
 
-# Begin and end of a mesh
+# Tests of connecting and closing a mesh
 
 
 def test_failed_connecting_closes_the_connections_that_were_made(monkeypatch):

@@ -16,7 +16,7 @@ from support.ddp_training import parameter_bytes
 from support.one_bit_adam import LOSSLESS, OPTIONS, Chain, batch, layers, registered
 from support.ranks import run_ranks
 
-# Parameters that the registered model does not average
+# Tests of parameters that are not averaged
 
 
 def _others(rank, size):
@@ -114,7 +114,7 @@ def test_frozen_layers_stay_and_layers_unknown_to_ddp_are_refused():
     run_ranks(2, _frozen)
 
 
-# Experts
+# Tests of experts: layers that only some ranks use in a step
 
 
 def _experts(rank, size, set_to_none):
@@ -242,7 +242,7 @@ def test_random_trainings_agree_with_and_without_ddp(seeds):
     assert first == second
 
 
-# Parameters that are added
+# Tests of parameters that are added during training
 
 
 def _added(rank, size):

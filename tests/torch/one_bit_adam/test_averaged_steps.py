@@ -20,7 +20,7 @@ from support.ddp_training import net, parameter_bytes, wrapped
 from support.one_bit_adam import LOSSLESS, batch, registered
 from support.ranks import run_ranks
 
-# Ranks that differ
+# Tests of ranks in different phases or steps
 
 
 def _differ(rank, size):
@@ -79,7 +79,7 @@ def test_steps_do_not_read_futures_before_their_callbacks():
     assert first == second
 
 
-# join()
+# Tests of DistributedDataParallel.join()
 
 
 def _train(model, optimizer, rank, steps, joining):
@@ -114,7 +114,7 @@ def test_join_is_refused_on_all_ranks(batches):
     assert first[0] == 2
 
 
-# Copies of the model
+# Tests of saved and copied models
 
 
 def _saved(rank, size):
@@ -143,7 +143,7 @@ def test_registered_models_can_be_saved_and_copied():
     run_ranks(2, _saved)
 
 
-# Scalers and clipping
+# Tests of GradScaler and gradient clipping
 
 
 def _disabled(rank, size):

@@ -16,7 +16,7 @@ from codec.torch.one_bit_adam import phase
 from support.ddp_training import net, parameter_bytes
 from support.one_bit_adam import take_step
 
-# One process: references to the bit
+# Tests in one process against bit-exact references
 
 
 def reference(parameters, gradients, freeze, lr, betas, eps, decay, decoupled):
@@ -114,7 +114,7 @@ def test_parameter_groups_have_their_own_numbers():
     assert torch.equal(b, theirs[1])
 
 
-# The freeze
+# Tests of the step at which second moments freeze
 
 
 def test_auto_freezes_when_second_moments_are_stable():
@@ -207,7 +207,7 @@ def test_parameter_without_gradients_before_the_freeze_is_reported():
     assert torch.equal(b, torch.ones(5))
 
 
-# Arguments
+# Tests of invalid arguments
 
 
 def test_wrong_arguments_are_refused():

@@ -53,7 +53,7 @@ ZERO_ONE = codec.torch.ZeroOneSchedule(FREEZE, refreshes=1, max_interval=1)
 LONG = [pytest.param(net, FREEZE, marks=pytest.mark.nightly), pytest.param(net, ZERO_ONE, marks=pytest.mark.nightly)]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch.distributed.checkpoint warns
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # warnings of torch.distributed.checkpoint
 @pytest.mark.parametrize(("make", "schedule"), [(wrapped, FREEZE), (wrapped, ZERO_ONE), *LONG])
 def test_torch_distributed_checkpoint_resumes_to_the_bit(tmp_path, make, schedule):
     run_ranks(2, _by_torch, str(tmp_path), make, schedule)

@@ -174,7 +174,7 @@ def test_ctrl_c_closes_connections_and_serving_goes_on(pools, where):
 
 
 def _missing(rank, size):
-    """Worker 2 never connects."""
+    """Worker 1 trains although worker 2 never connects: its first step fails, the second one succeeds."""
     options = codec.options(timeout=1)
     if rank == 0:
         server = codec.torch.ParameterServer([0], [1, 2], options=options)

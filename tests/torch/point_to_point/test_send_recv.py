@@ -249,7 +249,7 @@ def test_forked_process_cannot_use_connections(ranks):
 
 
 def _groups(rank, size, count):
-    """Destroyed groups release their ports and threads."""
+    """Check that destroyed groups release their ports and threads."""
     import gc
 
     counts = []

@@ -15,7 +15,7 @@ from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.channel import Channel
 from support.ranks import RankPool, run_ranks
 
-# One rank
+# Tests with one rank
 
 
 def _closed(rank, size):
@@ -77,7 +77,7 @@ def test_connections_end_with_the_last_reference_to_the_channel():
     run_ranks(1, _dropped)
 
 
-# Agreement
+# Tests of the ranks' agreement on success
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -198,7 +198,7 @@ def test_collectives_in_flight_do_not_mix_their_messages(ranks):
     ranks.run(_interleaved)
 
 
-# Texts of aborts
+# Tests of the texts in abort messages
 
 
 @pytest.mark.parametrize(

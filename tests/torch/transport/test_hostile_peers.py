@@ -334,7 +334,7 @@ def test_wrong_address_of_rank_0_is_an_error(ranks, name):
     assert ranks.run(_wrong_address, name)[1] < LIMIT
 
 
-# Memory
+# Tests of memory use
 
 
 def _flooded(rank, size):
