@@ -70,8 +70,7 @@ PLACES = [
     Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b", (Delta, TopK)),
     Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b", (Delta, TopK)),
     Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])', (Delta, TopK)),
-    # C++
-    # Delta has no entry, because it needs a base
+    # C++ bindings; Delta has no entry in blocks.h, because it needs a base
     Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:", (Delta,)),
     Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b", (Delta, TopK)),
     # tests

@@ -95,7 +95,7 @@ def test_scales_are_summed_in_one_order(n, isa):
 
 
 def float8_scaled(x, most, row):
-    """Return x divided by the scale of its row, as Float8 stores it."""
+    """Return x multiplied by the float32 factor that Float8 stores for its row."""
     rows = x.reshape(-1, row)
     amax = np.abs(rows).max(1)
     with np.errstate(all="ignore"):
@@ -107,7 +107,7 @@ def float8_scaled(x, most, row):
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_float8_rounds_as_ml_dtypes_does(format, dtype, isa):
-    """Float8 rounds as ml_dtypes: all finite patterns of bfloat16 and float16, and many of float32."""
+    """Float8 rounds like ml_dtypes, for all finite patterns of bfloat16 and float16, and many of float32."""
     kind = np.dtype(getattr(ml_dtypes, f"float8_{format}"))
     most = float(ml_dtypes.finfo(kind).max)
     if dtype == "float32":

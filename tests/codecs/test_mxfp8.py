@@ -28,7 +28,7 @@ def mx_of(x, format):
     """Compute the stored scales, the elements and the decoded values of MXFP8 by torch."""
     dtype, emax, most = KINDS[format]
     x = groups_of(x)
-    # Floor(log2(largest magnitude)); -127 for subnormal numbers
+    # The exponent of the largest magnitude, floor(log2(x)); -127 for subnormal numbers
     exponent = (x.abs().amax(1).view(torch.int32) >> 23) - 127
     stored = ((exponent - emax).clamp(-127, 127) + 127).to(torch.uint8)
     scale = stored.view(torch.float8_e8m0fnu).float()[:, None]

@@ -90,7 +90,7 @@ PLAIN = {
 
 @given(case=cases(), name=st.sampled_from(sorted(PLAIN)))
 def test_steps_of_other_optimizers_change_little(case, name):
-    """A step changes by at most share |theta'|, with theta' for g = 0."""
+    """A step changes by at most share * |theta'|, where theta' is the parameter after a step with g = 0."""
     optimizer, theta, g, y = trained(case, PLAIN[name])
     after, other, zero = (stepped(optimizer, theta, x, PLAIN[name], case.lr) for x in (g, y, torch.zeros_like(g)))
     assert (abs(after - other) <= FLOAT_ERROR * case.share * abs(zero) + 1e-14 * abs(float64(theta))).all()
@@ -111,7 +111,7 @@ ADAM_LIKE = {
 @pytest.mark.parametrize("name", ADAM_LIKE)
 @given(case=cases())
 def test_steps_of_adam_and_nadam_change_little(name, case):
-    """A step changes by at most share (1 + K) |lr_own A|; lr_own: factor of g in the step; K: effect of g on v."""
+    """A step changes by at most share * (1 + K) * |lr_own * A|; lr_own: factor of g in it; K: effect of g on v."""
     optimizer, theta, g, y = trained(case, ADAM_LIKE[name])
     metric, state = optimizers.from_optimizer(optimizer), optimizers.state_of(optimizer, theta)
     t = metric.terms(state)
@@ -154,7 +154,8 @@ def second_moment(optimizer, theta, g):
 
 @given(case=cases(), growth=st.floats(0.01, 2), vector=st.booleans())
 def test_steps_of_adafactor_change_little(case, growth, vector):
-    """A step changes by share |theta| through a value's own error, and by 7 eta of the step through other values."""
+    """A step changes by share * |theta| for a value's own error, and by 7 * eta of the step for other values' errors.
+    """
     theta = case.parameter()
     theta = torch.nn.Parameter(theta.detach().reshape(-1)) if vector else theta
     optimizer = adafactor([theta], case.lr)

@@ -293,7 +293,7 @@ def test_step_counts_steps_taken_before():
 
 
 def test_levels_takes_named_guards():
-    """levels() accepts guards by name, returns the shape of g, and rejects wrong arguments."""
+    """levels() accepts guards by name, returns an array of g's shape, and rejects invalid arguments."""
     x = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
     theta, metric = np.ones(1200, np.float32), optimizers.SGD(0.1)
     for guard, bits in (("exact", 4), ("near", -8), ("feedback", -11)):

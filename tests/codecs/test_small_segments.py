@@ -85,7 +85,7 @@ def through_ranks(x, segments, size, spec):
 @pytest.mark.parametrize("size", range(1, 65) if NIGHTLY else (1, 2, 3, 4, 7, 16, 64))
 @pytest.mark.parametrize("model", MODELS)
 def test_rows_keep_their_scales_on_any_number_of_ranks(model, size):
-    """Rows of 64 values or more have the same values on any number of ranks; the error of no row is larger than 4%."""
+    """Rows of 64 values or more decode to the same values on any number of ranks; no row's error exceeds 4%."""
     x, segments = uneven(MODELS[model])
     if model == "adapters":  # short rows share scales, so all rows of an adapter are given the same magnitude
         segments = [(o, (s[0], s[1]) if s[1] > 64 else (s[0] * s[1],)) for o, s in segments]

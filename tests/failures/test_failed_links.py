@@ -25,7 +25,7 @@ FAULTS = {
     "switch": ("ip", "link", "set", f"port{FAULTY}", "nomaster"),
 }
 REPAIRS = {
-    # Tc reports no error even if no packet was dropped
+    # tc reports no error even if no packet was dropped
     "drop": ("tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo"),
     "down": ("ip", "link", "set", "eth0", "up"),
     "far": ("ip", "link", "set", f"port{FAULTY}", "up"),

@@ -29,14 +29,14 @@ def gamma(x):
 
 
 def coded(mode, field, changes, *codes, behind=b""):
-    """Return a region with the bit stream of `codes`."""
+    """Return a Delta region: a head with these fields, the bit stream of `codes`, and the bits `behind`."""
     bits = "".join(codes)
     stream = int("0" + bits[::-1], 2).to_bytes(-(-len(bits) // 8), "little")
     return region(struct.pack("<I", mode | field << 2 | changes - 1 << 14) + stream + behind)
 
 
 def steps(changes, *codes, scale=S, quiet=True):
-    """Return a region of steps. ``quiet``: put the codes of the two zeros, unchanged, first."""
+    """Return a Delta region in mode 1, of step codes. ``quiet``: begin with codes for the two unchanged zeros."""
     return coded(1, scale + 16, changes, *[rice(0, 14)] * (2 * quiet), *codes)
 
 

@@ -132,7 +132,7 @@ SMALL = {"e4m3fn": (3, 7, 448), "e5m2": (2, 15, 57344), "e2m1": (1, 1, 6)}
 
 
 def magnitudes(kind, h):
-    """Return values of all exponents; below the normal range, values just below the rounding point."""
+    """Return values with all exponents; those below the normal range lie just below a rounding point."""
     m, bias, most = SMALL[kind]
     rng = np.random.default_rng(bias)
     x = np.exp2(rng.uniform(-bias - m - 3, np.log2(most) + 0.3, N)).astype(F32)

@@ -67,7 +67,7 @@ def values(rank, n=N):
 
 
 def _cases(rank, size):
-    """Return by collective a function that starts it on a group, and returns its work, outputs and expected outputs."""
+    """Return a function for each collective, which starts it and returns work, outputs and expected outputs."""
     every = [values(r) for r in range(size)]
     total = sum(every)
     mine = every[rank]

@@ -93,7 +93,10 @@ def test_numcodecs_checks_of_errors():
 
 
 def test_numcodecs_golden_frames(monkeypatch):
-    """The frames in fixture/ decode, and encoding gives the same bytes; numcodecs' check writes missing files."""
+    """The frames in fixture/ decode to their arrays, and encoding the arrays gives the same bytes.
+
+    numcodecs' check writes files that are missing in fixture/.
+    """
     monkeypatch.chdir(HERE)
     frames = sorted(Path("fixture/tensor-codec").rglob("*.dat"))
     assert len(frames) == 6

@@ -309,7 +309,7 @@ def sign_scales(ask: Ask, x: Array, dtype: int) -> list[Any]:
 
 
 def raised(s: Any, dtype: int) -> Any:
-    """Round s up to the dtype; above its largest number, return that number."""
+    """Round s up to a number of the dtype; return the dtype's largest number if s exceeds it."""
     near = narrowed(np.array([s], F32), dtype)[0]
     if near >= s or dtype == 1:
         return near
@@ -872,7 +872,7 @@ def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
 
 
 def pattern_model(ask: Ask, shape: tuple[int, ...], bits: Array, dtype: int) -> tuple["Model | None", Array, int, int]:
-    """Return the scale model of a lossless tensor (section 4)."""
+    """Fit the scale model of a lossless tensor (section 4); return the results of scale_model()."""
     _, nplanes, octave, s = DTYPES[dtype]
     pattern = (bits.astype(np.uint64) >> np.uint64(8 * nplanes - 16)).astype(np.int64) & 0x7FFF
     finest = 0
@@ -983,7 +983,7 @@ def cut(ask: Ask, x: Array, dtype: int, guard: int) -> Cut:
 
 @dataclass
 class Symbols:
-    """Symbols of truncated values and their codebook (section 8.2)."""
+    """Symbols and literals of truncated values, counts of the sampled symbols, and the scale model (section 8.2)."""
 
     values: Array  # symbol of each value; ESCAPE if it has none
     literals: Array

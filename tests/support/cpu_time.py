@@ -52,7 +52,7 @@ _compilation = 0.0  # CPU seconds that this process and its compilers have spent
 
 @contextmanager
 def compilation() -> Generator[None]:
-    """Context manager: do not count the CPU time spent inside towards the test."""
+    """Exclude CPU time that is spent inside this context from the CPU time of the test."""
     global _compilation
     before = sum(os.times()[:4])
     yield

@@ -1,4 +1,4 @@
-"""Code blocks of pages in docs/, which tests run."""
+"""Read the code blocks of pages in docs/, so that tests can run them."""
 
 import re
 from pathlib import Path

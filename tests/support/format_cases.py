@@ -23,17 +23,17 @@ SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE, TRUNCATE = range(2, 8)
 
 
 def u32(*x):
-    """Return little-endian 32-bit words."""
+    """Pack integers as little-endian 32-bit words."""
     return struct.pack(f"<{len(x)}I", *x)
 
 
 def f32(*x):
-    """Return little-endian float32 values."""
+    """Pack numbers as little-endian float32 values."""
     return struct.pack(f"<{len(x)}f", *x)
 
 
 def u64(*x):
-    """Return little-endian 64-bit words."""
+    """Pack integers as little-endian 64-bit words."""
     return struct.pack(f"<{len(x)}Q", *x)
 
 
@@ -379,7 +379,7 @@ def many_parts(*counts):
 
 
 def halves(*bits):
-    """Return little-endian 16-bit words."""
+    """Pack integers as little-endian 16-bit words."""
     return struct.pack(f"<{len(bits)}H", *bits)
 
 

@@ -45,7 +45,7 @@ def connect(rank, size):
 
 
 def values(rank):
-    """Return the tensor of a rank."""
+    """Return the input tensor of a rank."""
     g = torch.Generator().manual_seed(rank)
     return torch.randn(100_000, generator=g) * 2.0 ** torch.randint(-9, 0, (100_000,), generator=g)
 
@@ -152,7 +152,7 @@ class Training:
         return pickle.dumps(states)
 
     def load(self, saved):
-        """Continue from a checkpoint."""
+        """Load the state of a checkpoint that saved() returned."""
         net, optimizer, hook, self.steps = pickle.loads(saved)
         self.net.load_state_dict(net)
         self.optimizer.load_state_dict(optimizer)

@@ -51,7 +51,7 @@ def test_only_headers_are_copied_to_host_memory_if_frames_stay_on_gpus(gpus):
 
 
 def _slots(rank, size):
-    """Run a two-shot all-reduce; return the rows of both phases, the messages before them, and this rank's values."""
+    """Run a two-shot all-reduce; return the slots of both phases, the messages before them, and the input."""
     channel, rows, messages = communicator.communicator_of(None).channel, [], []
     device, send = channel.device, channel.mesh.send
     channel.mesh.send = lambda *args: messages.append(b"".join(bytes(b) for b in args[-1])) or send(*args)

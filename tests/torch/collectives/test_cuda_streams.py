@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 
 
 class _FakeCuda:
-    """Fake of the used part of torch.cuda, which records the order of calls."""
+    """Fake of the parts of torch.cuda that codec.torch uses; records the order of calls."""
 
     def __init__(self):
         self.calls = []

@@ -64,7 +64,7 @@ def _train(rank, size):
 
 
 def test_hooks_of_four_more_optimizers_train_as_float32():
-    """Losses of six steps are those of float32, parameters are equal on all ranks, and fewer bytes are sent."""
+    """Six steps have about float32's losses, equal parameters on all ranks, and fewer bytes sent."""
     first, second = run_ranks(2, _train)
     for found in (first, second):
         for name in OPTIMIZERS:

@@ -1,4 +1,4 @@
-"""Checkpoints of codec.torch.Feedback: resumed steps are bit-identical, other numbers of ranks, invalid states."""
+"""State dicts of codec.torch.Feedback resume bit for bit, load on other numbers of ranks, and are validated."""
 
 import copy
 import os

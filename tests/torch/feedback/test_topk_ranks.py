@@ -1,4 +1,4 @@
-"""TopK on two ranks: collectives, hooks and local steps with error feedback and its decay; without it an error."""
+"""TopK on two ranks works with error feedback in collectives, hooks and local steps, and raises without it."""
 
 import numpy as np
 import pytest

@@ -71,7 +71,7 @@ def _three_two_three(rank, size, how, steps):
         local.synchronize()
         local.change_group(again)
         assert local.stats().world_size == 3
-    else:  # a new process
+    else:  # rank 2 is a new process now
         model = Linear()
         with torch.no_grad():
             model.a.zero_()
@@ -130,7 +130,7 @@ def _lose(rank, size, how):
 
 
 def _go_on(rank, size, how):
-    if not _kept:  # a new process
+    if not _kept:  # this is a new process, which replaces the lost rank
         model = net(seed=8)
         optimizer = adam(model)
         _kept[:] = [model, optimizer, codec.torch.LocalSteps(model, optimizer, **how)]

@@ -1,4 +1,4 @@
-"""Steps of OneBitAdam: ranks out of step, join(), copied models, GradScaler and gradient clipping."""
+"""Steps of OneBitAdam with ranks that are out of step, join(), copied models, GradScaler and gradient clipping."""
 
 import copy
 import io

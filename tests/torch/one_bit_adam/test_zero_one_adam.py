@@ -280,7 +280,7 @@ def test_learning_rates_of_zero_stop_parameters_and_nothing_else():
 
 
 def _finished(rank, size):
-    """finish() gives all ranks the mean of their parameters; training goes on, also from a checkpoint, to the bit."""
+    """finish() sets parameters to their mean over ranks; training continues, also from a checkpoint, bit for bit."""
     found = []
     for make in (net, wrapped):
         model = make()

@@ -1,4 +1,4 @@
-"""Parameter-server workers and servers that die, are interrupted or never connect."""
+"""If parameter-server workers or servers die, are interrupted or never connect, the others raise or continue."""
 
 import itertools
 import os

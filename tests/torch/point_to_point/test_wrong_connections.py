@@ -15,7 +15,7 @@ from support.point_to_point import SOON, connection, raw, within
 
 
 def _stuck_sender(rank, size):
-    """If no rank receives, a message larger than the operating system's buffers times out."""
+    """send() of a message larger than the operating system's buffers times out if no rank receives it."""
     if rank == 0:
         with pytest.raises(codec.PeerError, match="in time"):
             codec.torch.send(bytes(1 << 26), 1, tag=9, options=within(0.3))

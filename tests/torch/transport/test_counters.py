@@ -1,4 +1,4 @@
-"""Counters of a channel: bytes, seconds and numbers of collectives, and the log line of the raw fallback."""
+"""Counters of a channel (bytes, seconds, numbers of collectives), and the log line of the switch to raw."""
 
 import logging
 import time
