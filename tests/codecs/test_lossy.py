@@ -186,7 +186,7 @@ def test_quantize_follows_its_definition(bits, levels, isa):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("bits", [1, 4, 5, 8])
 def test_quantize_with_a_zero_point_follows_its_definition(bits, dtype, isa):
-    """Decoded values follow the definition: in the range of their group, whose least and largest value are exact."""
+    """Decoded values follow the definition, lie in their group's range, and include its exact minimum and maximum."""
     most = np.finfo(dtype).max
     x = (normal_values(4100) + F32(7)).astype(dtype)
     x[64:128], x[128:192], x[192] = F32(-0.1), np.linspace(-1, 1, 64) * most, -0.0

@@ -154,8 +154,7 @@ def second_moment(optimizer, theta, g):
 
 @given(case=cases(), growth=st.floats(0.01, 2), vector=st.booleans())
 def test_steps_of_adafactor_change_little(case, growth, vector):
-    """A step changes by share * |theta| for a value's own error, and by 7 * eta of the step for other values' errors.
-    """
+    """A step changes by share * |theta| for a value's own error, and by 7 * eta of the step for others' errors."""
     theta = case.parameter()
     theta = torch.nn.Parameter(theta.detach().reshape(-1)) if vector else theta
     optimizer = adafactor([theta], case.lr)

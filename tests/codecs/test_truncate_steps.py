@@ -175,7 +175,7 @@ def test_parameter_groups_use_their_own_metrics(levels, granularity, isa):
 
 
 def test_custom_metric_equals_the_built_in_one(isa):
-    """A function compiled by Numba computes the same float32 values."""
+    """A custom metric compiled by Numba computes the same float32 values as the built-in metric."""
     x, arrays = gradient(20_000), optimizer_state(20_000)
     built_in = optimizers.Momentum(0.1, momentum=0.9)
     t = built_in.final(arrays)

@@ -20,7 +20,7 @@ F32 = np.float32
 
 @by_cupy
 def test_encode_errors_agree_with_native():
-    """encode() raises the native errors. A tensor whose frame exceeds `out` is stored uncompressed if that fits."""
+    """encode() raises the native engine's errors. A tensor whose frame exceeds `out` is stored raw if that fits."""
     x = sample_bits("float32", 100_000, "normal").view(F32)
     nan, inf = x.copy(), x.copy()
     nan[70_000], inf[99_999] = np.nan, np.inf

@@ -44,7 +44,7 @@ class Machine:
         self.current = Stream.null
         self.stack = [Stream.null]
         self.free: dict[Any, list[Any]] = defaultdict(list)  # free blocks by pool and size in bytes
-        self.functions: list[str] = []  # kernels loaded so far; a function handle is an index
+        self.functions: list[str] = []  # names of the kernels loaded so far; a function handle is an index
 
     def do(self, stream: int, work: Callable[[], Any]) -> None:
         """Append work to a stream; the work runs when a caller waits for the stream."""

@@ -241,7 +241,7 @@ class Expected:
             for step in range(size):
                 rank = (o + step) % size
                 own = self.x[rank][piece.begin : piece.end].float()
-                # Both are float32: decoded values of the partial sum and of this rank
+                # Both are float32: the decoded partial sum, and this rank's values
                 total = own if total is None else own + total
                 last = step == size - 1
                 if last and self.call.op == "mean":

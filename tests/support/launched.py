@@ -1,4 +1,4 @@
-"""Processes with the environment variables that torchrun sets."""
+"""Run functions in processes that have the environment variables of torchrun."""
 
 import os
 import socket

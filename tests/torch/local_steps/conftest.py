@@ -1,4 +1,4 @@
-"""Two ranks that all tests of local steps share."""
+"""Fixture `pool`: two ranks in a group, shared by all tests of LocalSteps."""
 
 import pytest
 
