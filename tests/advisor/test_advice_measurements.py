@@ -182,7 +182,7 @@ def test_truncate_is_measured_by_the_optimizers_step(clock, monkeypatch):
 
 
 def test_truncate_takes_parameters_from_the_model(clock):
-    """Before the optimizer's first step the state has only theta."""
+    """Before the optimizer's first step, Truncate is measured with theta from the model, without moments."""
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     model(torch.randn(16, 100)).square().sum().backward()
