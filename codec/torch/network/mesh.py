@@ -56,7 +56,7 @@ class Mesh:
         self._closed = False
         self._clock = 0  # id of the network thread's CPU-time clock; 0: not started
         self._wakes, self._waker = socket.socketpair()
-        # close the socket explicitly, since the garbage collector warns about open sockets
+        # The garbage collector may find the socket of a reference cycle before it calls __del__, and would warn.
         weakref.finalize(self, self._waker.close).atexit = False
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
@@ -216,6 +216,7 @@ class Mesh:
         self.close()
         for stripe in self._by_fd.values():
             stripe.close()
+        self._waker.close()  # at the exit of Python, finalizers no longer run
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that the network thread has used, in seconds."""

@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-# A thread that waits without limit for a condition wakes up after these seconds, again and again, because the kernel may
-# deliver SIGINT to another thread, for example after the process was stopped. Python's handler then runs in the main
-# thread when it next executes bytecode, but nothing wakes it.
+# A thread that waits without limit for a condition wakes up after these seconds, again and again. The kernel may
+# deliver SIGINT to another thread, for example after the process was stopped. Python then runs its handler in the main
+# thread when that thread next executes bytecode, but does not wake it.
 WAKE_SECONDS = 1.0
 
 _lock = threading.Lock()  # guards the completion of all waits; held for a few instructions
