@@ -231,6 +231,7 @@ def test_specs_that_cannot_serve_are_refused_at_once(spec, how):
 def test_page_runs():
     """The page's client app and strategy train, starting from a bfloat16 model."""
     names = {}
+    torch.manual_seed(0)
     for block in blocks("Flower", "docs/guides/federated-learning.md"):
         exec(block, names)
     app, net = names["app"], names["net"]
@@ -246,4 +247,5 @@ def test_page_runs():
     result = trained(federation, names["Strategy"](fraction_evaluate=0), names["initial"], 1)
     assert federation.errors == {}
     before = torch.from_numpy(codec.decode(names["initial"]["bias"].data).astype(np.float32))
-    torch.testing.assert_close(torch.from_numpy(result.arrays["bias"].numpy()), before + 2, atol=0.1, rtol=0)
+    # The change of client 3 has steps of 2 * 3 / 15 = 0.4, a third of which is in the mean.
+    torch.testing.assert_close(torch.from_numpy(result.arrays["bias"].numpy()), before + 2, atol=0.15, rtol=0)

@@ -170,7 +170,8 @@ def test_settings_have_all_bits_for_systems_that_choose_them():
 
 
 def test_one_setting_is_selected_by_flags():
-    args = pipeline.parse_arguments(["--parts", "losses", "--rate", "100", "--system", "aq", "--bits", "fw3bw6"])
+    flags = ["--parts", "losses", "--task", "language", "--rate", "100", "--system", "aq", "--bits", "fw3bw6"]
+    args = pipeline.parse_arguments(flags)
     assert args.rates == ["100mbit"]
     assert settings_of(args.systems, args.bits) == [Setting(FP32), Setting(AQ, "fw3bw6")]
 

@@ -63,7 +63,8 @@ def torchrun(folder, *arguments, **environment):
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "codec.run", *arguments]
-    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    # Ranks share a pipe: without a buffer, each argument of print() is a separate write.
+    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "", **environment}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, cwd=folder, env=os.environ | more
     )
