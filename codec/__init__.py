@@ -131,11 +131,11 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "torch", "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])
 
 
-if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any attribute
     _OF_WEIGHT_SYNC = {"Update": "update", "WeightReceiver": "receiver", "WeightSender": "sender"}
 
     def __getattr__(name: str) -> object:
-        """Import :mod:`codec.kv`, :mod:`codec.torch` or :mod:`codec.weight_sync` on its first use."""
+        """Import :mod:`codec.kv`, :mod:`codec.torch`, :mod:`codec.weight_sync` or one of its classes on first use."""
         if name in ("kv", "weight_sync"):
             return importlib.import_module(f"codec.{name}")
         if name in _OF_WEIGHT_SYNC:

@@ -1,4 +1,4 @@
-"""Structs of the C library for one call, which are pooled and reused."""
+"""Structs of the C library that one call needs; they are pooled and reused by later calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,12 +12,12 @@ from codec.optimizers.custom import Custom
 from codec.tensors.view import TensorView
 
 SMALL_TENSOR = 1 << 16  # bytes; frames of tensors up to this size are built in the call's pooled buffer and copied
-SMALL_FRAME = (1 << 16) + 256  # size of that buffer in bytes
-SMALL_SCRATCH = 1 << 20
+SMALL_FRAME = (1 << 16) + 256  # size of the pooled frame buffer in bytes
+SMALL_SCRATCH = 1 << 20  # size of the pooled scratch buffer in bytes
 
 
 def new_tensor(dtype: int, shape: tuple[int, ...], data: Any = ffi.NULL, nbytes: int = 0) -> Any:
-    """Return a new codec_tensor."""
+    """Return a new C struct ``codec_tensor`` with these fields."""
     t = ffi.new("codec_tensor *")
     t.struct_nbytes = ffi.sizeof("codec_tensor")
     t.dtype, t.rank, t.data, t.nbytes = dtype, len(shape), data, nbytes
@@ -42,7 +42,7 @@ _INFO, _INFO_NBYTES = ffi.typeof("codec_info *"), ffi.sizeof("codec_info")
 
 
 def new_info() -> Any:
-    """Return a new codec_info."""
+    """Return a new C struct ``codec_info``, empty except for its size."""
     info = ffi.new(_INFO)
     info.struct_nbytes = _INFO_NBYTES
     return info
@@ -51,9 +51,9 @@ def new_info() -> Any:
 class Call:
     """Structs and buffers of one call of a public function, from :func:`take` to :func:`give`.
 
-    They are pooled, because allocating them would take most of the time of a call with a small tensor. A call owns its
-    structs exclusively. If user code runs during a call (a finalizer, a signal handler, ``__dlpack__``) and makes a
-    call itself, it gets other structs.
+    Objects are pooled, because allocating the structs would take most of the time of a call with a small tensor. A call
+    owns its object exclusively: if user code that runs during a call (a finalizer, a signal handler, ``__dlpack__``)
+    makes a call itself, the nested call uses another object.
     """
 
     __slots__ = (
@@ -90,7 +90,7 @@ class Call:
         self.info = new_info()
         self.frame = library.new_bytes(SMALL_FRAME)
         self.frame_bytes = ffi.buffer(self.frame)
-        self.small_scratch = library.new_bytes(SMALL_SCRATCH)  # enough for SMALL_TENSOR bytes
+        self.small_scratch = library.new_bytes(SMALL_SCRATCH)  # enough for tensors of SMALL_TENSOR bytes
         self.keep: Any = None  # objects that own the memory to which the structs point
 
     def reset(self) -> None:
@@ -100,7 +100,7 @@ class Call:
         self.context[0] = self._nothing
 
     def fill_tensor(self, v: TensorView) -> Any:
-        """Fill in and return the codec_tensor of a view."""
+        """Fill in the struct ``codec_tensor`` for a tensor's view, and return the struct."""
         t = self.tensor
         kind = v[:2]  # dtype and shape, often unchanged since the previous call
         if kind != self._kind:
@@ -133,17 +133,17 @@ class Call:
         self.keep = self.keep, array
 
     def set_base(self, v: TensorView) -> None:
-        """Set the base for encoding or decoding with Delta."""
+        """Set the base with which Delta encodes or decodes."""
         t = new_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
         self.context.base = t
         self.keep = self.keep, v, t
 
     def forget_levels(self) -> None:
-        """Unset the source of levels."""
+        """Unset the levels of Truncate, and the optimizer from which levels are computed."""
         self.context.levels = self.context.metric = ffi.NULL
 
     def set_levels(self, source: LevelSource, *, read: bool = True) -> None:
-        """Set the source of levels. `read`: False if its arrays are in device memory, which the host cannot read."""
+        """Set the levels of Truncate, or their optimizer and state. `read`: True if the host can read the state."""
         if source.levels is not None:
             self.context.levels = ffi.cast("uint8_t *", source.levels.data)
             return
@@ -181,14 +181,14 @@ def take() -> Call:
 
 
 def give(call: Call) -> None:
-    """Return structs to the pool."""
+    """Return the structs of a call that has succeeded to the pool."""
     call.keep = None
     if len(_free) < _KEPT:
         _free.append(call)
 
 
 def fill_codebook(struct: Any, book: CodeLengths) -> None:
-    """Fill in a codec_codebook."""
+    """Fill in a C struct ``codec_codebook``."""
     struct.id = book.id
     struct.length = book.lengths
     struct.escape_length = book.escape_length
@@ -214,7 +214,7 @@ def _fill_terms(struct: Any, optimizer: Optimizer, state: Mapping[str, TensorVie
     terms = optimizer.final(state)
     for name, v in state.items():
         if (name == "v" and not terms.theta_v) or (name == "m" and not terms.m):
-            continue  # A does not depend on this array
+            continue  # GComp's A, from which levels are computed, does not depend on this array
         t = new_tensor(DTYPES[v.dtype], (), v.data, v.nbytes)
         setattr(struct, name, t)
         keep.append(t)

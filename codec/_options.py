@@ -69,8 +69,8 @@ def options(
 ) -> CallOptions:
     """Return settings for one call, passed as ``options=``, or for all calls inside a ``with`` block.
 
-    No setting changes a byte of a frame, or a decoded value. Only `algorithm` changes results, those of collectives: it
-    decides in which order values are added, and whether sums are encoded.
+    No setting changes a byte of a frame, or a decoded value. Only `algorithm` changes results, and only those of
+    collectives: it decides in which order values are added, and whether sums are encoded.
 
     Contexts nest: a setting that is None is inherited from the context around it, and a call's ``options=`` override
     those of its context. A context applies to the thread, or the asyncio task, that has entered it.

@@ -8,7 +8,7 @@ from typing import Any
 
 from codec.errors import ArgumentError
 
-SHORTEST_TIMEOUT, LONGEST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo overflows with more
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo overflows above 10 years
 
 _MAX_SHOWN = 120  # maximum number of characters of a value in a message
 
@@ -35,7 +35,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def truth(name: str, value: Any) -> bool:
-    """Return the truth value of an argument; raise ArgumentError if it has none, as an array of many values."""
+    """Return the truth value of an argument; raise ArgumentError if it has none, such as an array of many values."""
     if value is True or value is False:
         return value
     try:

@@ -286,7 +286,7 @@ def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _alike(name: str, given: Any, model: Any, keys: Sequence[Any]) -> Sequence[Any]:
-    """Return the items of `given` in the order of `keys`, the keys of `model`; if `given` is None, None for each."""
+    """Return the items of `given` in the order of `keys`, the keys of `model`. If `given` is None, so is each item."""
     if given is None:
         return [None] * len(keys)
     if isinstance(model, Mapping) != isinstance(given, Mapping):
@@ -303,7 +303,7 @@ def _like(model: Any, keys: Sequence[Any], results: list[Any]) -> Any:
 
 
 def _name(error: CodecError, keys: Sequence[Any], at: int | None) -> None:
-    """Set ``error.item`` to the key of item `at`; if `at` is None, to the key of the index that an engine has set."""
+    """Replace an index by its key in ``error.item``. `at`: the index; None: an engine has set ``error.item`` to it."""
     index = error.item if at is None else at
     if isinstance(index, int):
         error.of(keys[index])

@@ -20,7 +20,7 @@ from codec.tensors.view import dtype_name, fetch, on_host, view, view_bytes
 from codec.tensors.wrapper import View
 
 _DEFAULT = Lossless()
-# Dtypes that can use an agreed codebook: those whose exponents Lossless, or Truncate, entropy-codes.
+# Dtypes whose exponents Lossless and Truncate entropy-code, so that frames of these dtypes can refer to a codebook.
 _OF_LOSSLESS, _OF_TRUNCATE = ("float32", "float64", "bfloat16", "float16"), ("float32", "bfloat16", "float16")
 
 

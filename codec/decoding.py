@@ -182,7 +182,7 @@ def check_bound(spec: Any) -> BoundSpec:
 
 
 def check_values(frame: Any, out: Any, *, options: CallOptions | None = None) -> None:
-    """Check a frame as :func:`decode` would, without writing `out`, a host tensor; bound specs are not supported."""
+    """Check that a frame can be decoded into `out`, a host tensor, and write nothing. Bound specs are not supported."""
     v = view_bytes(frame)
     settings = settings_of(options)
     try:
@@ -228,7 +228,7 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
-    """Return the engine with this name; None: the engine for the device of `out` or `like`, else of the frame."""
+    """Return the engine named `engine`; None: the engine for the device of `out`, `like` or (if both are None) `frame`."""
     name, device = ("out=", device_like(out)) if out is not None else ("like=", device_like(like))
     return choose(engine, name, device) if device != "cpu" else choose(engine, "the frame", frame.device)
 

@@ -1,4 +1,4 @@
-"""Presets: specs by name."""
+"""Presets: names that stand for specs."""
 
 from typing import Any
 
@@ -35,8 +35,8 @@ def preset(name: str) -> Spec:
 
     * "near" needs the optimizer: ``codec.preset("near").bind(...)``, or ``ddp_hook("near", optimizer=optimizer)``.
     * "smallest" gives the smallest frames also for transformers. There the hooks of :mod:`codec.torch` encode
-      embeddings and output heads with ``Quantize(4)``: on a small GPT, "smallest" takes 2.3 bits per value in all,
-      and "small" takes 5.2.
+      embeddings and output heads with ``Quantize(4)``. Averaged over all parameters of a small GPT, "smallest" takes
+      2.3 bits per value, and "small" takes 5.2.
     * "smallest" needs error feedback, ``encode(..., residual=, feedback=True)``, which the hooks of
       :mod:`codec.torch` enable.
     * "balanced", "small" and "smallest" refuse NaN and Inf.
@@ -69,7 +69,7 @@ def preset(name: str) -> Spec:
 
 
 def resolve(spec: Any) -> tuple[Spec, BoundSpec | None]:
-    """Return the spec that `spec` is, names or has been bound from, and `spec` itself if it is bound to an optimizer.
+    """Return the unbound spec of an argument ``spec=``, and the argument itself if it is a bound spec (otherwise None).
 
     Raises
     ------

@@ -51,12 +51,13 @@ class Launch:
         self._spec, self._options = spec, options
         self._rank = 0
         self.hooks: list[Hook] = []
-        self.models = 0  # number of models, including those without a hook
+        self.models = 0  # number of DistributedDataParallel models that have run a forward pass, with or without a hook
 
     def install(self) -> None:
         """Let each DistributedDataParallel of this process register a hook in its first forward pass.
 
-        Registration waits until then, so that a script can register its own hook first; such a model is left unchanged.
+        Registration waits for the first forward pass, so that a script can register its own hook before. A model that
+        has a hook is left unchanged.
         """
         ddp: Any = DistributedDataParallel
         plain = ddp.forward
@@ -73,7 +74,7 @@ class Launch:
         ddp.forward = compiler.disable(forward, recursive=False)  # torch.compile still compiles the module inside
 
     def _register(self, model: Any) -> None:
-        """Register a hook with a model, unless it has one."""
+        """Register a hook with a model, unless the model has a hook already."""
         self.models += 1
         self._rank = torch.distributed.get_rank()
         if comm_hooks(model):

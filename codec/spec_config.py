@@ -54,7 +54,7 @@ def spec_of_config(config: object) -> Spec:
 
 
 def self_contained(spec: object) -> Spec:
-    """Return the spec that an argument is or names; raise SpecError if its frames need further tensors.
+    """Return an argument's spec; raise SpecError if decoding its frames needs other tensors, such as a base.
 
     Raises
     ------

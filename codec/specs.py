@@ -82,10 +82,11 @@ class Lossless(Spec):
     Parameters
     ----------
     max_code_length : int, default 8
-        Longest code in bits, 2 to 8. A smaller limit gives larger frames.
+        Longest Huffman code in bits, 2 to 8. A smaller limit gives larger frames.
     model : {"auto", "flat", "separable"}, default "auto"
-        When exponents are coded relative to row and column offsets. "auto": if a sample of the tensor shows that
-        offsets shrink the frame. "flat": never. "separable": whenever the shape allows it.
+        Model of the exponents. "flat" codes exponents as they are. "separable" first subtracts row and column offsets,
+        if the shape allows it. "auto" is "separable" if a sample of the tensor shows that offsets shrink the frame,
+        otherwise "flat".
 
     Raises
     ------
@@ -258,8 +259,8 @@ class Float8(Spec):
         tensor of rank 1 has rows of 1,024. A scale takes 32 bits. MXFP8 always has groups of 32.
     rounding : {"nearest", "stochastic"}, default "nearest"
         "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias. MXFP8:
-        "stochastic" implies the scales of "rceil"; with "nearest", values above 1.75 times the largest power of two in
-        a group saturate unless `scale` is "rceil".
+        "stochastic" computes scales as ``scale="rceil"`` does; with "nearest", values above 1.75 times the largest
+        power of two in a group saturate unless `scale` is "rceil".
     nonfinite : {"error", "propagate"}, default "error"
         "error" refuses NaN and Inf; "propagate" decodes both as NaN and leaves other values of the group unaffected.
     scale : float or "rceil", optional
@@ -404,14 +405,15 @@ class Quantize(Spec):
         "even" has 2^bits levels, none of which is zero, as in [1]_; "odd" has 2^bits - 1 levels, one of which is zero,
         for tensors with many zeros. "odd" needs 2 bits or more.
     rounding : {"stochastic", "nearest"}, default "stochastic"
-        "stochastic" rounds to one of the two neighbours, without bias; "nearest" rounds to the nearest level, ties away
-        from zero ("odd") or up ("even").
+        "stochastic" rounds to one of the two neighbouring levels, without bias; "nearest" rounds to the nearest level,
+        ties away from zero ("odd") or up ("even").
     seed : int, default 0
         Seed of stochastic rounding, 0 to 2^32 - 1.
     zero_point : bool, default False
         Space 2^bits levels between the smallest and the largest value of a group, as in [2]_. Use it for groups whose
-        values lie on one side of zero, such as activations and KV caches. Both values are sent in the tensor's dtype:
-        32 bits per group, as without a zero point, or 64 bits for float32 tensors. `levels` must be "even".
+        values lie on one side of zero, such as activations and KV caches. The smallest and the largest value of each
+        group are sent in the tensor's dtype, which takes 32 bits per group, as much as a scale, or 64 bits for float32
+        tensors. `levels` must be "even".
 
     Raises
     ------
@@ -499,11 +501,12 @@ class Truncate(Spec):
         "six": a value loses one of the four bit counts above. "bit": a value may lose any number of bits; needs
         ``level_coding="shared"``.
     guard : int or {"exact", "near", "feedback", "max"}, default -8
-        Number of mantissa bits, -128 to 126, that are kept below the last bit that changes the parameter; a negative
-        number drops bits that would change it. "exact" (4; 6 with granularity "bit") leaves nearly all parameters
-        bit-identical to training without compression; "near" is -8; "feedback" (-11) is for error feedback
-        (``residual=``); "max" is level 3 for all values. With momentum mu, a gradient bit affects many steps: add
-        log2(1 / (1 - mu)) to keep bits that matter only in the sum.
+        Safety margin in bits, -128 to 126; not used if `level` is an int. 0 drops the gradient bits whose contribution
+        to the step is less than the last mantissa bit of the updated parameter. A positive number keeps that many more
+        bits; a negative number drops more. "exact" (4; 6 with granularity "bit") leaves nearly all parameters
+        bit-identical to training without compression. "near" is -8. "feedback" (-11) is for error feedback
+        (``residual=``). "max" means ``level=3``. With momentum mu, a gradient bit also contributes to later steps: add
+        log2(1 / (1 - mu)) to keep bits that matter only in the sum of these contributions.
     max_code_length : int, default 8
         Longest code in bits, 2 to 8.
 
@@ -558,7 +561,7 @@ class Truncate(Spec):
 
     @property
     def guard_bits(self) -> int:
-        """Number of bits that `guard` stands for."""
+        """Guard in bits: `guard` if it is an int, otherwise the number that its name stands for."""
         if isinstance(self.guard, int):
             return self.guard
         return {"exact": 6 if self.granularity == "bit" else 4, "feedback": -11}.get(self.guard, -8)
@@ -569,18 +572,19 @@ class Truncate(Spec):
         """Bind the spec to the optimizer that will apply the gradient, and to that optimizer's state.
 
         The bound spec is accepted wherever a spec is. It refers to the given arrays, and each call reads their current
-        contents. Numbers of the optimizer are not updated: bind again when one changes, such as `lr` or `step`.
+        contents. `optimizer` is a copy of the hyperparameters and the step number: bind again when one of them changes,
+        such as `lr` or `step`.
 
         Parameters
         ----------
         optimizer : codec.optimizers.Optimizer, codec.optimizers.Custom or list of (int, either), optional
-            Optimizer of the next step, constructed directly or by :func:`codec.optimizers.from_optimizer`. A list has
-            an entry for each parameter group inside the tensor: the index of the group's first value, and its
-            optimizer. The first index is 0.
+            Description of the optimizer's next step, constructed directly or by
+            :func:`codec.optimizers.from_optimizer`. A list has an entry for each parameter group inside the tensor: the
+            index of the group's first value, and its optimizer. The first index is 0.
         theta, m, v : array or tensor, optional
             Parameters and the optimizer's state before the step, float32, bfloat16 or float16, with as many values as
-            the tensor, on its device. ``m`` is torch's ``momentum_buffer`` or ``exp_avg``, ``v`` its ``exp_avg_sq``,
-            ``square_avg`` or ``sum``. Leave out ``m`` and ``v`` for the optimizer's first step.
+            the gradient, on the same device. ``m`` is torch's ``momentum_buffer`` or ``exp_avg``, ``v`` its
+            ``exp_avg_sq``, ``square_avg`` or ``sum``. Leave out ``m`` and ``v`` for the optimizer's first step.
         levels : array or tensor of uint8, optional
             Level of each value, 0 to 3, instead of an optimizer.
 
@@ -619,11 +623,11 @@ class BoundSpec:
     spec : Truncate
         The spec that was bound.
     optimizer : Optimizer, Custom, list of (int, either) or None
-        As given to :meth:`Truncate.bind`.
+        Optimizer given to :meth:`Truncate.bind`; None if `levels` were given.
     state : dict of str to array or tensor
         Arrays given to :meth:`Truncate.bind`, under the keys ``theta``, ``m`` and ``v``.
     levels : array or tensor of uint8, or None
-        Level of each value.
+        Level of each value, 0 to 3; None if an optimizer was given.
     """
 
     spec: Truncate
@@ -645,9 +649,9 @@ class Delta(Spec):
     optimizer's step changes small weights more often than large ones. Every bit is kept, including NaN payloads and
     signed zeros. All dtypes are accepted.
 
-    A frame has digests of the base and of the result, see :func:`codec.digest`. A receiver computes both before it
-    writes. If the base differs, or the update is already applied, :func:`codec.decode` raises StateError and the tensor
-    is unchanged, even in place. If a tensor equals its base, its frame has 64 bytes plus 8 per dimension.
+    A frame has digests of the base and of the result, see :func:`codec.digest`. A receiver verifies both before it
+    writes the result. If the base differs, or the update is already applied, :func:`codec.decode` raises StateError and
+    the tensor is unchanged, even in place. If a tensor equals its base, its frame has 64 bytes plus 8 per dimension.
 
     Parameters
     ----------
@@ -778,7 +782,7 @@ CODECS: tuple[type[Spec], ...] = (Lossless, Delta, Truncate, TopK, Quantize, Flo
 
 
 def require_feedback(spec: Spec, advice: str) -> None:
-    """Raise SpecError, with advice, for a spec whose frames must not be sent without error feedback."""
+    """Raise SpecError, with `advice` in the message, if frames of the spec must not be sent without error feedback."""
     if isinstance(spec, TopK):
         raise SpecError(f"{spec} drops most values, and needs error feedback, which sends them later: {advice}")
 

@@ -8,7 +8,7 @@ from codec._c import PACKAGE, _cffi
 from codec.errors import Status
 
 ffi: Any = _cffi.ffi
-# libcodec.so is next to the generated module, whose folder may differ from that of this file
+# libcodec.so is in the package folder of the generated module _cffi, which may differ from the folder of this file
 _path = os.environ.get("CODEC_LIBRARY") or str(PACKAGE / "lib/libcodec.so")
 # RTLD_NODELETE: daemon threads may run library code when the interpreter exits
 lib: Any = ffi.dlopen(_path, ffi.RTLD_NOW | ffi.RTLD_NODELETE)
@@ -40,7 +40,7 @@ _FRAME_ERRORS: dict[int, type[errors.FrameError]] = {
 def check(status: int, fault: Any = None) -> None:
     """Raise the exception for a status code; return if it is 0.
 
-    ``fault`` is a codec_fault; its details are added to the message.
+    ``fault`` is a C struct ``codec_fault``, such as the offset of a wrong field; its contents are added to the message.
     """
     if status == 0:
         return

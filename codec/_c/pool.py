@@ -1,4 +1,4 @@
-"""Thread pool for ranges of blocks. C calls release the GIL, so Python threads run in parallel.
+"""Thread pool that processes ranges of blocks. C calls release the GIL, so Python threads run in parallel.
 
 This module relies on details of CPython: its private locks, and the points at which the interpreter runs signal
 handlers.
@@ -17,7 +17,7 @@ from codec.arguments import whole
 
 MIN_NBYTES = 1 << 20  # minimum bytes of a tensor per thread; with fewer, waking a thread takes longer than it saves
 MAX_THREADS = 1024  # maximum number of threads of a call
-_OWN_NBYTES = 1 << 16  # bytes; exceeds the thread-local memory of cffi and other libraries
+_OWN_NBYTES = 1 << 16  # bytes; more than cffi and other libraries allocate per thread
 
 # CPython's private locks. While a thread waits for one of them, no signal handler runs; while it waits for a lock of
 # `threading`, signal handlers run and may raise. CDLL, unlike PyDLL, releases the GIL during a call.
@@ -57,7 +57,7 @@ _workers: dict[int, int] = {}  # by number: identity of each pool thread; pool t
 
 
 def _reset() -> None:
-    """Reset the pool in a forked child, where its threads do not exist."""
+    """Reset the pool in a forked child process, where the parent's threads do not exist."""
     global _queue
     _queue = SimpleQueue()
     _workers.clear()
@@ -67,10 +67,10 @@ os.register_at_fork(after_in_child=_reset)
 
 
 def _serve(number: int, queue: "SimpleQueue[_Helper]") -> None:
-    """Run shares from the queue in a thread of the pool."""
+    """Run helpers from the queue, forever, as the main function of a thread of the pool."""
     # glibc aborts the process if a thread's first call into a library cannot allocate thread-local memory. So first
-    # allocate and free as much memory, which raises an exception on failure. Then make the first call, which reuses
-    # that memory.
+    # allocate and free as much memory from Python, which raises MemoryError on failure. Then make the first call, which
+    # reuses that memory.
     try:
         bytes(_OWN_NBYTES)
     except MemoryError:
@@ -87,7 +87,7 @@ def _serve(number: int, queue: "SimpleQueue[_Helper]") -> None:
 
 
 def _start(most: int) -> int:
-    """Start threads until the pool has ``most``, and return the number of threads: ``most``, or fewer on failure."""
+    """Start threads until the pool has ``most``. Return the pool's number of threads, which is lower on failure."""
     for number in range(most):
         if number not in _workers:
             try:

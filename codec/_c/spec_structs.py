@@ -11,11 +11,11 @@ from codec.specs import CODECS, Spec
 NUMBERS: dict[type[Spec], int] = {kind: getattr(lib, f"CODEC_{kind.__name__.upper()}") for kind in CODECS}
 
 _spec_structs: dict[Spec, Any] = {}
-_last: tuple[Any, Any] = (None, None)  # spec of the previous call and its struct; most calls pass the same spec again
+_last: tuple[Any, Any] = (None, None)  # spec and struct of the previous call; most calls pass the same spec again
 
 
 def spec_struct(spec: Spec) -> Any:
-    """Return the codec_spec of a spec; structs are cached."""
+    """Return the C struct ``codec_spec`` for a spec; structs are cached."""
     global _last
     known, struct = _last
     if known is spec:
@@ -51,7 +51,7 @@ def _index(choices: Any, value: object) -> int:
 
 
 def _fields_of(spec: Spec) -> dict[str, Any]:
-    """Return the values of the fields of codec_spec, without its codec; fields left out are 0."""
+    """Return the fields of ``codec_spec`` for a spec, except the field ``codec``; fields left out are 0."""
     match spec:
         case specs.Lossless(max_code_length, model):
             return {"max_code_length": max_code_length, "model": _index(specs.Model, model)}
@@ -116,7 +116,7 @@ def spec_of(struct: Any) -> Spec:
         return specs.Delta(struct.group_size or None)
     stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
     variant = struct.variant
-    # group_size is 0 if group sizes differ between parts
+    # group_size is 0 if group sizes differ between segments
     row = struct.group_size if struct.group_size != lib.CODEC_GROUP_SIZE_ROW else 0
     if struct.codec == lib.CODEC_SIGN:
         return specs.Sign(get_args(specs.SignScale)[variant], "row" if struct.group_size and not row else row or None)

@@ -1,8 +1,8 @@
 """Descriptions of optimizers, from which :class:`codec.Truncate` computes how many bits of a gradient it can drop.
 
-An optimizer computes the new parameter as (A + g) * c for a gradient g, where A and c do not depend on g. If A is much
-larger than g, this addition rounds the last bits of g away. Truncate drops these bits. It computes their number from
-the difference of the exponents of A and g, so that a receiver with the same state computes the same levels.
+An optimizer computes the new parameter as (A + g) * c from the gradient g, where A and c do not depend on g. If A is
+much larger than g, this addition rounds the last bits of g away. Truncate drops these bits. It computes their number
+from the difference of the exponents of A and g, so that a receiver with the same state computes the same levels.
 
 Arguments have the names and defaults of torch.optim. `step` is torch's ``state["step"]``, the number of steps taken
 before this one. :func:`from_optimizer` reads the arguments from a torch optimizer, and :func:`state_of` the state of a
@@ -19,8 +19,8 @@ dropped.
 
 For most optimizers, Truncate bounds the change of each parameter value. For Lion and Muon there is no such bound:
 Lion's step is a sign, which can flip, and each value of Muon's orthogonalized matrix depends on all gradient values.
-For them, Truncate bounds the change of the momentum. docs/guides/optimizers.md derives all formulas and bounds, and
-shows how to solve the step of another optimizer for A.
+For Lion and Muon, Truncate bounds the change of the momentum instead. docs/guides/optimizers.md derives all formulas
+and bounds, and shows how to solve the step of another optimizer for A.
 
 References
 ----------

@@ -26,7 +26,7 @@ class LevelSource(NamedTuple):
 
     @property
     def read(self) -> list[tuple[str, TensorView]]:
-        """Views of all arrays that are read, each with its name for messages."""
+        """Return views of the levels or the state arrays, each with its name for error messages."""
         levels = [("levels=", self.levels)] if self.levels is not None else []
         return [*levels, *((f"state's {name}", v) for name, v in self.state.items())]
 
@@ -59,7 +59,7 @@ def level_source(bound: BoundSpec, n: int) -> LevelSource:
 
 
 def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> LevelSource | None:
-    """Return the source of levels for encoding a tensor; None if the spec needs none."""
+    """Return the source of the levels with which a tensor is encoded; None if the spec needs no levels."""
     if bound is not None:
         return level_source(bound, v.nbytes // ITEMSIZE[v.dtype])
     if isinstance(spec, Truncate) and spec.fixed_level is None:
@@ -71,7 +71,7 @@ def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> Leve
 
 
 def _warn_if_not_first(v: TensorView) -> None:
-    """Warn if v is not all 0 (the first 256 bytes are checked) but step=0: the bias correction would be wrong."""
+    """Warn, for an optimizer with step=0, if `v` is not zero in its first 256 bytes: `step` is probably wrong."""
     if v.device == "cpu" and any(bytes(ffi.buffer(v.data, min(v.nbytes, 256)))):
         warnings.warn(
             'v is not zero, but the optimizer has step=0, as before the first step: pass step=, torch\'s state["step"]',
@@ -80,7 +80,7 @@ def _warn_if_not_first(v: TensorView) -> None:
 
 
 def _groups(given: Any) -> list[tuple[int, Optimizer | Custom]]:
-    """Return the argument as a list of (offset, optimizer). Raise ArgumentError if it is anything else."""
+    """Return the argument `optimizer` of bind() as (offset, optimizer) pairs; raise ArgumentError for another type."""
     if not isinstance(given, list | tuple):
         raise ArgumentError(f"bind() takes {_OPTIMIZER}, or levels=, got {shown(given)}")
     pairs = cast(Sequence[Any], given)

@@ -26,11 +26,11 @@ def _is_float64(value: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Coefficients of A, the term that a step adds to the gradient; they are equal for all values.
+    """Coefficients of A, the term that a step adds to the gradient. All values of a tensor share them.
 
     A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, where each operation is rounded to
-    float32. The fields are these coefficients, named without "_term". If there is no v, A = theta * theta_term + m_term
-    * m.
+    float32. The fields have the names of these coefficients without "_term". For an optimizer without v, A = theta *
+    theta_term + m_term * m.
     """
 
     theta: float
@@ -47,8 +47,8 @@ class Optimizer(ABC):
     Parameters
     ----------
     lr : float
-        Learning rate of the step. At 0, as at the start of a warm-up, as many bits as possible are dropped. For Lion
-        and Muon, the learning rate makes no difference.
+        Learning rate of the step. At 0, as at the start of a warm-up, as many bits as possible are dropped. The levels
+        of Lion and Muon do not depend on it.
     weight_decay : float
         As in torch.optim.
     maximize : bool
@@ -76,14 +76,14 @@ class Optimizer(ABC):
 
     @abstractmethod
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A; `state` has the arrays that exist, by name."""
+        """Return the coefficients of A. `state`: the bound state arrays, by name ("theta", "m" and "v")."""
 
     def _known(self) -> bool:
         """Return True if A is known for this instance's options; if it is not, no bit may be dropped."""
         return not self.maximize
 
     def final(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A times `grad_scale`. A missing v counts as 0. NaN: no bit may be dropped."""
+        """Return the coefficients of A times `grad_scale`; a missing v counts as 0. After NaN, no bit is dropped."""
         with np.errstate(all="ignore"):
             t = self.terms(state)
             s = np.float64(self.grad_scale)

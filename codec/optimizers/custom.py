@@ -15,7 +15,7 @@ _by_address: "WeakValueDictionary[int, Custom]" = WeakValueDictionary()
 
 
 def custom_at(address: int) -> "Custom":
-    """Return the Custom whose compiled C function is at an address."""
+    """Return the Custom whose compiled C function has this address."""
     return _by_address[address]
 
 

@@ -1,4 +1,4 @@
-"""Formulas of A, the term that a step adds to the gradient, by optimizer. docs/guides/optimizers.md derives them."""
+"""A formula per optimizer for A, the term that a step adds to the gradient; docs/guides/optimizers.md derives them."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -23,7 +23,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Optimizer):
-    """SGD with momentum. ``m`` is the momentum buffer. In the first step, torch sets it to g and ignores `dampening`.
+    """SGD with momentum. ``m`` is the momentum buffer. The first step sets m = g, without `dampening`, as in torch.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def _mu_product(beta1: float, momentum_decay: float, steps: int) -> float:
 
 
 def _mu(beta1: float, momentum_decay: float, t: int) -> float:
-    """Return NAdam's momentum of step `t`; the first step is 1."""
+    """Return NAdam's momentum of step `t`; the first step has t = 1."""
     return beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
 
 
@@ -212,7 +212,8 @@ class NAdam(Optimizer):
     def terms(self, state: Mapping[str, Any]) -> Terms:
         """A = (theta (sqrt(v^) + eps) (1 - lr lambda) - lr b m) / (lr a) with decoupled weight decay.
 
-        Otherwise lambda is 0 there, and weight_decay * theta is subtracted as in Adam.
+        Without decoupled weight decay, lambda is 0 in this formula, and weight_decay * theta is subtracted from A as in
+        Adam.
 
         The step is ``lr (a g + b m) / (sqrt(v^) + eps)``, where mu are the momenta of this step and the next one:
         a = (1 - mu_t) / (1 - mu_1...mu_t) + (1 - beta1) c, b = beta1 c, and c = mu_t+1 / (1 - mu_1...mu_t+1).
@@ -234,10 +235,10 @@ class Adafactor(Optimizer):
     ``v`` is the second moment before the step, divided by the square of the step's scale: V / max(eps2, rms(theta))^2,
     as :func:`state_of` computes it. V is ``variance``, or ``row_var * col_var / max(eps1, mean(row_var))``.
 
-    The change of a value by its own gradient's error is bounded as for the other optimizers, if the mean square of the
-    gradient is at most 4 times its running mean. Errors of other values also affect a value, through V and the clipping
-    of the step. They change its step by a factor of at most (1 + eta)^3 / (1 - eta)^4, about 1 + 7 eta, where eta is
-    the largest relative error of a gradient (2^-6 for level 3 of float32).
+    The error of a gradient value changes its parameter value by a bounded amount, as for the other optimizers, if the
+    mean square of the gradient is at most 4 times its running mean. Errors of other gradient values also change the
+    step of this value, through V and the clipping of the step: by a factor of at most (1 + eta)^3 / (1 - eta)^4, about
+    1 + 7 eta, where eta is the largest relative error of a gradient value (2^-6 for level 3 of float32).
 
     Parameters
     ----------
@@ -267,7 +268,7 @@ class Adafactor(Optimizer):
         return Terms(0, (1 - self.lr * self.weight_decay) / rate, (1 - new) ** 2 / (1 - new + _GROWTH * new))
 
 
-_GROWTH = 4  # Adafactor's bound holds if a gradient's mean square is at most this many times its running mean
+_GROWTH = 4  # maximum ratio of a gradient's mean square to its running mean for which Adafactor's bound holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +302,13 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Muon(Optimizer):
-    """Muon (Jordan et al. 2024), which steps by an orthogonalized matrix. ``m`` is the momentum buffer.
+    """Muon (Jordan et al. 2024), whose step is an orthogonalized matrix. ``m`` is the momentum buffer.
 
     Each value of the step depends on all values of the matrix, so there is no bound for each value. Instead,
-    :class:`codec.Truncate` bounds the error of the momentum and of U, the matrix that is orthogonalized: A is the term
-    with m that is added to g in U, and `guard` counts bits of that term instead of the parameter. For float32, U
-    changes by at most ``2^(-guard - 24) |mu^2 m| / |U|``, relative to its Frobenius norm; optimizers.md derives the
-    relative change of the step. In the first step, without ``m``, no bit is dropped.
+    :class:`codec.Truncate` bounds the error of the momentum and of U, the matrix that is orthogonalized: in the sum
+    that gives U, A is the term with m that is added to g, and `guard` counts bits of A instead of the parameter. For
+    float32, U changes by at most ``2^(-guard - 24) |mu^2 m| / |U|``, relative to its Frobenius norm; optimizers.md
+    derives the relative change of the step. In the first step, without ``m``, no bit is dropped.
 
     Parameters
     ----------

@@ -36,8 +36,8 @@ _LION_OPTIONS = {
 def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> Optimizer:
     """Describe the next step of a torch optimizer, as the object that :meth:`codec.Truncate.bind` takes.
 
-    Options that select an implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) make no
-    difference. With ``maximize``, ``amsgrad``, ``centered`` or RMSprop's ``momentum``, Truncate drops no bit.
+    Options that select an implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) are ignored. With
+    ``maximize``, ``amsgrad``, ``centered`` or RMSprop's ``momentum``, Truncate drops no bit.
 
     Parameters
     ----------
@@ -48,8 +48,8 @@ def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> 
     group : int
         Index into ``optimizer.param_groups``.
     parameter : torch.nn.Parameter, optional
-        A parameter of the group, whose number of steps is used. It is needed for groups with layers that were unfrozen
-        later. Default: all parameters of the group must have taken the same number of steps.
+        Parameter of the group whose number of steps becomes `step`. Pass it if layers of the group were unfrozen during
+        training. Default: all parameters of the group must have taken the same number of steps.
 
     Returns
     -------
@@ -137,7 +137,7 @@ def _check_lion(optimizer: Any) -> None:
 
 
 def _steps(optimizer: Any, params: Sequence[Any]) -> int:
-    """Return the number of steps that `params` have taken; parameters that never had a gradient are ignored."""
+    """Return the number of steps that all of `params` have taken; parameters that never had a gradient are ignored."""
     steps = {int(s["step"]) for p in params if "step" in (s := optimizer.state.get(p, {}))}
     if len(steps) > 1:
         raise ArgumentError(

@@ -18,7 +18,7 @@ _RANGE = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
-    """Return a flat copy of an entry, which must be an array or tensor of `dtype` in host memory.
+    """Return a flat copy of a state dict's entry, which must be an array or tensor of `dtype` in host memory.
 
     Raises
     ------
@@ -35,7 +35,8 @@ def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def plain(saved: Any, name: str, kind: type[Any]) -> Any:
-    """Return an entry of type `kind`, int or str. It may be an array of shape (), as numpy's files store it."""
+    """Return an entry of a state dict as `kind`, int or str. It may be an array of shape (), as numpy's files store
+    it."""
     try:
         value = saved[name]
     except (LookupError, TypeError, ValueError):

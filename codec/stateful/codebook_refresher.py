@@ -16,26 +16,26 @@ from codec.tensors.view import dtype_name
 
 _DEFAULT = Lossless()
 _LEAST = 512  # number of values below which the codec ignores codebooks
-_NAMED = 17  # bytes of Codebook.to_bytes besides code lengths; also the bytes with which a frame refers to a codebook
+_NAMED = 17  # bytes that Codebook.to_bytes adds to the code lengths; equals the bytes with which a frame refers to a codebook
 _STEPS = (1 << 62) - 1  # highest step number
-_MAX_COUNT = 1 << 53  # maximum count of a symbol, or of bits, on one rank: the sum over 1,000 ranks fits int64
+_MAX_COUNT = 1 << 53  # maximum of each count on one rank, so that the sum over 1,000 ranks fits int64
 
 _ENTRIES = ("version", "symbols", "latest", "counts")  # entries of a state dict, except codebooks
 _BOOK = re.compile(r"book\[([0-9]{1,19})\]")
 
 
 class CodebookRefresher:
-    """Refresh a shared codebook periodically, without blocking and without messages about the switch.
+    """Refresh a shared codebook periodically, without waiting and without messages that announce the new codebook.
 
     Each rank counts the symbols of the tensors that it encodes. In every step for which :meth:`due` returns True, the
     caller sums the counts over all ranks. This all-reduce may overlap with the next `delay` steps. Every rank builds
-    the same codebook from the sums, and uses it from `delay` steps after the counts on. Frames refer to their codebook
-    by id, so the previous codebook is kept for frames in flight. Decisions depend only on steps and sums, so all ranks
-    agree.
+    the same codebook from the sums, and starts to use it `delay` steps after the step of the counts. Frames refer to
+    their codebook by id, so the previous codebook is kept for frames in flight. Decisions depend only on steps and
+    sums, so all ranks agree.
 
-    A codebook is used only if it saves bits: if all counted values need fewer bits with it than with a separate
-    codebook in each frame. It saves bits if there are many small and similar tensors. Gradients of different layers are
-    not similar, and their frames are smaller with separate codebooks.
+    A shared codebook is used only if all counted values together need fewer bits with it than with a separate codebook
+    in each frame. It saves bits if there are many small and similar tensors. Gradients of different layers are not
+    similar, and their frames are smaller with separate codebooks.
 
     Parameters
     ----------
@@ -46,7 +46,8 @@ class CodebookRefresher:
     interval : int
         Number of steps between two refreshes, more than `delay`.
     delay : int
-        Number of steps from the counts to the first use of their codebook, at least 1; the time for the all-reduce.
+        Number of steps from the counts to the first use of the codebook, at least 1. The all-reduce of the counts must
+        end within these steps.
 
     Raises
     ------
@@ -118,7 +119,7 @@ class CodebookRefresher:
             raise ArgumentError(f"under {self.spec} tensors of {dtype} have other symbols than those of {self.dtype}")
         if n < _LEAST or not (taken := int(sample.sum())):
             return
-        counts = sample * n // taken  # scale counts from the sample to all n values; tensors differ in sampling rate
+        counts = sample * n // taken  # scale the counts from the sample to all n values, because tensors have different sampling rates
         bits = min(self._bits(own, counts) + 8 * (len(own.to_bytes()) - _NAMED), 8 * n)
         self._counts += np.append(counts, bits)
 

@@ -25,14 +25,14 @@ class ErrorFeedback:
 
     For a gradient g and a residual e, the frame of g + e is sent, and the new residual is e' = g + e - decode(frame),
     each sum rounded to float32. Thus the sum of all decoded tensors plus e is the sum of all gradients. Optimizers that
-    are linear in the gradient, such as SGD, so receive the full sum of gradients. Adam does not, because it divides by
-    a running magnitude, which includes the error.
+    are linear in the gradient, such as SGD, so receive the full sum of gradients. Adam is not linear: it divides by a
+    running magnitude, which includes the quantization error.
 
     A step calls :meth:`begin`, encodes, and calls :meth:`commit`. Buffers of :meth:`begin` are copies, so
     :meth:`rollback` restores bit-identical residuals after a step that fails on this or another rank. Residuals need 8
-    bytes of memory per value (two float32), on a server per value that the server owns. Memory is allocated only for a
-    new layout. An object must not be used by several threads at the same time, but several threads may encode slices
-    of one buffer.
+    bytes of memory (two float32) per parameter value, or on a server per value that the server owns. Memory is
+    allocated only when :meth:`begin` is called with a new layout. An object must not be used by several threads at the
+    same time, but several threads may encode slices of one buffer.
 
     Parameters
     ----------
@@ -129,9 +129,10 @@ class ErrorFeedback:
     def pass_on(self, layout: Any, to: "ErrorFeedback", scale: float) -> None:
         """Move residuals of some ranges, multiplied by `scale`, to another object, which adds them to its residuals.
 
-        Use this when ranges that a server owns move to another rank. For a mean over N ranks, the server's residual is
-        equivalent to N times that residual in this rank's worker object. The move takes effect without :meth:`commit`.
-        A :meth:`rollback` of both objects undoes the move, unless one of them was committed after the move.
+        Use this when ranges that a server owns move to another rank. For a mean over N ranks, a residual r of a server
+        has the same effect as a residual N r in the worker object of one rank, so pass ``scale=N``. The move takes
+        effect without :meth:`commit`. A :meth:`rollback` of both objects undoes the move, unless one of them was
+        committed after the move.
 
         Parameters
         ----------

@@ -41,7 +41,7 @@ class Memory:
         return isinstance(array, np.ndarray)
 
     def bring(self, array: Any) -> Array:
-        """Return `array` if it is in this memory; otherwise copy it there."""
+        """Return `array` if it is in this memory, otherwise a copy in this memory."""
         return array if self.has(array) else array.cpu().numpy()
 
     def copy(self, array: Any, to: Any = None) -> Array:
@@ -133,7 +133,7 @@ def cut(layout: Layout, begin: int, end: int) -> list[Range]:
 
 
 def shared(ranges: Iterable[Range]) -> Range | None:
-    """Return the overlap of two of these ranges that overlap; None if all ranges are disjoint."""
+    """Return the overlap of some two of the ranges; None if all ranges are disjoint."""
     ordered = sorted(r for r in ranges if r[1] < r[2] and r[0] != NOBODY)
     for (key, _, end), (other, start, stop) in itertools.pairwise(ordered):
         if key == other and start < end:
@@ -180,7 +180,7 @@ def gather(store: Store, layout: Layout, memory: Memory = HOST) -> Array:
 
 
 def forget_nobodys(values: Array, layout: Layout) -> None:
-    """Set padding to 0. State dicts omit padding, and frames must be bit-identical after loading a state dict."""
+    """Set padding to 0: state dicts omit padding, but frames after loading a state dict must be bit-identical."""
     at = 0
     for key, start, stop in layout:
         if key == NOBODY:
@@ -211,7 +211,7 @@ def without(store: Store, layouts: Iterable[Layout]) -> dict[Layout, Array]:
             continue
         for (key, start, stop), values in pieces({layout: array}):
             edges = [start, *(e for t in taken.get(key, ()) if _meet((key, start, stop), t) for e in t[1:]), stop]
-            for low, high in zip(edges[::2], edges[1::2], strict=True):  # the parts between removed ranges
+            for low, high in zip(edges[::2], edges[1::2], strict=True):  # the parts of this range between removed ranges
                 if low < high:
                     left[((key, low, high),)] = _copied(values[low - start : high - start])
     return left

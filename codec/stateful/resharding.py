@@ -40,7 +40,8 @@ def reshard(
 
     *Servers.* The owner of a range reduces it, sends Q(reduced + e) to all ranks, and stores the residual. Each value
     has one owner, so that c = e under a mean and under a sum. So residuals move to other ranks unscaled. (If owners
-    send sums, which the workers divide by the number of ranks, then c = e / N; multiply such residuals by M / N.)
+    send sums, which the workers divide by the number of ranks, then c = e / N, and the caller must multiply these
+    residuals by M / N.)
 
     Parameters
     ----------
@@ -63,10 +64,7 @@ def reshard(
 
     Raises
     ------
-    StateError
-        An item is not a state dict, roles differ, two old servers have a residual of the same value, or a value of an
-        old server is owned by no new server.
-    ArgumentError
+    XX ArgumentError
         An argument has an invalid type or value, `owned` is given for workers, or two new ranks own the same value.
 
     Examples

@@ -1,4 +1,4 @@
-"""Store of residuals with transactions: a step works on copies, which it commits or rolls back."""
+"""Store of residuals with transactions: a step changes copies of residuals, then commits them or rolls them back."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -36,11 +36,11 @@ class State(NamedTuple):
     kept: Store  # committed residuals
     pending: Store  # buffers of begin() that are not committed yet
     spare: Store  # unused buffers, which begin() reuses
-    scale: float = 1.0  # factor of gradients and residuals relative to unscaled gradients
+    scale: float = 1.0  # factor by which gradients and residuals are multiplied, such as the scale of a GradScaler
     before: "State | None" = None  # state to roll back to after settle, pass_on or rescale; None after a commit
 
     def changed(self, kept: Store, scale: float) -> "State":
-        """Return a state with other committed residuals, from which a rollback restores the earlier state."""
+        """Return a state with the committed residuals `kept`. A rollback of the new state restores the old one."""
         return State(kept, self.pending, {}, scale, self if self.before is None else self.before)
 
 
@@ -80,7 +80,8 @@ class ResidualStore:
         """
         at, state = layout_of(layout), self.state
         new = at not in state.kept
-        # check for overlaps; layouts of committed residuals are disjoint, so these need not be compared with `at`
+        # layouts of committed residuals are disjoint, so if `at` is one of them, it can overlap only itself and new
+        # layouts
         others = state.pending if new else [o for o in state.pending if o == at or o not in state.kept]
         if others and (begun := shared(r for other in (at, *others) for r in other)):
             raise StateError(f"{shown(begun)} is in use by begin(): call commit() or rollback() first")

@@ -58,7 +58,7 @@ class DLTensor(ctypes.Structure):
 
 
 class _VersionedHead(ctypes.Structure):
-    """Fields of DLPack's struct DLManagedTensorVersioned before its DLTensor."""
+    """Fields of DLPack's struct DLManagedTensorVersioned that precede its field ``dl_tensor``."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -70,7 +70,7 @@ class _VersionedHead(ctypes.Structure):
 
 
 _VERSION = (1, 0)
-_READ_ONLY = 1  # bit of `flags`: DLPACK_FLAG_BITMASK_READ_ONLY
+_READ_ONLY = 1  # the bit DLPACK_FLAG_BITMASK_READ_ONLY in the field `flags` of a versioned capsule
 _get_name = ctypes.pythonapi.PyCapsule_GetName
 _get_name.restype = ctypes.c_char_p
 _get_name.argtypes = (ctypes.py_object,)
@@ -190,7 +190,7 @@ def _whole_numbers(numbers: Any) -> tuple[int, ...]:
 
 
 def _typestr_name(typestr: str) -> tuple[str, int]:
-    """Return the dtype's name for a typestr such as "<f4" (the typestr itself if there is none), and the itemsize."""
+    """Return name and itemsize of the dtype of a typestr such as "<f4". The name of an unknown dtype is the typestr."""
     order, kind, itemsize = typestr[0], typestr[1], int(typestr[2:])
     if order == ">" and itemsize > 1:
         raise ArgumentError(f"values of type {typestr} cannot be encoded: they are big-endian")
@@ -206,7 +206,7 @@ def _checked(e: Exported) -> Exported:
         raise ArgumentError(f"a tensor of shape {e.shape} with {e.itemsize} bytes an item cannot be encoded")
     if e.strides is not None and len(e.strides) != len(e.shape):
         raise ArgumentError(f"a tensor of shape {e.shape} cannot have the strides {e.strides}")
-    if not (nbytes := e.nbytes):  # strides and address of a tensor without values are not checked: no memory is read
+    if not (nbytes := e.nbytes):  # no memory of a tensor without values is read, so its strides and address need no check
         return e
     if not e.address:
         raise ArgumentError(f"a tensor of shape {e.shape} has a null pointer as the address of its values")
@@ -218,7 +218,7 @@ def _checked(e: Exported) -> Exported:
 
 def device_of(x: Any) -> str:
     """Return the device that an object reports by DLPack or CUDA array interface; "cpu" if it reports none."""
-    if isinstance(x, type):  # a class has the methods of its instances, but no values
+    if isinstance(x, type):  # a class has the attribute __dlpack_device__ of its instances, but no values
         return "cpu"
     if hasattr(x, "__dlpack_device__"):
         return device_name(x.__dlpack_device__())

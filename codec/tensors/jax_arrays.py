@@ -1,4 +1,4 @@
-"""Conversion of results to JAX arrays. These are immutable, so values are first decoded into numpy arrays."""
+"""Conversion of results to JAX arrays, which are immutable: frames are first decoded into numpy arrays."""
 
 import sys
 from typing import Any

@@ -18,7 +18,7 @@ def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, Tens
     written : TensorView
         View of that argument.
     others : iterable of (str, TensorView, bool)
-        Name and view of each other argument, and True if `written` may be exactly the same array.
+        Name and view of each other argument, and True if this argument may be the same array as `written`.
     """
     begin = written.address
     for other, v, same in others:
@@ -40,7 +40,8 @@ def check_all_apart(
     name : str
         Name of the argument to be written, for messages.
     written, read : iterable of (int, TensorView)
-        Item's index, and view, of each output and each input. An input and an output of the same item may share memory.
+        For each output and each input, the index of its item in the batch, and its view. An input and an output of the
+        same item may share memory.
     """
     spans = sorted((v.address, v.address + v.nbytes, i) for i, v in written if v.nbytes)
     for (_, end, i), (begin, _, j) in itertools.pairwise(spans):

@@ -12,8 +12,8 @@ from codec.errors import ArgumentError
 Segments = list[tuple[int, tuple[int, ...]]]
 
 _PAIRS = "segments are pairs (offset, shape)"
-_RECORD = "QII8Q"  # layout of codec_segment
-_OF_RANK = [struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)]  # packs a codec_segment, by rank
+_RECORD = "QII8Q"  # layout of the C struct codec_segment, as a format of the module struct
+_OF_RANK = [struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)]  # by rank: packs a codec_segment
 
 
 def segments(tensors: Any) -> Segments:
@@ -67,7 +67,7 @@ def names_of(mapping: Mapping[Any, Any]) -> tuple[str, ...]:
 
 
 class Records(bytes):
-    """Checked segments of a bucket, packed as an array of the C library's codec_segment."""
+    """Validated segments of a bucket, packed as an array of the C struct ``codec_segment``."""
 
 
 def pack(pairs: Any) -> Records:

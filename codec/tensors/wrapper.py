@@ -11,7 +11,7 @@ from codec.tensors.view import dtype_name
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Tensor, with the dtype and segments as which it is encoded, made by :func:`view`."""
+    """Tensor, together with the dtype and the segments with which to encode it, made by :func:`view`."""
 
     tensor: Any
     dtype: str | None = None

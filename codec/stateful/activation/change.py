@@ -1,4 +1,4 @@
-"""Relative change of activations between visits of a sample, and the warning when it grows."""
+"""Measure the relative change of activations between visits of a sample, and warn when the change grows."""
 
 import logging
 import math
@@ -11,9 +11,9 @@ from codec.readable import Rounded, count, size
 from codec.stateful.activation.coding import difference
 from codec.stateful.activation.entries import Floats
 
-MOST_VALUES = 1 << 16  # maximum number of values of a message that are measured
-LEAST_ROWS = 32  # number of measured rows above which the change at a visit is compared with other visits
-GROWTH = 1.5  # ratio of the change to that at an earlier visit above which a warning is logged
+MOST_VALUES = 1 << 16  # maximum number of values that are measured per message
+LEAST_ROWS = 32  # minimum number of measured rows for which the change at a visit is compared with other visits
+GROWTH = 1.5  # a warning is logged if the change is more than this many times the change at an earlier visit
 
 logger = logging.getLogger("codec")
 
@@ -29,7 +29,7 @@ class ActivationStats(Rounded):
     nbytes : int
         Total size of these messages in bytes.
     raw_samples : int
-        Number of samples sent raw: unseen, evicted and forgotten samples, and samples with NaN or Inf.
+        Number of samples sent raw, because they were unseen, evicted or forgotten, or contain NaN or Inf.
     delta_samples : int
         Number of samples sent as deltas.
     entries : int
@@ -39,7 +39,7 @@ class ActivationStats(Rounded):
     evicted : int
         Number of entries that were removed because of the budget.
     damaged : int
-        Number of entries that were removed because their checksum was wrong, or they could not be read or written.
+        Number of entries that were removed because their checksum was wrong or because reading or writing them failed.
     change : tuple of float
         Relative change ``|a - m| / |a|`` in the sender's messages. Item i is for samples that were sent as a delta for
         the (i + 1)-th time. It is estimated from up to 65,536 values of each message.
@@ -67,7 +67,7 @@ class ActivationStats(Rounded):
 
 
 class Moved(NamedTuple):
-    """Measurement of a row (a sample): the number of its visit, and the sums of (a - m)^2 and of a^2."""
+    """Measurement of one sample in a message: the number of its visit, and the sums of (a - m)^2 and of a^2."""
 
     visit: int
     difference: float
@@ -75,10 +75,10 @@ class Moved(NamedTuple):
 
 
 class Change:
-    """Relative change ``|a - m| / |a|`` by visit: by the number of times that the sample was sent as a delta before."""
+    """Relative change ``|a - m| / |a|`` by visit. A visit is the number of deltas sent of the sample before."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, list[float]] = {}  # by visit: sum of (a - m)^2, sum of a^2, rows
+        self._sums: dict[int, list[float]] = {}  # by visit: sum of (a - m)^2, sum of a^2, number of rows
         self._warned = False
 
     def measure(self, activation: Floats, m: Floats, visits: list[int], start: int) -> list[Moved]:
@@ -91,7 +91,8 @@ class Change:
         visits : list of int
             Number of the visit of each row.
         start : int
-            Offset of the first row to measure, modulo the number of rows. Pass another one for each message.
+            Index of the first row to measure, modulo the number of rows. Pass a different index for each message, so
+            that all rows are measured in turn.
         """
         count = min(len(visits), max(1, MOST_VALUES // max(1, activation.shape[1])))
         measured: list[Moved] = []

@@ -26,8 +26,8 @@ def encode_delta(a: Floats, m: Floats, spec: Spec, stream: int, options: CallOpt
     stream : int
         Number of the stream of random bits.
     options : CallOptions, optional
-        As in :func:`codec.encode`. All engines give the same frame and the same m; only the native engine needs just
-        one pass over memory.
+        As in :func:`codec.encode`. All engines give the same frame and the same m, but only the native engine reads and
+        writes the arrays in a single pass.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Send activations between pipeline stages as deltas from those of the sample's last visit (AQ-SGD).
+"""Send activations between pipeline stages as deltas from the activations of the sample's last visit (AQ-SGD).
 
 One file: it is one class.
 """
@@ -42,8 +42,8 @@ class ActivationDelta:
     quantized without a difference. As training converges, a - m becomes small, and so does its quantization error.
 
     In a step, call :meth:`encode` or :meth:`decode` for each micro-batch, then :meth:`commit` or :meth:`rollback`, at
-    the same points on both sides. Until then m does not change. If a sample occurs several times in a step, m is
-    updated once, by the first occurrence.
+    the same points on both sides. Before the commit, m does not change. If a sample occurs several times in a step, m
+    is updated once, by the first occurrence.
 
     Each delta contains a check of the m to which it refers: a hash of all frames since m was sent raw. A receiver that
     has another m, because it was restarted or a message was lost, raises StateError and does not change its state. To
@@ -233,8 +233,9 @@ class ActivationDelta:
         FrameError
             The bytes are not a message, or are damaged.
         StateError
-            The message refers to an m that this side does not have, is repeated or late, or has another edge, another
-            dtype of m or other samples. ``item`` is a tuple of the samples whose m is missing or different.
+            The message refers to an m that this side does not have; was decoded before or arrives out of order; or has
+            another edge, another dtype of m or other samples. ``item`` is a tuple of the samples whose m is missing or
+            different.
         ArgumentError, EngineError
             As in :func:`codec.decode`. The state is unchanged after any error.
         """
@@ -257,8 +258,8 @@ class ActivationDelta:
     ) -> bytes | memoryview:
         """Encode the gradient of activations with the codec `backward`, without state.
 
-        If the gradient contains NaN or Inf, which the codec refuses, the message contains only this fact. So the other
-        side need not wait for a message that never comes.
+        If the gradient contains NaN or Inf, which the codec refuses, the message contains no values, and
+        :meth:`decode_gradient` raises PeerError. So the other side does not wait for a message that never arrives.
 
         Parameters
         ----------
@@ -493,7 +494,7 @@ class ActivationDelta:
         )
 
     def _sent(self, message: bytes, out: Any, staging: list[Staging] | None = None) -> bytes | memoryview:
-        """Stage the updates of m of a message, count the message, and return it; copy it to `out` if that is given."""
+        """Stage the updates of m, count the message, and return the message, or its copy in `out` if `out` is given."""
         result = message if out is None else write_message(message, out)
         staging = staging or []
         self._ledger.stage(staging)

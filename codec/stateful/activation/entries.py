@@ -20,7 +20,7 @@ BITS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16":
 
 
 class Entry(NamedTuple):
-    """Data of a sample besides its m."""
+    """Metadata of a sample's stored m."""
 
     check: int  # hash that identifies m, never 0
     n: int  # number of values of m

@@ -12,7 +12,7 @@ from codec.stateful.activation.retention import Retention
 
 
 class Store(Protocol):
-    """Storage for entries. :class:`Retention` decides which samples have an entry."""
+    """Interface of a storage for entries, the m of samples. :class:`Retention` decides which samples have an entry."""
 
     persistent: bool  # True: entries survive the process
 
@@ -66,8 +66,8 @@ class _Staged(NamedTuple):
 class Ledger:
     """Entries of samples, with commit and rollback.
 
-    The entry of a sample consists of its check, in this object, and its m, in the store. After an interrupt at any
-    point, a sample has either both or neither.
+    The entry of a sample consists of its check, in this object, and its m, in the store. Even after an interrupt (an
+    exception in a signal handler), a sample has either both or neither.
 
     Parameters
     ----------
@@ -88,8 +88,8 @@ class Ledger:
         self._entries = entries
         self._staged: dict[int, _Staged] = {}
         self._retention = Retention(budget)
-        self._consistent = False  # False: after an interrupt, _retention and _entries may have different samples
-        self._buffers: list[Floats] = []  # buffers that staged rows may use
+        self._consistent = False  # False if an interrupt may have left different samples in _retention and _entries
+        self._buffers: list[Floats] = []  # buffers to which staged rows may refer
         self._spare: list[Floats] = []  # unused buffers
         self._reconcile()
 
@@ -130,7 +130,7 @@ class Ledger:
         return spare[:size].reshape(rows, n)
 
     def gather(self, samples: Sequence[int], out: Floats) -> list[int]:
-        """Write the m of samples to the rows of `out`. Forget samples with a damaged entry; return their rows."""
+        """Write the m of samples to the rows of `out`. Forget samples with a damaged entry; return their indices."""
         damaged = [i for i, s in enumerate(samples) if s not in self._entries or not self.store.read(s, out[i])]
         for sample in {samples[i] for i in damaged} & self._entries.keys():
             self.forget([sample])
@@ -150,7 +150,7 @@ class Ledger:
         self._staged = found
 
     def commit(self) -> None:
-        """Replace the m of all staged samples by the staged ones, and evict entries that exceed the budget."""
+        """Replace m by the staged m for all staged samples, and evict the entries that exceed the budget."""
         self._reconcile()
         self._consistent = False
         for sample, (entry, row) in self._staged.items():

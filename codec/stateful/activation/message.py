@@ -28,9 +28,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class Kind(IntEnum):
     """Kind of a message."""
 
-    RAW = 0  # activations of all samples, without differences
-    DELTA = 1  # differences from m of all samples
-    MIXED = 2  # activations of some samples, differences of others
+    RAW = 0  # activations of all samples, none as a delta
+    DELTA = 1  # deltas of all samples
+    MIXED = 2  # activations of some samples, deltas of the others
     POISON = 3  # no values: the gradient on the sender contains NaN or Inf
     DIRECT = 4  # activations without sample ids, such as for evaluation
     GRADIENT = 5  # gradient of activations
@@ -65,7 +65,7 @@ def mix(x: Any) -> Checks:
 
 
 def next_checks(checksum: int, checks: Checks) -> Checks:
-    """Return the checks that m of each sample has after a frame was applied.
+    """Return the check of each sample's m after a frame was applied to m.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def build(head: Head, samples: Ids, checks: Checks, raw: Any = b"", delta: Any =
 
 
 def message_nbytes(start: Bytes) -> int:
-    """Return the size of a whole message in bytes, which its first 64 bytes declare.
+    """Return the size in bytes of a whole message, given at least its first 64 bytes, which declare the size.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Decode messages, after checking that they refer to the m that this side has."""
+"""Decode messages of activations, after checking that they refer to the m that this side has stored."""
 
 from math import prod
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 
 class Receiver:
-    """Receiving side of an edge.
+    """Receiving side of a pipeline edge.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Choose the samples whose activations a store keeps within its budget; both sides of an edge choose the same."""
+"""Choose the samples whose activations fit a store's budget; both sides of a pipeline edge choose the same samples."""
 
 import bisect
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ def rank(sample: int) -> int:
 class Retention:
     """Samples that have an entry, with the size of each, within a budget.
 
-    Training reads samples in a new random order in each epoch. So evicting the least recently used sample would often
-    evict samples just before their next use. Instead, the samples with the lowest hashes are kept, a fixed subset of
-    the data set. This subset hardly depends on the order of messages, so both sides agree on most samples even after a
-    lost message.
+    Training reads samples in a new random order in each epoch. So least-recently-used eviction would often remove
+    samples just before their next use. Instead, the samples with the lowest hashes are kept, a fixed subset of the data
+    set. This subset hardly depends on the order of messages, so both sides agree on most samples even after a lost
+    message.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from codec.stateful.activation.values import Values, as_rows
 from codec.tensors.wrapper import View
 
 LOSSLESS = Lossless()
-_MAX_FLOAT16 = 65520.0  # smallest value that rounds to Inf in float16
+_MAX_FLOAT16 = 65520.0  # smallest magnitude that rounds to Inf in float16
 
 
 class _Part(NamedTuple):
@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 
 
 class Sender:
-    """Sending side of an edge: chooses between raw values and deltas, and stages m.
+    """Sending side of a pipeline edge: sends each sample raw or as a delta, and stages the new m.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class Sender:
         self._ledger = ledger
         self._change = change
         self.first = first
-        self.draws = 0  # number of messages so far, which selects the random bits; a rollback resets it
+        self.draws = 0  # number of messages sent; selects the random bits, and is reset by a rollback
 
     def direct(self, head: Head, x: Values, options: CallOptions | None) -> bytes:
         """Encode a message of kind DIRECT."""

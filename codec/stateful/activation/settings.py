@@ -13,7 +13,7 @@ from codec.stateful.activation.store_ram import RamStore
 
 
 def spec_of(name: str, given: Any) -> Spec:
-    """Return an argument as a Spec; raise SpecError if the spec needs or has an optimizer."""
+    """Return an argument as a Spec; raise SpecError for Truncate and for bound specs."""
     spec, is_bound = resolve(given)
     if isinstance(spec, Truncate) or is_bound is not None:
         raise SpecError(f"{name} must be a spec without an optimizer, got {shown(given)}")

@@ -1,4 +1,4 @@
-"""Files of fixed-size slots for entries. Each slot has a checksum of its contents."""
+"""Files of fixed-size slots that store entries, the activations m of samples. Each slot has a checksum."""
 
 import errno
 import os
@@ -55,9 +55,9 @@ class SlotHead(NamedTuple):
 class SlotFile:
     """File of slots for entries that all have the same number of values.
 
-    Each slot contains checksums, so a slot that was written only partly, as by a killed process, is invalid. Slots are
-    accessed with pread and pwrite: a full or failing disk raises OSError, where mapped memory would kill the process
-    with SIGBUS. Different threads may read and write different slots at the same time, but :meth:`reserve` and
+    Each slot contains checksums, which detect a slot that was only partly written because the process was killed. Slots
+    are accessed with pread and pwrite: a full or failing disk raises OSError, where mapped memory would kill the
+    process with SIGBUS. Different threads may read and write different slots at the same time, but :meth:`reserve` and
     :meth:`release` must be called on one thread only.
 
     Parameters
@@ -176,7 +176,7 @@ class SlotFile:
         if found == expected:
             return
         if found.strip(b"\0"):
-            if not MAGIC.startswith(found[: len(MAGIC)]):  # accept a partial head, which a crash may leave
+            if not MAGIC.startswith(found[: len(MAGIC)]):  # accept a partial magic number, which a crash may leave
                 raise StateError(f"{self.path} is not a file of activations")
             if len(found) == len(expected) and _crc_matches(found):
                 raise StateError(f"{self.path} belongs to another edge or version, or has entries of another dtype")

@@ -1,4 +1,4 @@
-"""State dicts of activations. They contain the entries if these are in memory; for entries in files only checks."""
+"""State dicts of stored activations: all entries if the store is in memory, only their checks if it is in files."""
 
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ def load(saved: Any, dtype: str, edge: int) -> Saved:
 
 
 def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Bytes) -> dict[int, Bytes]:
-    """Split the concatenated entries, and check each."""
+    """Split the concatenated bytes of the entries into one array per sample, and validate each entry."""
     ends = np.cumsum(nbytes).tolist()
     if len(contents) != (expected := ends[-1] if ends else 0):
         raise StateError(f"the entries of this state dict have {len(contents)} bytes, not {expected}")

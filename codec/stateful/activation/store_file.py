@@ -43,8 +43,8 @@ class _Ahead(NamedTuple):
 class FileStore:
     """Entries by sample in the files of a folder. There is one file per number of values of a sample.
 
-    A background thread runs all operations on files in order. Only entries without a queued write are also read
-    directly by the calling thread. After a crash at any point, an entry is either complete or missing.
+    A background thread runs all operations on files in order. Exception: the calling thread itself reads an entry that
+    was not prefetched and has no queued write. After a crash at any point, an entry is either complete or missing.
 
     Parameters
     ----------

@@ -118,9 +118,9 @@ def is_store(path: str) -> bool:
 
 
 def _counts(file: SlotFile, dtype: str, verify: bool) -> tuple[int, int, int, int]:
-    """Return totals of a file: number of samples, bytes of entries, visits, and number of damaged entries."""
+    """Return totals of a file: number of samples, bytes of their entries, visits, and number of damaged entries."""
     samples = nbytes = visits = damaged = 0
-    # do not allocate more than the file has on the disk: a sparse file may declare huge entries
+    # do not allocate more bytes than the file occupies on the disk: a sparse file may declare huge entries
     most = min(largest_nbytes(dtype, file.n), 512 * file.path.stat().st_blocks)
     memory = np.empty(most, np.uint8) if verify else None
     for slot, head in file.heads():

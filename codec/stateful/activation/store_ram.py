@@ -9,7 +9,7 @@ from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry,
 
 
 class RamStore:
-    """Entries by sample, in memory that is reused when an entry is replaced.
+    """Entries by sample, in host memory. Replacing an entry reuses its buffer.
 
     Parameters
     ----------

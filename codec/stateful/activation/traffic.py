@@ -1,4 +1,4 @@
-"""Number sent messages, check the order of received messages, and count both, for one side of an edge."""
+"""Number sent messages, check the order of received messages, and count both, for one side of a pipeline edge."""
 
 import os
 from dataclasses import replace
@@ -7,14 +7,14 @@ from codec.errors import StateError
 from codec.stateful.activation.change import ActivationStats
 from codec.stateful.activation.message import Head, Kind
 
-_MAX_RETIRED = 1 << 12  # number of a peer's old sessions that are remembered, to refuse their late messages
+_MAX_RETIRED = 1 << 12  # maximum number of a peer's old sessions that are stored, so that late messages of them are refused
 
 
 class Traffic:
     """Numbering of sent messages, order check of received messages, and statistics of both.
 
-    The numbers of a peer's messages ascend. Gaps are messages that were lost or not sent. A peer that is restarted has
-    a new session.
+    The numbers of a peer's messages ascend; a gap means that messages were lost or not sent. A peer that is restarted
+    begins a new session.
 
     Parameters
     ----------

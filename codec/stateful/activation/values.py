@@ -67,7 +67,7 @@ def bytes_of(v: TensorView) -> Bytes:
 
 
 def write_message(message: bytes, out: Any) -> memoryview:
-    """Write a message to the beginning of ``out=``, an array of bytes, and return a read-only view of that part."""
+    """Copy a message to the beginning of ``out=``, an array of bytes, and return a read-only view of the copy."""
     v = on_host("out=", view_output(out))
     if v.dtype not in ("uint8", "int8"):
         raise ArgumentError(f"out= must hold bytes, not {v.dtype}")
@@ -80,7 +80,7 @@ def write_message(message: bytes, out: Any) -> memoryview:
 
 
 def as_rows(x: Values, count: int) -> Bits:
-    """Return values as an array of shape (count, values of a sample).
+    """Return values as an array of shape (count, number of values per sample).
 
     Raises
     ------

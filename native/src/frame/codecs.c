@@ -79,8 +79,8 @@ static uint32_t topk_group_size(const struct header *h)
 }
 
 /*
- * Convert a header to the spec that it records. The header may be invalid: fields are converted as far as they are
- * valid.
+ * Convert a header to the spec that it records. The header may be invalid: a block size that is out of range becomes 0,
+ * and the guard is clamped to the range of a spec.
  */
 void params_spec(const struct header *h, codec_spec *s)
 {
