@@ -228,7 +228,7 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
-    """Return the engine named `engine`; None: the engine for the device of `out`, `like` or (if both are None) `frame`."""
+    """Return the engine named `engine`; None: the engine for the device of `out` or `like`, else of `frame`."""
     name, device = ("out=", device_like(out)) if out is not None else ("like=", device_like(like))
     return choose(engine, name, device) if device != "cpu" else choose(engine, "the frame", frame.device)
 

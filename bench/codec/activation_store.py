@@ -5,7 +5,7 @@
 
 Two processes are the two sides of an edge of codec.ActivationDelta. In a step the sender encodes micro-batches of one
 sample, the receiver decodes them, and both commit. The store has m, the last transmitted activations, for every sample,
-so all samples are sent as deltas. The link is simulated by a pause of a message's bits over the rate. Only the store's
+so all samples are sent as deltas. The link is simulated by a pause of (message bits / rate) seconds. Only the store's
 own thread runs during the pause, so a step includes all time that a side waits for its store. A step begins by
 prefetching the samples of the next step.
 
@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
 import netns
 
 DTYPES = ("float32", "bfloat16", "8bit")
-POOL = 4  # distinct arrays of activations; sample i uses one of these
+POOL = 4  # number of distinct arrays of activations, which the samples share
 OPTIONS = codec.options(threads=1)
 
 
@@ -56,12 +56,12 @@ class Plan(NamedTuple):
     store: str  # "ram", or a folder with one folder for each side
     samples: int
     shape: tuple[int, ...]
-    batch: int  # messages in a step
+    batch: int  # number of messages per step
     rates: tuple[str, ...]
     steps: int  # number of timed steps at each rate
 
     def batches(self) -> list[list[int]]:
-        """Return the samples of each step of an epoch."""
+        """Return the sample ids of each step of an epoch."""
         return [list(range(i, min(i + self.batch, self.samples))) for i in range(0, self.samples, self.batch)]
 
     def epochs(self) -> list[str]:
@@ -84,7 +84,7 @@ class Measured(NamedTuple):
     """Times of one side in seconds, by rate."""
 
     steps: dict[str, list[float]]
-    calls: dict[str, list[float]]  # encode or decode of one message, plus its part of the commit
+    calls: dict[str, list[float]]  # seconds to encode or decode one message, plus the message's part of the commit
     message_nbytes: int
     disk: dict[str, float]  # bytes read from the disk / bytes of all entries used
 
@@ -180,7 +180,7 @@ def run(plan: Plan, advance: Callable[[], None]) -> tuple[Measured, Measured]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each combination of a dtype of entries and a rate."""
+    """Return a row of the table for each combination of a dtype of entries and a rate."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -87,7 +87,7 @@ def coded(symbols: Array) -> float:
 
 
 def study(x: Array) -> dict[str, float | None]:
-    """Return the bits per value of each column, for a tensor of bfloat16 values."""
+    """Return the bits per value of a bfloat16 tensor for each column of the table."""
     flat = x.reshape(-1).astype(np.int64)
     exponent, mantissa = flat >> 7 & 255, flat & 127
     try:

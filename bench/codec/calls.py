@@ -24,7 +24,7 @@ ROUNDS = 400
 
 
 def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """Return the calls to time, by name, each with its number of tensors."""
+    """Return the calls to time, by name; each with the number of tensors that it processes."""
     frame, many = codec.encode(x), [x.copy() for _ in range(COUNT)]
     frames = codec.encode_many(many)
     out, back = np.empty(codec.bound(x.shape, x.dtype), np.uint8), np.empty_like(x)

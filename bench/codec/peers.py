@@ -64,7 +64,7 @@ def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes]
 
     found: dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]] = {}
     zip_nn = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
-    # ZipNN overwrites its input, so it gets a copy, which is made outside of the timing
+    # ZipNN overwrites its input, so the caller passes a copy, which is made outside of the timing
     found["zipnn"] = (lambda x: zip_nn.compress(x), lambda f: zip_nn.decompress(f))
     found["openzl"] = openzl(dtype)
     z, d = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
@@ -206,7 +206,8 @@ def report(rows: list[dict[str, Any]]) -> None:
         ]
         table.add_row(*cells)
     Console(width=max(200, Console().width)).print(table)
-    # buckets of gradients with shapes, and all others; single parameters are parts of buckets
+    # leave out single parameters, which are parts of buckets; group buckets of gradients with shapes, and all other
+    # tensors
     whole = [r for r in rows if "[" not in r["tensor"]]
     for what, shaped in (("gradients with shapes", True), ("all else", False)):
         some = [r for r in whole if (":grad" in r["tensor"] and r["segments"] > 0) == shaped]

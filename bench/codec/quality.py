@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 def wide(x: Array, dtype: str) -> Array:
-    """Return values as float32."""
+    """Convert values to float32; `x` has the bits of values if `dtype` is "bfloat16"."""
     return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x.astype(np.float32)
 
 

@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 def cost(symbols: Iterable[Array]) -> float:
-    """Return the total bits of all these bytes, coded with one common codebook."""
+    """Return the total number of bits of the symbols (bytes), coded with one common codebook."""
     counts = np.bincount(np.concatenate([s.ravel() for s in symbols]).astype(np.int64), minlength=256)
     book = Codebook.from_counts(counts)
     lengths = np.frombuffer(book.lengths, np.uint8).astype(np.int64)
@@ -53,7 +53,7 @@ def study(x: Array, dtype: str, shapes: list[tuple[int, ...]]) -> dict[str, floa
         col = ((p - row[:, None]) * some).sum(0) / np.maximum(some.sum(0), 1)
 
         def lowered(unit: int, p: Array = p, some: Array = some, row: Array = row, col: Array = col) -> Array:
-            """Return plane 0 after offsets in multiples of `unit` moved the mean pattern just below an octave."""
+            """Return plane 0 after subtracting multiples of `unit` that move the mean pattern just below an octave."""
             by = unit * np.round(row / unit).astype(np.int64)[:, None] + unit * np.round(col / unit).astype(np.int64)
             return np.where(some, p - by + (128 << 7) + 112 & 0x7FFF, 0)
 
@@ -68,7 +68,7 @@ def study(x: Array, dtype: str, shapes: list[tuple[int, ...]]) -> dict[str, floa
     if not n:
         return {}  # no parameter has rows and columns
     out = {k: cost(v) / n + (nibbles / n if k != "flat" else 0) for k, v in rows.items()}
-    out["first bit"] -= 1  # this bit is no longer sent uncoded
+    out["first bit"] -= 1  # this bit is coded, so it is not sent uncoded as well
     low = (x if dtype == "bfloat16" else x.view(np.uint32)) & 255
     counts = np.bincount(low.astype(np.int64), minlength=256)
     counts = counts[counts > 0]

@@ -108,7 +108,7 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
 
 
 def lossy(nbytes: int, dtype: str, parts: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure the lossy codecs whose names contain one of `parts`, or without `parts` all, and peers for float32."""
+    """Measure the lossy codecs whose names contain one of `parts` (all if `parts` is empty), and peers for float32."""
     x = tensor(dtype, nbytes // codec._c.library.ITEMSIZE[dtype])
     rng = np.random.default_rng(1)
     state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
@@ -226,7 +226,7 @@ def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
             bound = spec.bind(optimizers.AdamW(1e-5, step=999), **state)
         out, back = np.empty(codec.bound(x.shape, dtype, spec) * 2 + (1 << 20), np.uint8), np.empty_like(x)
         rounds: list[dict[tuple[str, str], float]] = []
-        for _ in range(5):  # alternate, so that other load affects both
+        for _ in range(5):  # alternate between both engines, so that other load of the machine affects both
             seconds: dict[tuple[str, str], float] = {}
             for who in (engine, "native"):
                 by = codec.options(engine=who, threads=1)

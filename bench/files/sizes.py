@@ -4,8 +4,9 @@
     python bench/files/sizes.py models
 
 Sizes are those of whole files, headers included, as fractions of the .safetensors file's size. zstd -19 and ZipNN
-compress the file as bytes; ZipNN is given the most frequent dtype. Speeds are in GB/s of the .safetensors file, by CPU
-time of one thread, in memory, best of three. Reading copies the file from the page cache to memory.
+compress the file as bytes; ZipNN is configured for the most frequent dtype of the file. Speeds are in GB/s of the
+.safetensors file, by CPU time of one thread, in memory, best of three. Reading copies the file from the page cache to
+memory.
 """
 
 import argparse

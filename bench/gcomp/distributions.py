@@ -1,7 +1,7 @@
 """Histograms of gradients in a training run: exponents, exponents of gradient/parameter ratios, and zeros.
 
-One process trains a task of bench/support/models.py uncompressed. In some steps, the exponents of all gradient values
-are counted, and those of each gradient value divided by its parameter.
+One process trains a task of bench/support/models.py uncompressed. In some steps, histograms are built of the exponents
+of all gradient values, and of the exponents of each gradient value divided by its parameter.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from sizes import Bucket, bucket_of
 
 QUANTILES = (0.01, 0.5, 0.99)
 BIAS = 127  # exponent bias of float32
-TOP = 16  # number of exponents that 4-bit codes can represent
+TOP = 16  # number of distinct exponents that 4-bit codes can represent
 
 
 @dataclass
@@ -65,7 +65,7 @@ def counts(x: np.ndarray[Any, Any]) -> list[int]:
 
 
 def quantile(of: list[int], share: float) -> int:
-    """Return the unbiased exponent such that a fraction `share` of the counted values has at most this exponent."""
+    """Return the quantile `share` of a histogram of exponents, as an unbiased exponent."""
     total = np.cumsum(of)
     return int(np.searchsorted(total, share * total[-1])) - BIAS
 
@@ -84,7 +84,7 @@ def measure(name: str, steps: int, samples: int, tick: Callable[[], None]) -> Di
         loss: torch.Tensor = task.loss(task.model, task.batch())
         task.optimizer.zero_grad()
         loss.backward()
-        if step > 1 and (step == 2 or step % every == 0 or step == steps):  # the first step has no state
+        if step > 1 and (step == 2 or step % every == 0 or step == steps):  # step 1 has no optimizer state
             result.add(step, bucket_of(task))
         task.optimizer.step()
         task.schedule.step()

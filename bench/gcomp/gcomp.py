@@ -4,13 +4,12 @@
     sudo python bench/gcomp/gcomp.py --json gcomp.json --plots docs   # all figures: about half an hour
     sudo python bench/gcomp/gcomp.py --quick                          # fewer steps and methods: below two minutes
 
-figures        what                                                                  the paper's figures
-distributions  exponents of gradients, gradients over parameters, zeros              1, 2, 3
-sizes          compression over steps, truncation strategies, sources of codebooks   9, 14, 12
-deviations     deviation of the loss from that of the uncompressed run               18
-allreduce      time of an all-reduce, relative to Gloo's in float32                  10
-iteration      time of an iteration; simulated for more ranks than were measured     15, 16, 17
-accuracy       time until the accuracy of the uncompressed run                       20
+figures        contents                                                              the paper's figures distributions
+exponents of gradients, gradients over parameters, zeros              1, 2, 3 sizes          compression over steps,
+truncation strategies, sources of codebooks   9, 14, 12 deviations     deviation of the loss from that of the
+uncompressed run               18 allreduce      time of an all-reduce, relative to Gloo's in float32
+10 iteration      time of an iteration; simulated for more ranks than were measured     15, 16, 17 accuracy       time
+until the accuracy of the uncompressed run                       20
 
 Tasks are those of bench/support/models.py: digits-sgd (SGD with momentum), text-adamw (AdamW), and, only if --tasks
 names it, text-adamw-wide, whose model has 12 times as many parameters.
@@ -90,7 +89,7 @@ ACCURACY_METHODS = (
     methods.POWER_SGD,
 )
 QUICK_METHODS = (PLAIN, methods.NEAR, methods.BY_BIT, methods.FP16, methods.TOP_K, methods.POWER_SGD)
-ROUNDS = 2  # timed training runs per method for the figure `iteration`; the fastest one is used
+ROUNDS = 2  # timed training runs per method for the figure `iteration`; the fastest run counts
 SIMULATED = (8, 16, 32, 64)
 EVALUATIONS, QUICK_EVALUATIONS = 30, 6  # evaluations in a run that is timed until it reaches the target
 SAMPLES_A_RANK = {"digits-sgd": 8, "text-adamw": 8, "text-adamw-wide": 8}
@@ -110,7 +109,7 @@ def progress() -> Any:
 
 
 def run_on_gradients(measure: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Call `measure` for each task, and return the results."""
+    """Call `measure` for each task on this machine without a network, and return the results."""
     torch.set_num_threads(1)
     with progress() as bar:
         line = bar.add_task("gradients of a training", total=len(args.tasks) * args.size_steps)

@@ -1,4 +1,4 @@
-"""Cost of Huffman codes for exponents: native codes of any length, and codec's codebooks of at most 8 bits per code."""
+"""Cost of Huffman codes for exponents: with codes of any length ("native"), and with codebooks of up to 8 bits."""
 
 import heapq
 import itertools
@@ -14,7 +14,7 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def native_lengths(counts: Counts) -> Counts:
-    """Return the code lengths of an optimal prefix code of unlimited length, by symbol, that of the escape code last.
+    """Return the code lengths in bits of an optimal prefix code, without a limit, by symbol; the escape code is last.
 
     Symbols that do not occur have length 0. The escape code is weighted as one occurrence.
     """
@@ -32,7 +32,7 @@ def native_lengths(counts: Counts) -> Counts:
 
 
 def capped_lengths(book: codec.Codebook) -> Counts:
-    """Return the code lengths of a codebook by symbol, that of the escape code last."""
+    """Return the code lengths in bits of a codebook by symbol; the escape code is last."""
     return np.append(np.frombuffer(book.lengths, np.uint8).astype(np.int64), book.escape_length)
 
 

@@ -25,8 +25,8 @@ from trainings import Timed
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "network" / "gloo_allreduce.py"
 PROGRAM = ROOT / "build" / "native" / "gloo_allreduce"
-SECONDS = 0.5  # minimum total time of an all-reduce's repetitions; the fastest is used
-CAPTURES = ("cnn_float32.npz", "cnn_adamw.npz")  # a CNN's gradients, and some with AdamW's state
+SECONDS = 0.5  # minimum total time in which an all-reduce is repeated; the fastest repetition counts
+CAPTURES = ("cnn_float32.npz", "cnn_adamw.npz")  # gradients of a CNN without optimizer state, and with AdamW's state
 CODECS = ("Lossless", "Truncate near, plane", "Truncate near, coded", "Truncate near, by bit")
 Tick = Callable[[int], None]
 
@@ -82,7 +82,7 @@ def run_ranks(ranks: int, plan: dict[str, Any], on_line: Callable[[int, str], No
 
 
 def hooks(plain: allreduce.Gradients) -> list[allreduce.Contender]:
-    """Return the baselines that bench/network/allreduce.py lacks."""
+    """Return the baselines of bench/gcomp that bench/network/allreduce.py lacks."""
     found: list[allreduce.Contender] = []
     parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in plain.shapes]
     for name in (methods.TOP_K, methods.RANDOM_K, methods.ZLIB, methods.ZSTD):
@@ -106,7 +106,7 @@ def hooks(plain: allreduce.Gradients) -> list[allreduce.Contender]:
 
 
 class Bucket(allreduce.FlatBucket):
-    """Bucket that also lists its parameters."""
+    """Bucket for hooks that also lists its parameters, as PowerSGD and others need."""
 
     def __init__(self, flat: Any, shapes: allreduce.Shapes, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__(flat, shapes)
@@ -118,7 +118,7 @@ class Bucket(allreduce.FlatBucket):
 
 @contextlib.contextmanager
 def data() -> Iterator[Path]:
-    """Yield a folder with the float32 captures only, since bfloat16 ones would favour lossless methods."""
+    """Yield a folder that contains only the float32 captures; bfloat16 captures would favour lossless methods."""
     with tempfile.TemporaryDirectory() as folder:
         for name in CAPTURES:
             (Path(folder) / name).symlink_to(allreduce.DATA / name)

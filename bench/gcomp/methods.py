@@ -3,7 +3,7 @@
 A method is a spec as Python text, such as ``Truncate()``, or a name of :data:`BASELINES`.
 """
 
-# no `from __future__ import annotations`, because torch checks the annotations of hooks
+# `from __future__ import annotations` would turn annotations into text, but torch checks the annotations of hooks
 
 import math
 import zlib
@@ -29,7 +29,7 @@ LABELS = {NEAR: "near", PLANE: "near, plane", BY_BIT: "near, shared, by bit", LO
 FRACTION = 0.01  # fraction of values that Top-k and Random-k send
 RANK = 2  # rank of PowerSGD's factors
 POWER_START = 10  # first step that PowerSGD compresses
-LEAST_RATE = 2  # PowerSGD compresses a matrix if its factors are smaller by this factor
+LEAST_RATE = 2  # PowerSGD compresses a matrix only if that makes it smaller by at least this factor
 ZLIB_LEVEL, ZSTD_LEVEL = 1, 1
 
 Future = torch.futures.Future
@@ -130,7 +130,7 @@ class PowerSGD(Baseline):
 
 
 class Sparse(Baseline):
-    """Top-k or Random-k with error feedback: each rank's largest values, or the same random values on all ranks."""
+    """Top-k or Random-k with error feedback: sends each rank's largest values, or the same random indices everywhere."""
 
     def __init__(self, random: bool) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Sparse(Baseline):
         dist.all_gather(of_all, values)
         dist.all_gather(places, indices.int())
         self.sent_nbytes += (world - 1) * 8 * k
-        for place, found in zip(places, of_all, strict=True):  # rank order gives the same bits on all ranks
+        for place, found in zip(places, of_all, strict=True):  # adding in rank order gives the same bits on all ranks
             mean.index_add_(0, place, found)
         return finished(mean / world)
 

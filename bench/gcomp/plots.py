@@ -41,7 +41,7 @@ def legend(of: Any, axis: Any, columns: int = 4) -> None:
 
 
 def draw_distributions(found: list[dict[str, Any]]) -> Any:
-    """Draw histograms of the exponents of gradients and of gradient/parameter ratios, and shares by step."""
+    """Draw histograms of exponents of gradients and of gradient/parameter ratios, and the share of zeros by step."""
     drawing, axes = figure(3, len(found), 2.6)
     for column, result in zip(axes.T, found, strict=True):
         of = distributions.Distributions(**result)

@@ -41,8 +41,8 @@ SOURCES = {
     PRIOR: "gradient of another model (bench/data)",
 }
 INTERVAL, DELAY = 50, 10
-LATE = 0.8  # the last fifth of the steps is late training
-PRIORS = {"digits": "transformer_autocast", "text": "cnn_float32"}  # by task, the capture whose exponents are its prior
+LATE = 0.8  # fraction of the steps after which training is late
+PRIORS = {"digits": "transformer_autocast", "text": "cnn_float32"}  # by task: capture of the prior exponents
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Sizes:
 
 
 def bucket_of(task: Any) -> Bucket:
-    """Return the gradients and the optimizer's state of a task after backward()."""
+    """Return the gradients of a task after backward(), and the optimizer's state."""
     parameters = list(task.model.parameters())[::-1]
 
     def flat(tensors: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:

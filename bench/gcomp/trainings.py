@@ -84,12 +84,12 @@ def steady(of_steps: Sequence[float]) -> Sequence[float]:
 
 
 def iteration_seconds(run: Run) -> float:
-    """Return the median time of a step."""
+    """Return the median seconds of a step."""
     return statistics.median(steady(run.seconds))
 
 
 def cpu_seconds(run: Run) -> float:
-    """Return the median CPU time of a step on the busiest rank."""
+    """Return the median CPU seconds of a step on the busiest rank."""
     return statistics.median(steady(run.cpu_seconds))
 
 

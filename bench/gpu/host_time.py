@@ -2,9 +2,9 @@
 
     python bench/gpu/host_time.py                  # 2^20 values; --values 12 for fewer, --json for programs
 
-The fake device launches nothing and copies only frame headers, so that a time includes only the host's work: arguments,
-plans, and the kernels' structs. It excludes the driver and CuPy. A time is that of the fastest call in 0.4 s. After the
-time, the number of operations that the call submits is printed: kernels, uploads, memory clears, copies and downloads.
+The fake device launches nothing and copies only frame headers. So a time includes only the host's work on arguments,
+plans and the kernels' structs, without the driver and CuPy. It is the time of the fastest call in 0.4 s. The numbers
+after the time count the operations that the call submits: kernels, uploads, memory clears, copies and downloads.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from codec.tensors.view import TensorView, view
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from measure import best, tensor
 
-_MEMORY = 1 << 20  # fake address of all device memory, never accessed; real arrays are above 1 << 32
+_MEMORY = 1 << 20  # fake address of all device memory, which is never accessed; real arrays are above 1 << 32
 
 
 class DeviceArray:
@@ -139,7 +139,7 @@ def checksum_of(device: Idle, frame: DeviceArray) -> int:
 
 
 def cases(device: Idle, n: int) -> Iterable[tuple[str, str, Callable[[], Any]]]:
-    """Yield the codec's name, the name of a call, and the call."""
+    """Yield the name of a codec, the name of a call, and the call."""
     x = tensor("float32", n)
     there, more = DeviceArray(x), [DeviceArray(x) for _ in range(50)]
     residual = DeviceArray(np.zeros_like(x))

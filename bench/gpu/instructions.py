@@ -24,7 +24,7 @@ from codec.engines.cuda import kernels
 
 
 class Way(NamedTuple):
-    """Path to find in a kernel's loops: rows of 128 values per iteration, required counts by instruction prefix."""
+    """Path to find in a kernel's loops: rows of 128 values per iteration, and required counts by instruction prefix."""
 
     kernel: str
     what: str

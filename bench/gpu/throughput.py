@@ -78,7 +78,7 @@ def clock(call: Callable[[], Any], times: int = 20) -> float:
 
 
 def copy_rate(n: int) -> float:
-    """Return the bytes per second, read plus written, of a driver copy of n float32 values: the fastest of 20 runs."""
+    """Return the bytes per second (read plus written) of the driver's copy of n float32 values, the fastest of 20."""
     import cupy
 
     a = cupy.empty(n, cupy.float32)
@@ -124,7 +124,7 @@ def gradient(shape: tuple[int, ...], kind: str) -> Any:
 
 
 def cases(log2: int) -> dict[str, tuple[tuple[int, ...], str, str, codec.Spec, dict[str, Any]]]:
-    """Return shape, distribution, dtype, spec and arguments by name."""
+    """Return the shape, distribution, dtype, spec and arguments of each case, by name."""
     n = 1 << log2
     rows = (n >> 12, 1 << 12)
     auto, flat = codec.Lossless(), codec.Lossless(model="flat")
@@ -180,7 +180,7 @@ def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
 
 
 def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], into: int, **given: Any) -> Any:
-    """Start to decode frames whose headers are on the host."""
+    """Launch the decoding of frames whose headers are on the host, and return the owner of its memory."""
     work = Work(devices.device_for([("the frame", view_bytes(frames[0]))]), 0)
     asked = [(work, r, r.frames[0]) for r in (DecodeRequest((view_bytes(frame),), **given) for frame in frames)]
     opened = open_frames(asked)
@@ -406,7 +406,7 @@ def main() -> None:
             continue
         try:
             row = call()
-        except Exception as e:  # of a peer or of our kernels; the other rows are still measured
+        except Exception as e:  # raised by a peer or by our kernels; the other rows are still measured
             failed += 1
             print(f"{label}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
             continue

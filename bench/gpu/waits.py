@@ -3,8 +3,8 @@
     python bench/gpu/waits.py                       # 2 ranks, 2^20 values; --ranks, --values, --json for programs
     python bench/gpu/waits.py --only Quantize
 
-Ranks are processes with the emulated GPU of the tests (tests/support/), which must be installed with their
-dependencies. Frames are copied to host memory ("host") or stay on GPUs ("nccl", with Gloo in place of NCCL). A line has
+Ranks are processes with the emulated GPU of the tests (tests/support/); the dependencies of the tests must be
+installed. Frames are copied to host memory ("host") or stay on GPUs ("nccl", with Gloo in place of NCCL). A line has
 the maximum of each count over ranks.
 
 first       counts in the first call of a process, which creates plans and buffers
@@ -63,7 +63,7 @@ def measure(rank: int, size: int, n: int, specs: list[str]) -> list[dict[str, An
 
 
 def _reductions(rank: int, n: int, name: str) -> Any:
-    """Yield name and function of each all-reduce."""
+    """Yield the name of each all-reduce, and the function that runs it."""
     feedback: Any = False if name == "TopK" else None
     x = on_device(torch.randn(n, generator=torch.Generator().manual_seed(rank)) / 100)
     two_shot, all_gather = codec.options(algorithm="two_shot"), codec.options(algorithm="all_gather")
@@ -79,7 +79,7 @@ def _reductions(rank: int, n: int, name: str) -> Any:
 
 
 def _buckets(rank: int, n: int, name: str) -> Any:
-    """Yield name and function of each training step of a hook with four buckets on the GPU."""
+    """Yield the name of each kind of hook, and a function that runs a training step with four buckets on the GPU."""
     width = max(64, int((n / 4) ** 0.5) // 64 * 64)
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
     whole = codec.torch.Policy(lossless_small=False, uneven=None)

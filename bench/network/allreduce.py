@@ -60,8 +60,8 @@ QUICK = ("Lossless", "Truncate near, by bit", "Float8 e4m3fn", "Quantize 4", "Si
 RAW = "Gloo float32"
 HOOKS = ("fp16 hook", "PowerSGD hook, rank 1", "PowerSGD hook, rank 4")
 ROUNDING = 1e-6  # error of float32 sums
-SLACK = 1.5  # factor on errors: frames of slices have other blocks and random bits
-AHEAD = 5e-3  # seconds between announcing a start and starting
+SLACK = 1.5  # tolerance: factor by which errors may differ, because frames of slices have other blocks and random bits
+AHEAD = 5e-3  # seconds from agreeing on a start time to that time
 
 Array = np.ndarray[Any, Any]
 Shapes = list[tuple[int, ...]]
@@ -108,7 +108,7 @@ def turned(values: Array, shapes: Shapes, turn: int) -> Array:
 
 
 def cut(shapes: Shapes, n: int) -> Shapes:
-    """Repeat shapes up to a total of n values; the last one is split into whole rows and the rest of a row."""
+    """Repeat shapes up to a total of n values; the last shape is split into whole rows and the rest of a row."""
     found: Shapes = []
     while n:
         for shape in shapes:
@@ -134,7 +134,7 @@ class Gradients:
 
 
 def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradients:
-    """Return a rank's values: captures (of the same parameters), repeated with other rotations of rows."""
+    """Return a rank's values: captures of the same parameters, repeated with different rotations of their rows."""
     first = which[0]
     count = -(-n // first.values.size)
     tiles: list[Array] = []
@@ -143,7 +143,7 @@ def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradie
         tiles.append(turned(which[turn % len(which)].values, first.shapes, turn // len(which)))
     how: dict[str, Any] = {}
     if first.optimizer is not None:
-        # the state is equal on all ranks, and not rotated
+        # the optimizer state is equal on all ranks, so it is not rotated by rank
         metric, state = first.optimizer
         moved = {
             k: np.concatenate([turned(v, first.shapes, t * world) for t in range(count)]) for k, v in state.items()
@@ -153,7 +153,7 @@ def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradie
 
 
 def kinds(folder: Path) -> tuple[list[Capture], list[Capture]]:
-    """Return the captures for all codecs, and those for Truncate; each has the same parameters."""
+    """Return the captures without and with optimizer state, for other codecs and for Truncate."""
     found = captures(folder)
     plain, stateful = [c for c in found if c.optimizer is None], [c for c in found if c.optimizer is not None]
     if not plain:
@@ -175,7 +175,7 @@ class Contender:
     call: Callable[[Any, int], Any]  # (tensor, repetition) -> tensor with the mean
     ratios: tuple[float, float] | None = (1.0, 1.0)
     limit: float = math.inf
-    warm: int = 1  # untimed repetitions, which connect and allocate
+    warm: int = 1  # number of untimed first repetitions, in which ranks connect and allocate
     before: Callable[[], None] = lambda: None
     after: Callable[[], tuple[float, float]] | None = None
 
@@ -221,7 +221,7 @@ def hooks(g: Gradients) -> list[Contender]:
     found = [Contender(HOOKS[0], g, fp16, (0.5, 0.5), 0.1)]
     for name, order in zip(HOOKS[1:], (1, 4), strict=True):
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=order, start_powerSGD_iter=2)
-        state.iter = state.start_powerSGD_iter  # earlier steps are plain all-reduces
+        state.iter = state.start_powerSGD_iter  # the steps before it would be all-reduces without compression
 
         def power(t: Any, _: int, state: Any = state) -> Any:
             powerSGD_hook.powerSGD_hook(state, FlatBucket(t, g.shapes)).wait()  # type: ignore[arg-type]
@@ -248,13 +248,13 @@ def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, p
     from codec.torch.group import autotune
 
     found: list[Contender] = []
-    warm = autotune.TRIALS if plan["algorithm"] == "auto" else 1  # trials are amortized over thousands of steps
+    warm = autotune.TRIALS if plan["algorithm"] == "auto" else 1  # trials are not timed: training amortizes them
     out = None if plan["in_place"] else torch.empty(plain.values.size)
     for name in names:
         spec = SPECS[name]
         g = stateful if isinstance(spec, codec.Truncate) else plain
         if g is None:
-            continue  # no capture has the optimizer's state
+            continue  # Truncate needs the optimizer's state, which no capture has
         inside, options = segments(g.shapes), codec.options(algorithm=plan["algorithm"])
         bound = spec
         if isinstance(spec, codec.Truncate):
@@ -311,7 +311,7 @@ def worker(plan: dict[str, Any], others: Callable[[Gradients], list[Contender]] 
     if plan["codecs"]:
         contenders += codecs(plan["codecs"], plain, stateful, plan)
     exact: dict[str, Array] = {}
-    if rank == 0:  # other ranks wait for it
+    if rank == 0:  # XX
         exact = {of_ranks[0].source: exact_mean(of_ranks) for of_ranks in of_kinds}
         for c in contenders:
             if c.name in SPECS:
@@ -335,7 +335,7 @@ def congestion() -> str:
 
 
 def together(dist: Any) -> None:
-    """Wait until a common time, because ranks leave a barrier one by one; ranks of one machine share a clock."""
+    """Wait until a time that rank 0 chooses, because ranks leave a barrier one by one. All ranks share one clock."""
     import torch
 
     start = torch.tensor([time.perf_counter() + AHEAD], dtype=torch.float64)
@@ -344,7 +344,7 @@ def together(dist: Any) -> None:
 
 
 def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -> None:
-    """Repeat a method for its part of the time, at least a minimum number of times, and print the measurements."""
+    """Repeat a method for the planned seconds, at least the planned number of times, and print the measurements."""
     import torch
     import torch.distributed as dist
 
@@ -366,7 +366,7 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
         mean = c.call(t, repetition)
         times.append((start, time.perf_counter()))
         cpu.append(time.process_time() - cpu_before)
-        dist.barrier()  # wait until queues are empty
+        dist.barrier()  # after it, no data are in flight, so that all sent bytes are counted
         sent.append(netns.sent_nbytes() - before)
         digests.append(zlib.crc32(mean.numpy()))
         if repetition == c.warm - 1:
@@ -417,7 +417,7 @@ def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], li
             wrong.append(f"{where}: replicas differ")
         if not first["error"] <= first["limit"]:  # also True for NaN
             wrong.append(f"{where}: wrong values, error {first['error']:.3g} is above {first['limit']:.3g}")
-        # ranks share a clock: from the first start to the last end
+        # from the first rank's start to the last rank's end, since all ranks share a clock
         spans = zip(*(e["times"] for e in events), strict=True)
         seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
         row = {k: first[k] for k in ("name", "source", "nbytes", "ratios", "error", "limit")}

@@ -4,9 +4,9 @@
     sudo python bench/network/auto_ddp.py --links 100mbit,0 none,0 --quality smallest
 
 Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2, TUN devices). They train a
-stack of equal layers with DistributedDataParallel. A link is a rate and an added round-trip time in milliseconds. On
-each link, each method runs ``--steps`` steps; methods alternate after 10 steps. A method keeps its hook for all links,
-so that "auto" must detect each change of the link.
+stack of equal layers with DistributedDataParallel. A link is given as a rate and an added round-trip time in
+milliseconds. On each link, each method runs ``--steps`` steps; methods alternate after 10 steps. A method keeps its
+hook for all links, so that "auto" must detect each change of the link.
 
 mean        milliseconds per step, mean over all steps on this link, including those in which "auto" tries methods
 median      median of the same steps

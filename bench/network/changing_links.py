@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import netns
 
-BLOCK = 10  # steps of a method before the next method's turn
-LEAST_RTT = 0.1  # milliseconds; the devices that delay packets need a nonzero time
+BLOCK = 10  # number of consecutive steps of a method
+LEAST_RTT = 0.1  # milliseconds; the devices that delay packets need a nonzero delay
 
 Cell = dict[str, Any]
 
@@ -57,7 +57,7 @@ def change_to(link: str, rank: int) -> None:
 
 
 def in_turn(trainings: dict[str, Training], steps: int) -> dict[str, list[float]]:
-    """Run steps of all methods, alternating after a few steps, because the load of the machine varies.
+    """Run steps of all methods, switching methods every few steps, because the load of the machine varies.
 
     Returns
     -------

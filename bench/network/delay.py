@@ -78,7 +78,7 @@ class Delay:
 
     def __init__(self, tuns: Sequence[int], seconds: float) -> None:
         command = [sys.executable, "-S", __file__, str(seconds), *map(str, tuns)]
-        # own session: Ctrl-C reaches only the parent
+        # a separate session, so that Ctrl-C reaches only the parent
         self.process = subprocess.Popen(command, pass_fds=tuns, stdin=subprocess.PIPE, start_new_session=True)
 
     def set(self, seconds: float) -> None:

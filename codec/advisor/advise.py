@@ -34,9 +34,9 @@ from codec.specs import BoundSpec, Float8, Lossless, Quantize, Sign, Spec, Terna
 from codec.tensors.view import Array
 from codec.tensors.wrapper import view
 
-CHUNK_NBYTES = 1 << 20  # bytes of a chunk; each rank's slice of a tensor is sent in chunks
+CHUNK_NBYTES = 1 << 20  # bytes of a chunk; each rank sends its slice of a tensor in chunks
 MAX_CHUNKS = 16
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's buckets; each costs a round trip
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's first and later buckets
 RUNS = 3  # repetitions of a measurement; the shortest time is used
 
 
@@ -59,13 +59,13 @@ class Row:
     seconds : float
         Seconds of the all-reduce.
     wire_seconds, compute_seconds : float
-        Seconds for which each rank sends, and for which it encodes, adds and decodes. The two overlap.
+        Seconds for which each rank sends, and seconds for which it encodes, adds and decodes. Both overlap.
     latency_seconds : float
         Seconds of round trips, in which nothing is sent.
     nbytes : int
         Bytes that each rank sends; it receives as many.
     cost : Cost
-        Measured costs, scaled up to all values: the input of :func:`codec.predict_seconds`.
+        Costs measured on the sample, scaled to all values: the input of :func:`codec.predict_seconds`.
     """
 
     spec: Spec | None
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Result of :func:`advise`. Its text is a table.
+    """Result of :func:`advise`. ``print(advice)`` shows a table.
 
     Attributes
     ----------
@@ -185,16 +185,16 @@ def advise(
 ) -> Advice:
     """Measure candidate codecs on tensors, and choose the one with which an all-reduce is predicted to be fastest.
 
-    Each candidate encodes, adds and decodes the tensors. If they are larger than 4 MiB, a sample of that size is used,
-    whole rows from 8 positions. This takes about 0.1 s, or 0.3 s for all lossy candidates. A mean over ranks may
-    compress worse than a gradient, because its mantissas have more nonzero bits; it is simulated by the mean of the
-    sample and of shifted copies of the sample. Times are measured in this process, under the current load of the
-    machine.
+    Each candidate encodes, adds and decodes the tensors. If the tensors are larger than 4 MiB, a sample of that size is
+    measured instead: whole rows from 8 positions. The call takes about 0.1 s, or 0.3 s with all lossy candidates. A
+    mean over ranks may compress worse than a gradient, because its mantissas have more nonzero bits; it is simulated by
+    the mean of the sample and of shifted copies of the sample. Times are measured in this process, under the current
+    load of the machine.
 
-    For a model, frames are those of a hook with the default :class:`codec.torch.Policy`: small parameters are encoded
-    lossless, and if the candidate is Ternary or Sign, embeddings are encoded with another spec. Without compression,
-    DistributedDataParallel sends buckets, and each costs a round trip; the hook sends all buckets of a step in the same
-    round trips.
+    For a model, tensors are encoded as by a hook with the default :class:`codec.torch.Policy`: small parameters are
+    encoded lossless, and if the candidate is Ternary or Sign, embeddings are encoded with another spec. Without
+    compression, DistributedDataParallel needs a round trip for each bucket; the hook sends all buckets of a step in the
+    same round trips.
 
     :func:`predict_seconds` computes the seconds of an all-reduce from the measured costs. The advice is the candidate
     with the fewest seconds, or raw (no compression) if that is as fast.
@@ -330,7 +330,7 @@ def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[t
 
 
 def measure(s: Sample, spec: Spec, given: BoundSpec | None, feedback: bool, options: CallOptions) -> Cost:
-    """Measure the costs of a sample with one spec; `given`: the user's bound spec, or None."""
+    """Measure the costs of a sample with one spec. `given`: the bound spec that the user passed, or None."""
     out = np.empty(bound(s.x.shape, s.dtype, spec), np.uint8)
     bound_spec = bound_for(spec, given, s) if isinstance(spec, Truncate) and spec.fixed_level is None else None
     residual = np.zeros(s.x.shape, np.float32) if feedback and not isinstance(spec, Lossless) else None

@@ -20,7 +20,7 @@ _RATE = re.compile(
 )
 _DURATION = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(s|ms|us)?\s*", re.ASCII)
 _SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-_TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # ascending
+_TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # factor of each prefix, ascending
 _UNITS = {unit.lower(): times for unit, times in _TIMES.items()}
 
 
@@ -102,7 +102,7 @@ def _seconds(rtt: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Costs of one rank's tensor with one spec. Add the costs of several tensors to get their total.
+    """Costs of one rank's tensor with one spec. The sum of several Costs is the cost of all their tensors.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class _Model:
 
     nbytes: Callable[[Cost, int], float]  # bytes that each rank sends, for 2 or more ranks
     seconds: Callable[[Cost, int], float]  # seconds of compute per rank
-    round_trips: Callable[[int], int]  # consecutive round trips, including those of request and verdict
+    round_trips: Callable[[int], int]  # consecutive round trips, including those for requests and verdicts
 
 
 _MODELS: dict[Algorithm, _Model] = {
@@ -166,7 +166,7 @@ def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_sho
 
 
 def latency_seconds(link: Link, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Return the seconds for which each rank waits for messages in flight; see :func:`predict_seconds`."""
+    """Return the seconds that each rank waits for round trips; see :func:`predict_seconds`."""
     return _MODELS[algorithm].round_trips(world_size) * link.rtt if world_size > 1 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Rules for model parameters that a hook encodes with another spec than the one it was given: small and uneven ones.
+"""Rules for small and uneven model parameters, which a hook does not encode with the spec that it was given.
 
 This module imports no torch: it finds torch in sys.modules if the caller has imported it.
 """
@@ -14,7 +14,7 @@ Kind = Literal["small", "uneven"] | None  # rule that applies to a tensor; None:
 
 UNEVEN = Quantize(4)  # spec for uneven parameters: each group of 64 values has its own scale
 
-_SMALL = 4096  # number of values; matrices with fewer values are small
+_SMALL = 4096  # values; a matrix with fewer is small
 _FEW = 1 / 32  # small parameters are sent lossless if together they have at most this fraction of all values
 
 
@@ -42,7 +42,7 @@ def uneven_of(model: Any) -> set[Any]:
 
 
 def needs_even_rows(spec: Spec) -> bool:
-    """Return True if the spec gives a whole group one magnitude: rows of different magnitudes have a large error."""
+    """Return True if all nonzero values of a group decode to one magnitude: uneven rows then have a large error."""
     return isinstance(spec, Sign | Ternary)
 
 
@@ -53,7 +53,7 @@ def kinds_of(tensors: Sequence[Tensor], model: Any) -> list[Kind]:
 
 
 def kinds_by_spec(kinds: Sequence[Kind], spec: Spec) -> dict[Spec, frozenset[Kind]]:
-    """Map each spec that a hook with `spec` uses to the kinds of tensors that it encodes with it."""
+    """Map each spec that a hook with `spec` uses to the kinds of tensors that the hook encodes with that spec."""
     specs: dict[Kind, Spec] = {None: spec, "small": Lossless(), "uneven": UNEVEN if needs_even_rows(spec) else spec}
     there = set(kinds)
     return {its: frozenset(k for k in there if specs[k] == its) for its in {specs[k]: None for k in kinds}}

@@ -1,4 +1,4 @@
-"""Samples: a few MiB of the user's tensors, as a flat bucket that compresses as well as all tensors."""
+"""Samples of the user's tensors: a few MiB, as a flat bucket that compresses as well as all tensors."""
 
 import itertools
 import sys
@@ -18,7 +18,7 @@ from codec.tensors.wrapper import View
 
 NBYTES = 4 << 20  # bytes of a sample
 WINDOWS = 8  # number of positions in the bucket from which a sample takes values
-MOST_RANKS = 8  # maximum number of ranks in the simulated mean; more do not change the size of its frame
+MOST_RANKS = 8  # maximum number of ranks in the simulated mean; more ranks would not change the size of its frame
 
 
 class Tensor(NamedTuple):
@@ -29,7 +29,7 @@ class Tensor(NamedTuple):
     offset: int = 0  # index of the tensor's first value among the values of all tensors
 
 
-Cut = tuple[Tensor, int, tuple[int, ...]]  # part of a tensor: tensor, offset of the first value in it, shape
+Cut = tuple[Tensor, int, tuple[int, ...]]  # part of a tensor: the tensor, offset and shape of the part
 
 
 class Sample(NamedTuple):
@@ -127,7 +127,7 @@ def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
 
 
 def samples(tensors: Sequence[Tensor], world_size: int, optimizer: Any) -> list[Sample]:
-    """Return a sample for each dtype: `NBYTES` bytes in all, or all values if they are fewer.
+    """Return a sample for each dtype. Together, the samples have `NBYTES` bytes, or all values if these are fewer.
 
     Samples consist of whole rows, because the scale model of lossless frames has offsets by row and column. The rows
     come from several positions in the bucket, because layers differ.
@@ -159,7 +159,7 @@ def _cuts(group: Sequence[Tensor], n: int, wanted: int) -> Iterator[Cut]:
             if high - low == size:
                 yield t, 0, t.v.shape
                 continue
-            # rows over the last dimensions, as many dimensions as fit into `width` values
+            # a row spans as many of the last dimensions as fit into `width` values
             inner = next(s for k in range(1, len(t.v.shape) + 1) if prod(s := t.v.shape[k:]) <= width)
             row = prod(inner)
             yield t, low // row * row, (-(-high // row) - low // row, *inner)
@@ -172,7 +172,7 @@ def _sample(
     world_size: int,
     optimizer: Any,
 ) -> Sample:
-    """Return the sample of the given parts of tensors of one dtype."""
+    """Concatenate parts of tensors of one dtype to a sample."""
     x = np.concatenate([_part(t.v, offset, shape) for t, offset, shape in cuts])
     starts = list(itertools.accumulate((prod(shape) for _, _, shape in cuts), initial=0))
     segments = [(start, shape) for start, (_, _, shape) in zip(starts, cuts, strict=False)]
@@ -227,7 +227,7 @@ def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floa
 
 
 def _part(v: TensorView, offset: int, shape: tuple[int, ...]) -> Array:
-    """Return the bits of the values from index `offset` on, as many as `shape` has, as a flat array."""
+    """Return the bits of a tensor's values from index `offset` on as a flat array, with as many values as `shape`."""
     size = ITEMSIZE[v.dtype]
     return np.frombuffer(ffi.buffer(v.data, v.nbytes), f"u{size}", prod(shape), offset * size)
 
@@ -240,8 +240,8 @@ def _floats(x: Array, dtype: str) -> Array:
 def _mean(x: Array, dtype: str, world_size: int) -> Array:
     """Return the bits of a tensor that compresses like a mean over ranks: the mean of x and of shifted copies of x.
 
-    The shifted copies stand for other ranks: neighbouring values have similar exponents and different mantissas, as the
-    values of other ranks have.
+    The shifted copies stand for other ranks: like the same value on two ranks, neighbouring values have similar
+    exponents and different mantissas.
     """
     with np.errstate(all="ignore"):
         values = _floats(x, dtype)
@@ -272,7 +272,7 @@ def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) ->
 
 
 def _state(optimizer: Any, cuts: Sequence[Cut]) -> dict[str, Array]:
-    """Return the sampled values of the parameters, and of state arrays that all of them have, as float32."""
+    """Return the sampled values of the parameters, and of the state arrays that all parameters have, as float32."""
     states = [optimizers.state_of(optimizer, t.parameter) for t, _, _ in cuts]
     common = [name for name in states[0] if all(name in s for s in states)]
     found: dict[str, Array] = {}

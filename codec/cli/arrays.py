@@ -34,8 +34,8 @@ from codec.tensors.wrapper import view
 
 _SUFFIX = ".codec"
 _BLOCK = 1 << 26  # uncompressed bytes per frame, for a stream without --shape
-_HEADER, _CHUNK = 112, 1 << 20  # bytes read at once: first a frame's header, then chunks of the frame
-_NPY_HEADER = 128  # bytes reserved for the header of a .npy file, which is written once the array's length is known
+_HEADER, _CHUNK = 112, 1 << 20  # bytes per read: a frame's header first, then chunks of the frame
+_NPY_HEADER = 128  # bytes reserved for a .npy file's header, which is written last, with the array's length
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
@@ -207,7 +207,7 @@ def _frames(source: BufferedReader) -> Iterator[bytearray]:
 def _joined(
     whole: tuple[str, tuple[int, ...]] | None, dtype: str, shape: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape after one more frame is appended; `whole`: dtype and shape of the values before it."""
+    """Return dtype and shape after a frame is appended to values of dtype and shape `whole` (None: no values yet)."""
     if whole is None:
         return dtype, shape
     if whole[0] != dtype or len(shape) != 1 or len(whole[1]) != 1:

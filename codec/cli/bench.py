@@ -29,7 +29,7 @@ _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 class Row(NamedTuple):
-    """Result of one compressor: compressed size / size, speeds in MB of tensors per second, relative error."""
+    """Result of one compressor: compressed / uncompressed size, speeds in uncompressed MB/s, relative error."""
 
     name: str
     ratio: float
@@ -165,7 +165,7 @@ def _lmzip(path: str) -> Iterator[Row]:
 
 
 def _packed(tensors: Tensors) -> Row:
-    """Measure ``codec pack`` without file access, in memory."""
+    """Measure the compression of ``codec pack`` in memory, without file access."""
     from codec.files.header import CODES
     from codec.files.packing import pack
     from codec.files.reading import open_bytes

@@ -1,4 +1,4 @@
-"""Third-party compressors of tensors for ``codec bench``, as far as their packages are installed."""
+"""Third-party compressors that ``codec bench`` measures if their packages are installed."""
 
 import importlib
 import importlib.util
@@ -23,7 +23,7 @@ _PACKAGES = {
 _ZIPNN_LEAST, _RAW = (
     1 << 16,
     b"\0",
-)  # bytes: ZipNN 0.5 may read outside of smaller inputs, so they are stored raw; first byte of raw data
+)  # bytes: ZipNN 0.5 may read outside of smaller inputs, so these are stored raw; first byte of raw data
 
 
 class Compressor(NamedTuple):

@@ -54,7 +54,7 @@ def check_output(path: str, force: bool, *inputs: str) -> None:
 
 @contextmanager
 def output_file(path: str) -> Generator[BinaryIO]:
-    """Open an output file; if the block ends without an error, rename it to `path`, or for ``-`` copy it to stdout."""
+    """Open a temporary file. If the block succeeds, rename the file to `path`, or for ``-`` copy it to stdout."""
     if path != STANDARD:
         with replaced(Path(path)) as file:
             yield file
@@ -108,7 +108,7 @@ def progress_bar(unit: str = "B") -> Generator[Progress | None]:
 
 
 def report(args: argparse.Namespace, entries: Mapping[str, Any], line: str) -> None:
-    """Print the result of a command, as a line or as JSON; if it has written data to stdout, only JSON, to stderr."""
+    """Print a command's result as a line or as JSON; if stdout has the command's data, print only JSON, to stderr."""
     if args.output != STANDARD:
         print(json.dumps(entries, indent=1) if args.json else line, flush=True)
     elif args.json:

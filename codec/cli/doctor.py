@@ -1,4 +1,4 @@
-"""Command ``codec doctor``: print which engines and packages are available, and why others are not."""
+"""Command ``codec doctor``: print the available engines and packages, and the reason why others are unavailable."""
 
 import argparse
 import os

@@ -191,7 +191,7 @@ def _tensors(path: str, key: str | None) -> list[dict[str, Any]]:
 
 
 def _stored(model: Any, k: int) -> tuple[float, str]:
-    """Return a tensor's stored size / uncompressed size, and a text that describes how it is stored."""
+    """Return the ratio of a tensor's stored to its uncompressed size, and a text that describes how it is stored."""
     if k in model.index.equal:
         return 0.0, f"equal to {model.header.tensors[model.index.equal[k]].name}"
     parts = model.index.stored_as(k)

@@ -74,7 +74,7 @@ class DeviceEngine(Engine, Protocol):
     """Additional functions of an engine for tensors on a device."""
 
     def encode_async(self, r: EncodeRequest) -> Any:
-        """Enqueue the encoding on the tensor's stream, and return a handle of the frame."""
+        """Enqueue the encoding on the tensor's stream, and return a handle with which to wait for the frame."""
         ...
 
     def count(self, r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
@@ -83,7 +83,7 @@ class DeviceEngine(Engine, Protocol):
 
 
 _native: Engine = native
-_OF_DEVICE = {"cuda": "cuda"}  # by device type: name of the engine for devices whose memory the host cannot read
+_OF_DEVICE = {"cuda": "cuda"}  # engine by device type, for devices whose memory the host cannot read
 
 
 @functools.cache

@@ -23,10 +23,10 @@ _FIRST = lib.CODEC_VERIFY_FIRST | lib.CODEC_CHECK_ONLY
 def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: int) -> int | None:
     """Encode a tensor into dst and return the size of the frame in bytes.
 
-    Return None if threads need more than `capacity` bytes for their blocks before these are moved together. Then only
-    dst has been written, and the caller can encode with one thread.
+    Threads encode blocks with gaps between them, which are closed afterwards. Return None if the blocks and gaps need
+    more than `capacity` bytes. Then only dst has been written, and the caller can encode with one thread.
     """
-    t, context = call.tensor, call.context  # `call` keeps both alive, also for other threads
+    t, context = call.tensor, call.context  # `call` keeps both alive while other threads use them
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(spec, t, job_size, work_size))
     job, plan = library.new_bytes(job_size[0]), ffi.new("codec_plan *")
@@ -87,7 +87,7 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
 
 
 def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[Any, list[int]]:
-    """Return ranges of blocks as an array of codec_range, and the end of the memory in dst of each range."""
+    """Return ranges of blocks as an array of codec_range, and the offset in dst at which each range's memory ends."""
     room: int = plan.room
     if not plan.nblocks:
         return ffi.new("codec_range[]", 0), []
@@ -110,10 +110,10 @@ def tensor_like(info: Any) -> Any:
 
 
 def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads: int) -> None:
-    """Decode a frame of several blocks into the call's tensor, or only check it, as the call's flags say."""
+    """Decode a frame of several blocks into the call's tensor; with the call's flag CODEC_CHECK_ONLY, only check it."""
     context = call.context
     flags = context.flags
-    context.flags &= ~_FIRST  # validation before writing is done by a separate pass below
+    context.flags &= ~_FIRST  # below, a separate pass validates all blocks before decoding
     job, work_nbytes = _open(call, context, info, source, nbytes)
     if flags & _FIRST:
         _pass_over_blocks(loops, call, None, info, source, nbytes, job, work_nbytes, threads)
@@ -161,7 +161,7 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
     sizes = ffi.new("size_t[]", [frame.nbytes for _, frame in read])
     context, flags = call.context, call.context.flags
     verify = flags & lib.CODEC_VERIFY_FIRST
-    context.flags &= ~lib.CODEC_VERIFY_FIRST  # validation before writing is done by a separate pass below
+    context.flags &= ~lib.CODEC_VERIFY_FIRST  # below, a separate pass validates all blocks before decoding
     own = _call.copy_contexts(context, call.fault, 1)
     own[0].into = lib.CODEC_INTO_CODES if op == lib.CODEC_REDUCE_CODES else lib.CODEC_INTO_FLOAT32
     opened: list[tuple[Any, int]] = []
@@ -174,7 +174,7 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
         for info, frame in read:
             opened.append(_open(call, own, info, frame.data, frame.nbytes))
     except CodecError:
-        check_all()  # raises the error of an earlier frame, if one is invalid, too
+        check_all()  # if an earlier frame is also invalid, raises its error
         raise
     jobs, size = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
     if verify:

@@ -33,7 +33,7 @@ class EncodeRequest(NamedTuple):
 
     @property
     def views(self) -> list[tuple[str, TensorView]]:
-        """Views of all tensors that are read or written, each with the name of its argument."""
+        """Return views of all tensors that are read or written, each with the name of its argument."""
         views = [("x", self.x)]
         if self.out is not None:
             views.append(("out=", self.out))
@@ -59,18 +59,18 @@ class DecodeRequest(NamedTuple):
     """Arguments of a call that decodes a frame, adds it to a tensor, or reduces several frames."""
 
     frames: Sequence[TensorView]
-    out: Any = None  # the caller's object: its view depends on the frame's dtype
+    out: Any = None  # the caller's object, not a view, because the view depends on the frame's dtype
     like: Any = None
     codebooks: Sequence[CodeLengths] = ()
     max_nbytes: int | None = None
     threads: int | None = None
     bound: BoundSpec | None = None
     verify_first: bool = True  # validate all of the frame before `out` is written
-    head: TensorView | None = None  # host copy of the first bytes of the frame, if that is on a device
+    head: TensorView | None = None  # host copy of the first bytes of a frame on a device
     nontemporal: bool = False  # write with non-temporal stores
     check_finite: bool = False  # reject NaN and Inf in the result of a reduction
     check_only: bool = False  # validate, and write nothing
-    base: Any = None  # Delta: the caller's object, since its view depends on the frame's dtype
+    base: Any = None  # Delta: the caller's object, not a view, as for `out`
     # CUDA, deferred calls: host memory that will contain the received head when the verdict is evaluated. `head` is
     # then the expected head, which may differ from the received one only in the checksum.
     arriving: TensorView | None = None
@@ -87,7 +87,7 @@ class DecodeRequest(NamedTuple):
         return (self.max_nbytes is None and nbytes <= _ALWAYS) or self.out is not None or nbytes <= self.limit()
 
     def check_limit(self, nbytes: int) -> None:
-        """Raise LimitError if the result, of `nbytes` bytes, is larger than allowed."""
+        """Raise LimitError if a result of `nbytes` bytes is larger than allowed."""
         if not self.allows(nbytes):
             raise LimitError(
                 f"the tensor has {nbytes} bytes, more than max_nbytes, {self.limit()}: pass max_nbytes= or out=",
@@ -99,7 +99,7 @@ class DecodeRequest(NamedTuple):
     ) -> None:
         """Raise ArgumentError if `out` shares memory with an input.
 
-        `in_place`: `out` may be identical with an array of the optimizer's state, or with the base.
+        `in_place`: True if `out` may be the same array as one of the optimizer's state, or as the base.
         """
         others = [("a frame", frame, False) for frame in self.frames]
         if base is not None:

@@ -29,7 +29,7 @@ def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, A
         Path of a regular file.
     names : sequence of str
         Names of the arrays to return. Empty: all arrays of at least one dimension whose dtype is float32, bfloat16 or
-        float16; if `dtype` is given, all whose items have or can hold that dtype.
+        float16; or, if `dtype` is given, all arrays whose items are values of `dtype` or can hold their bits.
     dtype : str or None
         Dtype of values whose bits are stored as unsigned integers, or in a dtype that numpy lacks.
 
@@ -69,7 +69,7 @@ def _may_hold(own: Any, dtype: str | None) -> bool:
 
 
 def _arrays_in(fd: int, path: str) -> Arrays:
-    """Return the names of the arrays in a file, and a function that reads one; the first bytes give the format."""
+    """Return the names of the arrays in a file, and a function that reads one. The first bytes determine the format."""
     kind = kind_of(fd)
     if kind in (Kind.NPZ, Kind.NPY, Kind.ZIP):
         return numpy_arrays(fd, path)
@@ -84,7 +84,7 @@ def _arrays_in(fd: int, path: str) -> Arrays:
 
 
 def numpy_arrays(fd: int, path: str) -> Arrays:
-    """Return the array names of a .npz or .npy file, and a function that reads one; warn of members not arrays."""
+    """Return the array names of a .npz or .npy file, and a function that reads one; warn of members of other kinds."""
     if kind_of(fd) is Kind.NPY:
         return [Path(path).stem], lambda _: np.load(path, mmap_mode="r")
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:

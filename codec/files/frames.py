@@ -1,4 +1,4 @@
-"""Inspection and verification of frames in files, without reading more than necessary."""
+"""Inspection and verification of frames in files."""
 
 import mmap
 import os

@@ -22,7 +22,7 @@ SAFETENSORS = {
     "C64": "complex64",
 }  # fmt: skip
 CODES = {name: code for code, name in SAFETENSORS.items()}
-_WIRE = {"complex64": "uint64"}  # dtypes that frames lack, each with the dtype that encodes its bits
+_WIRE = {"complex64": "uint64"}  # dtypes that frames lack, each with the dtype as which its bits are encoded
 _ALIGNMENT = 8  # alignment of the header's end, in bytes
 
 

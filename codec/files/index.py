@@ -1,4 +1,4 @@
-"""Index of a packed model file (container): the original header, and the parts that encode its data section."""
+"""Index of a packed model file (container): the original file's header, and the parts that encode its data section."""
 
 import hashlib
 import json
@@ -120,7 +120,7 @@ def index_digest(data: bytes) -> str:
 
 
 def is_container(header: Header) -> bool:
-    """Return True if a .safetensors file is a container of any version: it has two of three marks.
+    """Return True if a .safetensors file is a container of any version, that is, if it has two of three marks.
 
     Two marks suffice, so that a container with one damaged mark is not mistaken for an ordinary .safetensors file.
     """
@@ -157,7 +157,7 @@ def _number(k: Any, header: Header) -> int:
 
 def _parts(rows: Sequence[Any], header: Header) -> Iterator[Part]:
     """Yield the parts that the rows of an index describe."""
-    at, last, end = 0, -1, 0  # `last`: tensor of the previous part, if it has a single one; `end`: that part's end
+    at, last, end = 0, -1, 0  # `last`, `end`: tensor and end of the previous part, if it has only one tensor
     for tensors, size, coding, nbytes, digest in rows:
         numbers = tuple(_number(k, header) for k in cast(list[Any], tensors))
         begin = end if numbers == (last,) else 0

@@ -108,7 +108,7 @@ def kind_of(fd: int) -> Kind:
 
 
 def _kind_of_zip(fd: int) -> Kind:
-    """Return the format of a zip file, by the names of its members."""
+    """Return the format of a zip file, determined from the names of its members."""
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
         names = archive.namelist()
     if any(name.endswith("data.pkl") for name in names):

@@ -23,12 +23,12 @@ from codec.files.sources import Source
 
 Progress = Callable[[int, int], object]  # called with the bytes of tensors processed so far, and the total
 
-SMALL_NBYTES = 1 << 16  # tensors with fewer bytes share parts
-_GROUP_NBYTES = 1 << 20  # bytes of a group of small tensors; to decode one of them, the whole group is decoded
-_STEP, _MIXED_STEP = 1 << 22, 1 << 17  # bytes per part of a large tensor, and of one in which some values fit 16 bits
-_WINDOW = 28  # maximum number of parts in memory at once, 8 MiB each: less than 4 blocks of 64 MiB
-_COMPARED = 1 << 22  # bytes of two tensors that are compared at once
-_PROBE = 64  # bytes per probe: short reads that find tensors which may be equal or mixed
+SMALL_NBYTES = 1 << 16  # tensors with fewer bytes are small: several of them are encoded in one part
+_GROUP_NBYTES = 1 << 20  # bytes of a group of small tensors; reading one of them decodes the whole group
+_STEP, _MIXED_STEP = 1 << 22, 1 << 17  # bytes per part of a large tensor, and of a mixed tensor
+_WINDOW = 28  # maximum number of parts in memory at once; with 8 MiB each, less than 256 MiB
+_COMPARED = 1 << 22  # bytes per comparison of two tensors
+_PROBE = 64  # bytes per probe, a short read that shows if a tensor may be equal to another one, or mixed
 _PROBES = 128  # number of positions at which a tensor is probed for being mixed
 
 
@@ -86,7 +86,7 @@ def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress
 
 
 def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
-    """Return the parts to encode, and the names of the container's entries, both in the order of the file."""
+    """Return the parts to encode, and the names of the container's entries, both in the order of the container."""
     jobs, small, entries = list[Job](), dict[tuple[str, bool], list[int]](), list[str]()
     room = np.empty(SMALL_NBYTES, np.uint8)
     for k, t in enumerate(source.header.tensors):
@@ -129,8 +129,8 @@ def _rows_nbytes(t: Tensor, step: int) -> int:
 def _is_mixed(source: Source, k: int, t: Tensor) -> bool:
     """Return True if some, but not all, runs of values in a float32 tensor are zero or fit a 16-bit dtype.
 
-    An example is an embedding with rows that were never trained. Such a tensor is divided into small parts, for each of
-    which a coding is chosen.
+    An example is an embedding with rows that were never trained. A mixed tensor is divided into small parts, and each
+    part has its own coding.
     """
     if t.wire != "float32":
         return False
@@ -146,7 +146,7 @@ def _has_rows(t: Tensor) -> bool:
 
 
 def _shape(t: Tensor, size: int) -> tuple[int, ...]:
-    """Return the shape as which `size` bytes of a tensor are encoded: rows if they are whole, otherwise flat."""
+    """Return the shape with which `size` bytes of a tensor are encoded: whole rows if possible, otherwise flat."""
     row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
     return (size // row, *t.shape[1:]) if _has_rows(t) and size % row == 0 else (size // t.itemsize,)
 
@@ -159,7 +159,7 @@ def _entry(header: Header, job: Job) -> str:
 
 
 def _outer(sizes: dict[str, int], digest: str) -> Header:
-    """Return the container's header; `sizes`: bytes of each entry, `digest`: that of the index."""
+    """Return the container's header. `sizes`: bytes of each entry, by name; `digest`: digest of the index."""
     named = [(name, "U8", (n,), n) for name, n in sizes.items()]
     return compose(named, {VERSION_KEY: str(FORMAT), DIGEST_KEY: digest})
 

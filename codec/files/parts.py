@@ -1,4 +1,4 @@
-"""Coding of a part: a lossless frame, or the output of a general-purpose compressor if values repeat.
+"""Encode and decode a part: as a lossless frame, or with a general-purpose compressor if its values repeat.
 
 ``docs/spec/container.md`` specifies how each coding is decoded. The writer is free to choose the coding of a part.
 """
@@ -33,8 +33,8 @@ CODINGS = (FRAME, *NARROW, ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES)
 _ONE = options(threads=1)
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SMALL = 1 << 20  # bytes; parts up to this size are compressed with higher levels
-_WINDOW, _WINDOWS = 1 << 13, 4  # bytes per sample, and number of samples, that a test compresses
-_PICKED, _TWICE = 4096, 0.03  # sampled values, and the fraction of equal ones above which the compressor is tried
+_WINDOW, _WINDOWS = 1 << 13, 4  # bytes per window, and number of windows, that the test for repetition compresses
+_PICKED, _TWICE = 4096, 0.03  # number of sampled values; if a larger fraction of them is equal, the compressor is tried
 _PAYS = 0.98  # a compressor's output replaces the frame if it has less than this fraction of the frame's bytes
 _LEVELS = (3, 9, 19), (6, 9, 9)  # compression levels of zstd and of zlib, from fast to small
 _MAX_WINDOW = 1 << 23  # bytes; zstd data with a larger window is refused
@@ -66,7 +66,7 @@ def room_for(nbytes: int) -> int:
 def encode_part(
     values: Bytes, dtype: str, shape: tuple[int, ...], out: Bytes, segments: Segments | None = None
 ) -> Encoded:
-    """Encode the bytes of a part with the coding that gives the fewest bytes, as far as a cheap test shows.
+    """Encode the bytes of a part with the smallest coding. A cheap test decides which codings are tried.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def encode_part(
     out : array of uint8
         Buffer of :func:`room_for` bytes, to which the result may refer.
     segments : sequence of (int, tuple of int), optional
-        If the part has several tensors: offset in values, and shape, of each.
+        If the part has several tensors: the offset (in values) and the shape of each tensor.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def _compressed(values: Bytes, itemsize: int) -> tuple[bytes, str]:
     tried = min((_compress(values, 0), plain), (_compress(split, 0), planes), key=lambda each: len(each[0]))
     if len(values) > _SMALL:
         return tried
-    # recompress with a higher level; for planes a medium one, because the highest saves little more
+    # recompress with a higher level: the highest, but a medium one for planes, for which the highest saves little more
     return (_compress(values, 2), plain) if tried[1] == plain else (_compress(split, 1), planes)
 
 
@@ -165,9 +165,9 @@ def _decode_frame(data: Bytes, out: Bytes, dtype: str) -> None:
 
 
 def _narrowed(values: Bytes) -> tuple[str, str, Any] | None:
-    """Convert float32 values to a 2-byte dtype if no bit is lost: return coding, dtype and bits; else None."""
+    """Convert float32 values to a 2-byte dtype. Return coding, dtype and bits; None if a bit would be lost."""
     for coding, cut in (("frame-bfloat16", _brain), ("frame-float16", _half)):
-        # test the first 4,096 bytes first: most tensors that do not fit fail there
+        # most tensors that cannot be converted fail in the first 4,096 bytes, so test these first
         if cut(values[:4096]) is not None and (bits := cut(values)) is not None:
             return coding, NARROW[coding], bits
     return None
@@ -199,11 +199,11 @@ def _widen(narrow: Bytes, out: Bytes, dtype: str) -> None:
 
 
 def _may_repeat(values: Any, ratio: float) -> bool:
-    """Return True if a part seems to have repeated values, so that a general compressor may win over the frame.
+    """Return True if a part seems to have repeated values, so that a general-purpose compressor may beat the frame.
 
     For values of 4 or 8 bytes, equal values in a sample show repetition. Values of 1 or 2 bytes are often equal by
-    chance, so the sample is compressed instead and compared with `ratio`, the frame's bytes per byte of values. The
-    test takes about 0.1 ms.
+    chance. So the sample is compressed, and its compression ratio is compared with `ratio`, the frame's bytes per byte
+    of values. The test takes about 0.1 ms.
     """
     if values.itemsize >= 4:
         some = np.sort(values[:: max(1, len(values) // _PICKED)])
@@ -226,7 +226,7 @@ def _planes(values: Bytes, itemsize: int) -> Bytes:
 
 
 def _compress(values: Bytes, level: int | None = None) -> bytes:
-    """Compress bytes with zstd, or with zlib if zstandard is not installed. `level`: index in _LEVELS; None: 1."""
+    """Compress bytes with zstd (zlib if zstandard is not installed). `level`: index in _LEVELS; None: fastest level."""
     zstandard = _zstandard()
     if zstandard is None:
         return zlib.compress(memoryview(cast(Any, values)), 1 if level is None else _LEVELS[1][level])

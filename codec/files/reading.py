@@ -26,7 +26,7 @@ from codec.files.opening import FileBytes, Kind, MemoryBytes, kind_of, open_regu
 from codec.files.packing import Progress
 from codec.files.parts import Bytes, decode_part
 
-_MAX_THREADS = 14  # each thread buffers a part and its stored bytes: together at most 4 blocks of 64 MiB
+_MAX_THREADS = 14  # each thread buffers a part and its stored bytes; all threads together need at most 256 MiB
 
 
 class PlainFile:
@@ -56,7 +56,7 @@ class PackedFile:
     def __init__(self, file: FileBytes | MemoryBytes, outer: Header) -> None:
         check_version(outer)
         self._file, self._start = file, len(outer.prefix)
-        self._group: tuple[Part, Bytes] | None = None  # last part that _decoded has decoded, and its bytes
+        self._group: tuple[Part, Bytes] | None = None  # cache: the last part that _decoded() has decoded, and its bytes
         self._lock = threading.Lock()
         entry = next((t for t in outer.tensors if t.name == INDEX), None)
         if entry is None or entry.end != outer.data_nbytes:
@@ -73,7 +73,7 @@ class PackedFile:
         return self.index.header
 
     def read(self, k: int, begin: int, out: Bytes) -> None:
-        """Fill `out` with the bytes of tensor `k` from offset `begin` on; decode only the parts that contain them."""
+        """Fill `out` with the bytes of tensor `k` from offset `begin` on; decode only the parts with these bytes."""
         end = begin + len(out)
         for part in self.index.stored_as(k):
             if len(part.tensors) > 1:
@@ -103,7 +103,7 @@ class PackedFile:
         Returns
         -------
         list of (int, int, int, int)
-            Number of the tensor, offset in the tensor, offset in the part, and size, in bytes.
+            Number of the tensor; then, in bytes, offset in the tensor, offset in the part, and size.
         """
         found, at = list[tuple[int, int, int, int]](), 0
         for k in part.tensors:

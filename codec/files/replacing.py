@@ -8,7 +8,7 @@ from codec.errors import ArgumentError
 
 
 class replaced:
-    """Open a temporary file beside `path`, and rename it to `path` when the block ends without an error."""
+    """Context manager that opens a temporary file beside `path`, and renames it to `path` if the block succeeds."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -71,7 +71,7 @@ def read_all(
 
         def place(part: Part, values: Bytes) -> None:
             for k, offset, at, size in file.places(part):
-                if (k,) != part.tensors:  # not decoded in place: k is in a group, or equals a stored tensor
+                if (k,) != part.tensors:  # `k` was not decoded in place: it is in a group, or equals a stored tensor
                     made[k][1][offset : offset + size] = values[at : at + size]
 
         each_part(file, place, threads, progress, target)

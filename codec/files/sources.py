@@ -58,7 +58,7 @@ class MemorySource:
     def __init__(
         self, tensors: Sequence[tuple[str, str, tuple[int, ...], Bytes]], metadata: Mapping[str, str] | None = None
     ) -> None:
-        found = sorted(tensors, key=lambda each: -_itemsize(each[1]))  # largest first: values are aligned
+        found = sorted(tensors, key=lambda each: -_itemsize(each[1]))  # largest items first, to align values
         self._values = [values for *_, values in found]
         self.header = compose([(name, code, shape, len(x)) for name, code, shape, x in found], metadata or {})
 

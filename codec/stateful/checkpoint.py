@@ -35,8 +35,7 @@ def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def plain(saved: Any, name: str, kind: type[Any]) -> Any:
-    """Return an entry of a state dict as `kind`, int or str. It may be an array of shape (), as numpy's files store
-    it."""
+    """Return an entry of a state dict as `kind`, int or str. The entry may be an array of shape (), as in .npz."""
     try:
         value = saved[name]
     except (LookupError, TypeError, ValueError):

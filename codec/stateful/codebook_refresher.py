@@ -16,7 +16,7 @@ from codec.tensors.view import dtype_name
 
 _DEFAULT = Lossless()
 _LEAST = 512  # number of values below which the codec ignores codebooks
-_NAMED = 17  # bytes that Codebook.to_bytes adds to the code lengths; equals the bytes with which a frame refers to a codebook
+_NAMED = 17  # bytes of Codebook.to_bytes besides code lengths; a frame refers to a codebook in as many bytes
 _STEPS = (1 << 62) - 1  # highest step number
 _MAX_COUNT = 1 << 53  # maximum of each count on one rank, so that the sum over 1,000 ranks fits int64
 
@@ -119,7 +119,7 @@ class CodebookRefresher:
             raise ArgumentError(f"under {self.spec} tensors of {dtype} have other symbols than those of {self.dtype}")
         if n < _LEAST or not (taken := int(sample.sum())):
             return
-        counts = sample * n // taken  # scale the counts from the sample to all n values, because tensors have different sampling rates
+        counts = sample * n // taken  # extrapolate the counts to all n values: sampling rates of tensors differ
         bits = min(self._bits(own, counts) + 8 * (len(own.to_bytes()) - _NAMED), 8 * n)
         self._counts += np.append(counts, bits)
 

@@ -211,7 +211,7 @@ def without(store: Store, layouts: Iterable[Layout]) -> dict[Layout, Array]:
             continue
         for (key, start, stop), values in pieces({layout: array}):
             edges = [start, *(e for t in taken.get(key, ()) if _meet((key, start, stop), t) for e in t[1:]), stop]
-            for low, high in zip(edges[::2], edges[1::2], strict=True):  # the parts of this range between removed ranges
+            for low, high in zip(edges[::2], edges[1::2], strict=True):  # parts between removed ranges
                 if low < high:
                     left[((key, low, high),)] = _copied(values[low - start : high - start])
     return left

@@ -206,7 +206,7 @@ def _checked(e: Exported) -> Exported:
         raise ArgumentError(f"a tensor of shape {e.shape} with {e.itemsize} bytes an item cannot be encoded")
     if e.strides is not None and len(e.strides) != len(e.shape):
         raise ArgumentError(f"a tensor of shape {e.shape} cannot have the strides {e.strides}")
-    if not (nbytes := e.nbytes):  # no memory of a tensor without values is read, so its strides and address need no check
+    if not (nbytes := e.nbytes):  # no memory is read: strides and address need no check
         return e
     if not e.address:
         raise ArgumentError(f"a tensor of shape {e.shape} has a null pointer as the address of its values")

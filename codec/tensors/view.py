@@ -48,7 +48,7 @@ class TensorView(NamedTuple):
         return int(ffi.cast(_UINTPTR, self.data))
 
     def first(self, nbytes: int) -> "TensorView":
-        """Return a view of at most the first `nbytes` bytes of this view, whose dtype must be uint8."""
+        """Return a view of at most the first `nbytes` bytes of this view, which must be a view of bytes."""
         n = min(self.nbytes, nbytes)
         return self._replace(shape=(n,), nbytes=n)
 
@@ -150,11 +150,11 @@ def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
         _check_rank(len(shape))
     try:
         data = ffi.from_buffer(x)
-    except (ValueError, BufferError, TypeError):  # not contiguous, or a dtype that numpy cannot export as a buffer, such as those of ml_dtypes
+    except (ValueError, BufferError, TypeError):  # not contiguous, or a dtype without a buffer format, as bfloat16
         if not x.flags.c_contiguous:
             x = x.copy(order="C")
         data = _pointer(x.__array_interface__["data"][0])
-    return TensorView._make((name, shape, data, x.nbytes, x, "cpu", None))  # _make takes half the time of TensorView(...)
+    return TensorView._make((name, shape, data, x.nbytes, x, "cpu", None))  # takes half the time of TensorView(...)
 
 
 def is_torch(x: object) -> TypeGuard[Any]:

@@ -15,8 +15,8 @@ from codec.engines.cuda.workspace import Work, grid_for, launch_each, small
 from codec.engines.request import DecodeRequest
 from codec.tensors.view import TensorView
 
-_HEAD = 4096  # bytes of each frame that are downloaded first; in most frames they include the side section
-_UPLOADED = 1 << 16  # maximum bytes of small frames in host memory that are joined and copied to the device at once
+_HEAD = 4096  # bytes of each frame that are downloaded first; most side sections end within them
+_UPLOADED = 1 << 16  # maximum bytes of a copy that joins small frames in host memory
 _NOWHERE = Sink(0)
 _MOST_LISTED = 256_000_000  # maximum bytes of the lists of changes of all Delta frames of a call
 
@@ -29,7 +29,7 @@ class Step(NamedTuple):
     items : sequence of (Frame, Sink)
         Frames and their destinations.
     summing : int
-        If not 0: each group of `summing` consecutive items is decoded and added up by one kernel.
+        If not 0: one kernel decodes each group of `summing` consecutive items and adds up their values.
     """
 
     items: Sequence[tuple[Frame, Sink]]
@@ -43,7 +43,7 @@ class Step(NamedTuple):
             return [Launch(kernel, [-grid], list(self.items), self.summing)]
         groups = [self.items[i : i + count] for i in range(0, len(self.items), count)]
         keys = [(*self._kernel(group, device), i) for i, group in enumerate(groups)]
-        keys.sort()  # by kernel, then by descending grid: their second item is the negative number of thread blocks
+        keys.sort()  # by kernel, then by descending number of thread blocks, which is the second item, negated
         found: list[Launch] = []
         for kernel, some in itertools.groupby(keys, key=lambda key: key[0]):
             own = list(some)
@@ -52,7 +52,7 @@ class Step(NamedTuple):
         return found
 
     def _kernel(self, group: Sequence[tuple[Frame, Sink]], device: Device) -> tuple[str, int]:
-        """Return the kernel for a frame or for a group of frames to sum, and its number of thread blocks, negated."""
+        """Return the kernel for a frame, or for a group of frames to sum, and minus its number of thread blocks."""
         frame = group[0][0]
         if not self.summing:
             return frame.kernel, -frame.grid
@@ -70,7 +70,7 @@ class Launch(NamedTuple):
 
 
 def side_by_side(several: Sequence[Sequence[Step]]) -> list[Step]:
-    """Merge several independent lists of steps into one that needs as few launches as possible."""
+    """Merge independent lists of steps into one list that needs as few launches as possible."""
     found: list[Step] = []
     for steps in itertools.zip_longest(*several):
         by_count: dict[int, list[tuple[Frame, Sink]]] = {}
@@ -81,7 +81,7 @@ def side_by_side(several: Sequence[Sequence[Step]]) -> list[Step]:
     return found
 
 
-Each = Callable[..., Any]  # (i, call, *arguments): return call(*arguments) for frame i; may add i to an error
+Each = Callable[..., Any]  # each(i, call, *arguments) returns call(*arguments) for frame i, and may add i to its error
 
 
 def alone(_: int, call: Callable[..., Any], *args: Any) -> Any:
@@ -133,7 +133,7 @@ def _upload_small(work: Work, frames: Sequence[Frame]) -> None:
 
 
 class BatchDecode:
-    """Opened frames whose jobs have been uploaded for their kernels.
+    """Batch of frames to decode, whose headers have been read and whose jobs have been copied to the device.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ class BatchDecode:
     frames : sequence of Frame
         All frames of the steps.
     steps : sequence of Step
-        Steps in order of execution. The first step that decodes a frame checks its digests.
+        Steps in order of execution. The first step that decodes a frame checks the frame's digests.
 
     Attributes
     ----------
@@ -197,17 +197,17 @@ class BatchDecode:
             self._at += DECODING_NBYTES * len(launch.items)
 
     def close(self, each: Each = alone) -> None:
-        """Wait for the stream, and raise the error of the first invalid frame."""
+        """Wait for the stream, read the results of all checks, and raise the error of the first invalid frame."""
         self.conclude(bytes(self._work.device.download(self.found, self.found_nbytes)), each)
 
     def conclude(self, found: bytes, each: Each = alone) -> None:
-        """Raise the error of the first invalid frame; `found`: copy of the bytes at :attr:`found` after all steps."""
+        """Raise the error of the first invalid frame. `found`: bytes at :attr:`found` after all steps."""
         for i, frame in enumerate(self._frames):
             each(i, frame.close, found[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
 
 
 def _take_lists(frames: Sequence[Frame]) -> None:
-    """Allocate lists of changes for frames of Delta: the check fills them, so that blocks are decoded only once."""
+    """Allocate lists of changes for frames of Delta. Validation fills them, so that no block is decoded twice."""
     wanted = sum(frame.list_nbytes for frame in frames)
     for frame in frames:
         if nbytes := frame.list_nbytes:

@@ -1,4 +1,4 @@
-"""Helpers of several calls: find the arguments' device and stream, open destinations, plan reductions."""
+"""Helpers of all calls: find the arguments' device and stream, open destinations, plan reductions."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -24,8 +24,8 @@ NO_VIEWS: Named = ()
 def working(views: Named, *, waits: bool = True) -> Generator[Work]:
     """Yield a :class:`Work` on the arguments' device, which uses the stream of the first argument.
 
-    The stream waits for the streams of all other arguments before, and they wait for it afterwards. `waits`: the host
-    waits for a result, now or later.
+    On entry, this stream waits for the streams of all other arguments; on exit, they wait for this stream. `waits`:
+    True if the host waits for a result, now or later.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def working(views: Named, *, waits: bool = True) -> Generator[Work]:
 
 
 def views_of(r: DecodeRequest) -> Named:
-    """Return names and tensors of the arguments of a request that lie on a device and are known in advance."""
+    """Return names and tensors of a request's arguments on a device, without outputs that are not allocated yet."""
     named = [("the frame", frame) for frame in r.frames]
     if r.out is not None and device_like(r.out) != "cpu":
         named.append(("out=", view_output(r.out)))

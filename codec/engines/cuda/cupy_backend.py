@@ -21,11 +21,11 @@ from codec.engines.cuda.kernels import FILE_OF, FILES
 from codec.errors import EngineError
 from codec.tensors.view import TensorView, is_torch, view
 
-_PINNED = 1 << 16  # maximum bytes of an upload through pinned memory; for larger uploads the host waits for the stream
+_PINNED = 1 << 16  # maximum bytes of an upload from pinned memory; the host waits during larger ones
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # cudaDevAttrMultiProcessorCount, ComputeCapabilityMajor and Minor, which CuPy does not name
 _PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-_OLDEST = 8  # minimum compute capability (major version): the first with single-instruction warp reductions
+_OLDEST = 8  # minimum major compute capability: the first with single-instruction warp reductions
 _INSTALL = "pip install 'tensor-codec[cuda12]', or [cuda13] beside a driver of CUDA 13"
 
 
@@ -41,9 +41,9 @@ def _driver() -> Any:
 
 @contextmanager
 def _relaxed() -> Generator[None]:
-    """Let this thread allocate memory while any thread captures a stream.
+    """Context in which this thread may allocate memory while any thread captures a stream.
 
-    The memory does not belong to the graph: its owner must keep it alive.
+    The memory does not belong to the captured graph: the owner of the memory must keep it alive.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = _driver().cuThreadExchangeStreamCaptureMode
@@ -87,7 +87,7 @@ class Gpu:
         self.processors = self._cupy.cuda.runtime.deviceGetAttribute(_PROCESSORS, index)
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
-        self._now = threading.local()  # while a thread is in `on`: its `stream`, and whether that is `captured`
+        self._now = threading.local()  # fields during `on`: `stream`, and `captured` (is it captured?)
         self._constants: dict[tuple[str, str], tuple[int, ...]] = {}
         self._sent = deque[list[Any]]()  # [source, event or None] of uploads in flight; the event marks completion
         self._sending = threading.Lock()
@@ -294,7 +294,7 @@ class CupyBackend:
     """GPUs found by CuPy: implements :class:`codec.engines.cuda.devices.Backend`."""
 
     def __init__(self) -> None:
-        # True once a usable GPU has been found: later calls need not search again, which takes several driver calls.
+        # True once a usable GPU has been found, so that later calls skip the search, which takes several driver calls.
         self._usable = False
 
     def why_not(self) -> str | None:

@@ -31,7 +31,7 @@ NOTHING_FOUND = _FOUND.pack(_NONE, *[0] * 6)
 _LISTS = struct.Struct("<2Q")  # codec_lists
 # LISTED_SHARE of native/cuda/delta/decode.cuh, and the maximum number of changes that one byte of a frame can code.
 _LISTED_SHARE, _CHANGES = 8, 4
-_GROUP = 1024  # number of values in a group that shares planes: see native/cuda/delta/decode.cuh
+_GROUP = 1024  # number of values in a group of native/cuda/delta/decode.cuh
 
 
 class Sink(NamedTuple):
@@ -42,7 +42,7 @@ class Sink(NamedTuple):
     to : int
         Device address of the destination; 0: frames are only validated.
     into, weight, divide
-        As the fields of a codec_context.
+        As the fields of the same names in the C struct ``codec_context``.
     codes : int
         Flags CODEC_UNSCALED and CODEC_RESCALE, as in a codec_context.
     """
@@ -71,19 +71,20 @@ class Frame:
     Attributes
     ----------
     head : TensorView
-        First bytes of the frame. If they are fewer than :attr:`head_nbytes`, the caller replaces them by more.
+        First bytes of the frame. If they are fewer than :attr:`head_nbytes`, the caller replaces them by a longer head.
     kernel, grid
         Name of the kernel that decodes the frame, and its number of thread blocks.
     summing
         Name of the kernel that decodes and adds several such frames at once; "" if there is none.
     image : Image
-        Job of the frame, to be copied to the device.
+        Decoding job of the frame, to be copied to the device.
     base : TensorView or None
         Base of a frame of Delta, after :meth:`open_base`.
     at : int
         Address of the frame on the device; 0: not yet copied there.
     lists : int
-        Address of the codec_lists of a frame of Delta, after :meth:`take_lists`; 0: blocks are decoded twice.
+        Device address of the codec_lists of a frame of Delta, after :meth:`take_lists`; 0: blocks are decoded twice,
+        for validation and for output.
 
     Raises
     ------
@@ -102,7 +103,7 @@ class Frame:
 
     @property
     def is_delta(self) -> bool:
-        """True if the frame is one of Delta: it contains changes of a base."""
+        """True if the frame is encoded by Delta, that is, contains changes of a base."""
         return self.info.spec.codec == lib.CODEC_DELTA
 
     def on_host(self) -> TensorView:
@@ -110,7 +111,7 @@ class Frame:
         return self.work.fetch(self.frame)
 
     def refuse_size(self) -> None:
-        """Raise the error for a frame whose declared size is wrong, or whose tensor exceeds ``max_nbytes``."""
+        """Raise the error of a frame whose header declares a wrong size, or a tensor larger than ``max_nbytes``."""
         frame_nbytes = self.info.frame_nbytes
         if self.request.head is not None and frame_nbytes != self.frame.nbytes:
             raise FrameError(
@@ -165,8 +166,8 @@ class Frame:
     def open_base(self) -> None:
         """Set :attr:`base` to the view of the request's base.
 
-        If the base does not fit, raise an error: FrameError if the frame is damaged, otherwise the error about the
-        base.
+        If the base is missing, or has another dtype or shape, raise an error: FrameError if the frame is damaged,
+        otherwise the error about the base.
         """
         r, kind = self.request, (self.dtype, self.shape)
         base = None if r.base is None else view_base(r.base, self.dtype)
@@ -191,7 +192,7 @@ class Frame:
         self.work.send(self.lists, _LISTS.pack(0, nbytes // entry))
 
     def _level_source(self, bound: BoundSpec) -> LevelSource:
-        """Return the source of levels; if the state does not fit, raise FrameError for a damaged frame first."""
+        """Return the source of levels. If the state does not fit, report a damaged frame before the state."""
         try:
             return level_source(bound, self.info.n)
         except (ArgumentError, StateError):
@@ -216,8 +217,8 @@ class Frame:
     def _refuse(self, call: Call, v: TensorView) -> None:
         """Raise the error that the C library finds in the header, side section or directory.
 
-        The C library also receives the optimizer state, because it goes on to the blocks if it finds no error there: if
-        head= belongs to another frame, or if the frame has changed in between.
+        If the C library finds no error there, it goes on to decode the blocks, and so needs the optimizer state. That
+        happens if head= belongs to another frame, or if the frame has changed since its head was read.
         """
         frame, info, source = self.on_host(), self.info, self.levels
         if source is not None:
@@ -238,7 +239,7 @@ class Frame:
         check(lib.codec_verify(frame.data, frame.nbytes))
 
     def adds_up_with(self, other: "Frame") -> bool:
-        """Return True if the codes of both frames can be added as integers: Ternary with equal parts and scales."""
+        """Return True if the codes of both frames add up as integers: Ternary frames with equal parts and scales."""
         return (
             (self.view.codec, self.view.variant) == (lib.CODEC_TERNARY, other.view.variant)
             and self.view.nblocks == other.view.nblocks > 0
@@ -259,7 +260,7 @@ class Frame:
 
     @property
     def scratch(self) -> Need:
-        """Scratch memory that :attr:`kernel` needs. The kernel must have been loaded."""
+        """Return the scratch memory that :attr:`kernel` needs. The kernel must have been loaded."""
         if not self._constant:
             return Need(0)
         if self.is_delta:
@@ -283,7 +284,7 @@ class Frame:
         at, found : int
             Device addresses of the frame's image and of its codec_found.
         scratch : bytes
-            A codec_units.
+            Bytes of a codec_units, the scratch memory of the kernel.
         sink : Sink
             Destination of the values.
         checks : bool
@@ -313,7 +314,7 @@ class Frame:
             self._plan_again(self.request.arriving)
         fault, checksum, _, _, *digests, _ = _FOUND.unpack(found)
         status = fault & 255
-        if status == Status.OTHER_BASE:  # changes cannot be applied: the base is wrong, or the frame is invalid
+        if status == Status.OTHER_BASE:  # the changes do not fit the base: the base is wrong, or the frame is invalid
             if digests[0] != self.info.base_digest:
                 self.verify()
                 self._check_digests(digests)
@@ -331,7 +332,7 @@ class Frame:
         _call.give(self._call)
 
     def _plan_again(self, head: TensorView) -> None:
-        """Plan again with the head that has arrived; it differs from the expected one only in the checksum."""
+        """Plan the job again with the received head, which may differ from the expected head only in the checksum."""
         args = head.data, head.nbytes, self.frame.nbytes, self._call.context, self._job, self._job_nbytes, ffi.NULL
         check(lib.codec_decode_plan(*args), self._call.fault)
 
@@ -352,7 +353,7 @@ def _is_fast(v: Any, size: int) -> bool:
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, str]:
-    """Return names: the decoding kernel, the constant with the bytes of a scratch unit, and the summing kernel."""
+    """Return three names: decoding kernel, constant with the size of a scratch unit, summing kernel ("" for none)."""
     if v.layout == 0:
         return "decode_stored", "", ""
     if v.codec == lib.CODEC_LOSSLESS:

@@ -22,13 +22,13 @@ _SIZE_AT = 24  # offset of the frame's size in a codec_written of native/cuda/fr
 _FLAG_NBYTES = 4
 
 
-Explain = Callable[[CodecError], None]  # changes the message of an error
+Explain = Callable[[CodecError], None]  # called with an error, whose message it may change
 
 
 class _Verdict(NamedTuple):
     """Verdict of a call: device memory in which its kernels report errors, and the function that evaluates it."""
 
-    work: Work  # keeps the memory of the call alive
+    work: Work  # owner of the call's memory
     at: int
     nbytes: int
     close: Callable[[bytes], None]
@@ -100,11 +100,11 @@ class DeferredCalls:
         self._copies: list[tuple[Work, TensorView]] = []  # tensors whose copies to the host are in flight
 
     def __bool__(self) -> bool:
-        """Return True if the host has not yet waited for some call or copy."""
+        """Return True if there is a call or a copy for which the host has not waited yet."""
         return bool(self._verdicts or self._requested or self._copies)
 
     def encode_many(self, requests: Sequence[EncodeRequest], explain: Explain | None = None) -> Encoded:
-        """Encode tensors. Each `out` must hold the largest possible frame, and begin at a multiple of 8 bytes.
+        """Encode tensors. Each `out` must have room for the upper bound of the frame, at a multiple of 8 bytes.
 
         An error's `item` is the index of its request. `explain` is called with an error before it is raised.
         """
@@ -146,7 +146,7 @@ class DeferredCalls:
             self._launch(work, frames, [Step(step)])
 
     def accumulate_many(self, requests: Sequence[DecodeRequest], into: int) -> None:
-        """Decode each frame into its float32 `out`; `into`: store the values, add them, or store the maximum."""
+        """Decode each frame into its float32 `out`. `into` (CODEC_INTO_*): store, add, or store the maximum."""
         with working([named for r in requests for named in views_of(r)]) as work:
             frames = open_frames([(work, r, r.frames[0]) for r in requests])
             items: list[tuple[Frame, Sink]] = []
@@ -212,13 +212,13 @@ class DeferredCalls:
         self._verdicts.append(_Verdict(work, found, _FLAG_NBYTES, _refuse_nonfinite, explain))
 
     def refuse(self, flag: TensorView, explain: Explain) -> None:
-        """Register a flag on the device; if it is not 0, :meth:`conclude` raises the error for NaN or Inf."""
+        """Register a flag on the device. If the flag is not 0, :meth:`conclude` raises the error for NaN or Inf."""
         with working([("a flag", flag)]) as work:
             work.keep(flag)
             self._verdicts.append(_Verdict(work, flag.address, flag.nbytes, _refuse_nonfinite, explain))
 
     def check(self, check: Callable[[], Any]) -> None:
-        """Register a check of bytes from :meth:`read_back`; :meth:`conclude` calls it after earlier checks."""
+        """Register a check of bytes from :meth:`read_back`; :meth:`conclude` calls checks in order of registration."""
 
         def close(_: bytes) -> None:
             check()
@@ -255,7 +255,7 @@ class DeferredCalls:
         self._requested = list(zip(verdicts, places, strict=True))
 
     def conclude(self) -> None:
-        """Wait for the stream if the host has not done so since :meth:`request`; raise the error of the first call."""
+        """Wait for the stream, and raise the error of the first call that has failed."""
         self.request()
         if not self:
             return

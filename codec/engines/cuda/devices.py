@@ -10,7 +10,7 @@ from codec.tensors.view import TensorView
 
 
 class Device(Protocol):
-    """GPU. Call methods only inside :meth:`on`; they use its stream. Attributes can be read anywhere."""
+    """Interface of a GPU. Call methods only inside :meth:`on`: they use its stream. Attributes can be read anywhere."""
 
     name: str  # such as "cuda:0"
     processors: int  # number of multiprocessors
@@ -20,7 +20,7 @@ class Device(Protocol):
         ...
 
     def capturing(self) -> bool:
-        """Return True if the current stream is captured; memory must then stay allocated as long as the graph."""
+        """Return True if the current stream is captured; memory must then stay allocated while the graph exists."""
         ...
 
     def stream(self) -> int:
@@ -38,7 +38,7 @@ class Device(Protocol):
     def allocate(self, nbytes: int, like: Any) -> tuple[int, object]:
         """Return the address of ``nbytes`` bytes, a multiple of 256, and the object that owns them.
 
-        The allocator is that of ``like``'s library. It is stream-ordered: freed memory can be reused by later work of
+        The allocator of ``like``'s library is used. It is stream-ordered: freed memory can be reused by later work of
         the same stream.
         """
         ...
@@ -87,7 +87,7 @@ class Device(Protocol):
         ...
 
     def prepare(self, wanted: Iterable[str]) -> None:
-        """Compile and load those of the kernels that are not loaded yet."""
+        """Compile and load the kernels with these names that are not loaded yet."""
         ...
 
     def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class Device(Protocol):
 
 
 class Backend(Protocol):
-    """Source of devices."""
+    """Interface of a library that finds GPUs."""
 
     def why_not(self) -> str | None:
         """Return why no device is available, or None if one is."""

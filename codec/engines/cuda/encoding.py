@@ -13,12 +13,12 @@ from codec.errors import ArgumentError, Status
 
 ALIGNMENT = 8  # alignment of a frame's sections in bytes
 _WRITTEN = struct.Struct("<4Q4I2Q")  # codec_written of native/cuda/frame/encode.cuh
-_FULL = 7 / 8  # if a frame fills less than this fraction of its memory, it is copied to memory of its own size
+_FULL = 7 / 8  # a frame that fills less than this fraction of its buffer is copied to a smaller one
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
 
 class Encoding:
-    """Frame to be encoded, with its memory allocated, and its job ready to be launched.
+    """Encoding of one frame, whose memory is allocated and whose kernels can be launched.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Encoding:
         self.work, self.request = work, r
         plan = plan_of(r)
         short = r.out is not None and r.out.nbytes < plan.bound
-        self._new: Any = None  # new memory for the frame, on the device
+        self._new: Any = None  # new array for the frame on the device; None if the caller's `out` is used
         self.copied = False
         if r.out is None and r.x.device != "cpu":
             self._new, self.frame = work.device.new_bytes(plan.bound, r.x.owner)
@@ -83,7 +83,7 @@ class Encoding:
         return bytes(self.work.device.download(self.frame, nbytes))
 
     def _fitted(self, nbytes: int) -> Any:
-        """Return the frame; if the buffer, which has the upper bound's size, is much larger, return a copy."""
+        """Return the frame, or a copy of it if the buffer, which has the size of the upper bound, is much larger."""
         device = self.work.device
         if nbytes >= _FULL * self._capacity:
             return self._new[:nbytes]

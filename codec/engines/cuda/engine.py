@@ -21,7 +21,7 @@ from codec.tensors.view import view_output
 
 
 def encode(r: EncodeRequest) -> Any:
-    """Return the frame: the part of `out` that it takes, or new bytes on the tensor's device or in host memory."""
+    """Return the frame: the first bytes of `out`, or a new array on the tensor's device or in host memory."""
     with working(r.views) as work:
         encoding = Encoding(work, r)
         begin(work, [encoding.job])
@@ -43,7 +43,7 @@ def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
 
 
 def encode_async(r: EncodeRequest) -> Pending:
-    """Enqueue the encoding of a frame into the request's `out`, and return a handle of it."""
+    """Enqueue the encoding of a frame into the request's `out`, and return a handle with which to wait for it."""
     with working(r.views, waits=False) as work:
         return Pending(work, r)
 
@@ -125,7 +125,7 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             try:
                 frame.open(v, FLOAT32)
             except CodecError:
-                read(work, frames[:i], [], verify_first=True)  # raises the error of an earlier frame, if it is invalid
+                read(work, frames[:i], [], verify_first=True)  # if an earlier frame is invalid, raises its error
                 raise
         if r.out is not None:
             r.check_apart(v, frames[0].levels, in_place=len(frames) == 1)

@@ -43,7 +43,8 @@ class Job:
         Kernels to launch before ``close_frame``, with their numbers of thread blocks.
     written, counts : int
         Device addresses of a codec_written and of a codec_choice, both zeroed before the launches. A codec_choice
-        begins with 256 uint32 counts of plane 0's symbols in the sample, and is followed by the offsets of blocks.
+        begins with the counts of the 256 symbols of plane 0 in the sample (uint32), and is followed by the offsets of
+        blocks.
     """
 
     def __init__(self, work: Work, r: EncodeRequest, plan: Plan, frame: int, capacity: int, residual: int = 0) -> None:
@@ -51,7 +52,7 @@ class Job:
         self.layout = layout = plan.layout(work.device)
         self.steps = layout.steps[residual > 0]
         self.written = self.counts = 0
-        # if residual and tensor share memory, copy the tensor: some threads read it while others write the residual
+        # if residual and tensor share memory, copy the tensor: threads read it while other threads write the residual
         in_place = r.residual is not None and residual == r.x.address
         values = work.copy(r.x) if in_place else work.read(r.x)
         self.preprocessing = preprocessing = Preprocessing(work, plan.view.n)
@@ -76,7 +77,7 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     """Launch all kernels of all jobs, each kernel once for all jobs that use it.
 
     If the jobs have no memory for results yet, it is allocated and zeroed. With ``close=False``, launch only the first
-    kernel of each job, which makes decisions such as codebooks.
+    kernel of each job, which counts symbols and chooses codebooks.
     """
     device = work.device
     if len(jobs) > 1:  # put jobs with the same kernel together, in descending order of grids

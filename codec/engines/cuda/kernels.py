@@ -1,4 +1,4 @@
-"""Kernels of ``native/cuda``: their machine code for a GPU architecture, and their launch parameters.
+"""Kernels of ``native/cuda``: machine code for a GPU architecture, and launch parameters.
 
 Machine code comes from libcodec_cuda if it is installed. Otherwise NVRTC compiles it, and it is cached on disk. NVRTC
 is called directly, because CuPy compiles with options that flush subnormals to zero.
@@ -28,10 +28,10 @@ class File(NamedTuple):
     """Kernels of one ``.cu`` file."""
 
     threads: int  # threads per thread block
-    kernels: dict[str, int]  # by kernel: thread blocks that a multiprocessor runs at once, as its registers allow
+    kernels: dict[str, int]  # by kernel: number of thread blocks whose registers fit on a multiprocessor at once
 
     def compiled_with(self, kernel: str) -> tuple[str, ...]:
-        """Return the kernels to compile together with ``kernel``: a template's instance alone, else all of the file."""
+        """Return the kernels to compile with ``kernel``: a template's instance alone, otherwise all of its file."""
         return (kernel,) if kernel.endswith(">") else tuple(self.kernels)
 
 
@@ -70,14 +70,14 @@ FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kerne
 WARPS = 4  # warps per thread block of most kernels; each warp encodes or decodes one block of values at a time
 ELEMENTWISE_VALUES = 4096  # values per thread block of elementwise kernels
 ELEMENTWISE_BLOCKS = 8  # maximum thread blocks per multiprocessor of elementwise kernels
-OTHER_BLOCKS = 2  # maximum thread blocks per multiprocessor of kernels that choose or write frame headers
+OTHER_BLOCKS = 2  # maximum thread blocks per multiprocessor of kernels that choose parameters or write headers
 MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
 MAX_IDLE = 4096  # maximum number of thread blocks in a launch that have no work
-MAX_SCRATCH = 300_000_000  # maximum bytes of scratch memory of a call; if warps need more, fewer warps run at once
+MAX_SCRATCH = 300_000_000  # maximum bytes of scratch memory of a call; if all warps need more, fewer run at once
 
 
 def rows_kernel(template: str, v: Any) -> str:
-    """Return the instance of a row codecs' kernel template for the frame that the ``codec_view`` `v` describes."""
+    """Return the name of the instance of a row codecs' kernel template for a frame. `v`: the frame's ``codec_view``."""
     affine = v.codec == lib.CODEC_QUANTIZE and v.variant == lib.CODEC_LEVELS_AFFINE
     return f"{template}<{_AFFINE if affine else v.codec}>"
 
@@ -169,7 +169,7 @@ def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options
             log = nvrtc.getProgramLog(program).strip()
             version = ".".join(map(str, nvrtc.getVersion()))
             raise EngineError(f"NVRTC {version} cannot compile {file}.cu for {arch}: {log or e}") from e
-        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy drops the last byte as the terminator of a string
+        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy removes the last byte, as a string's terminator
         return Code(image, {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels})
     finally:
         nvrtc.destroyProgram(program)

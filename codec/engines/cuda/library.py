@@ -1,4 +1,4 @@
-"""Access to libcodec_cuda, which contains the kernels as machine code, so that NVRTC need not compile them."""
+"""Access to libcodec_cuda, which contains the kernels as machine code, so that NVRTC is not needed."""
 
 import ctypes
 import functools
@@ -10,11 +10,11 @@ from codec._c import PACKAGE
 from codec.engines.cuda import sources
 from codec.errors import EngineError
 
-_NO_KERNELS = 72  # CODEC_CUDA_NO_KERNELS
+_NO_KERNELS = 72  # the status CODEC_CUDA_NO_KERNELS of codec_cuda.h
 
 
 class Code(NamedTuple):
-    """Machine code, and the mangled names of its kernels."""
+    """Machine code of kernels, and the mangled names of the kernels."""
 
     image: bytes
     names: dict[str, str]

@@ -16,7 +16,7 @@ from codec.tensors.view import is_torch
 class Pending:
     """Frame that a GPU encodes in stream order: see :func:`codec.encode_async`.
 
-    The object owns the device memory that the kernels use, so keep it until they are done.
+    This object owns the device memory that the kernels use, so keep it alive until they have finished.
     """
 
     def __init__(self, work: Work, r: EncodeRequest) -> None:
@@ -43,7 +43,7 @@ class Pending:
     def counts(self) -> Any:
         """Counts of the exponents' symbols in the sample, as 256 int32 on the device.
 
-        They are valid for :class:`codec.Truncate`, and for floats with :class:`codec.Lossless`. Pass them to
+        The counts are valid for :class:`codec.Truncate`, and for floats with :class:`codec.Lossless`. Pass them to
         :meth:`codec.Codebook.from_counts` to build a codebook for later steps.
         """
         return _view_as(self._results[WRITTEN_NBYTES : WRITTEN_NBYTES + COUNTS_NBYTES], "int32")
@@ -66,7 +66,7 @@ class Pending:
 
 
 def _check(r: EncodeRequest) -> None:
-    """Raise the error for arguments that encode_async cannot use because the host would have to wait or to compute."""
+    """Raise an error for arguments with which the host would have to wait for the GPU or to compute."""
     for name, v in r.views:
         if v.device == "cpu":
             raise EngineError(f"{name} is in host memory: encode_async takes memory on the device only, encode() both")

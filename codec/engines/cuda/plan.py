@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     other_grid: int  # number of thread blocks of each other kernel
     scratch: Need  # scratch memory of the encoding kernel
     choice_nbytes: int  # size of the codec_choice, zeroed memory that begins with symbol counts
-    zeros_nbytes: int  # size of the codec_choice and the offsets of blocks behind it
+    zeros_nbytes: int  # size of the codec_choice and of the block offsets that follow it
     # kernels to launch before ``close_frame``, with their numbers of thread blocks: without a residual, and with one
     steps: tuple[list[tuple[str, int]], list[tuple[str, int]]]
 
@@ -43,7 +43,7 @@ class Plan:
     nparts : int
         Number of parts of the scale model.
     head_at, nbytes : int
-        Offset of the header in an upload of the plan, and the upload's size, in bytes.
+        Offset of the frame's header in an upload of the plan, and the upload's size, in bytes.
     made_nbytes : int
         Size in bytes of the arrays that kernels fill.
     """
@@ -107,7 +107,7 @@ class Plan:
         return found
 
     def _scratch(self, device: Device) -> Need:
-        """Return the encoding kernel's need of scratch memory."""
+        """Return the scratch memory that the encoding kernel needs."""
         if self._family == "topk":  # a unit is a buffer for one coded block
             return Need(self._region)
         v, size = self.view, device.constant(self.kernel, *self._room)
@@ -178,7 +178,7 @@ def _new_call(r: EncodeRequest) -> Call:
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
-    """Return the codec family, its encoding kernel, and (name, length) of the constant with scratch sizes in bytes."""
+    """Return the codec family, its encoding kernel, and name and length of the constant with scratch sizes in bytes."""
     if v.codec == lib.CODEC_LOSSLESS:
         is_fast = v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
         return "lossless", f"encode_lossless{'_fast' * is_fast}<{size}>", ("encode_lossless_nbytes", 1)

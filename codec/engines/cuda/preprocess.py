@@ -1,4 +1,4 @@
-"""Preprocessing before encoding or decoding, by one launch of ``frame/preprocess.cu``: sums with residuals, levels."""
+"""Preprocessing before encoding or decoding, in one launch of ``frame/preprocess.cu``: adds residuals, finds levels."""
 
 import struct
 from typing import Any
@@ -18,7 +18,7 @@ State = dict[str, tuple[int, TensorView]]
 
 
 class Preprocessing:
-    """Builder of a codec_preprocessing; methods add the computations that a frame needs.
+    """Builder of a codec_preprocessing, the struct of one launch; its methods add the computations that a frame needs.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Preprocessing:
 
     def _group(self, first: int, end: int, optimizer: Optimizer | Custom, state: State) -> bytes:
         """Return the codec_group of an optimizer for values [first, end)."""
-        if isinstance(optimizer, Custom):  # its function is compiled for the host, so A is computed there
+        if isinstance(optimizer, Custom):  # the user's function is compiled for the host, so A is computed on the host
             a = _values_of(optimizer, {name: self._work.fetch(v) for name, (_, v) in state.items()}, first, end)
             at = self._work.put(a.data.cast("B"))
             return _GROUP.pack(first, end, at, *[0] * 11)

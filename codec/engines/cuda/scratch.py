@@ -1,4 +1,4 @@
-"""Scratch memory of a call: a pool of units for the warps of all frames, whose size does not grow with the frames."""
+"""Scratch memory of a call: a pool of buffers (units) for the warps of all frames. Its size has a fixed limit."""
 
 import struct
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Need(NamedTuple):
     """Scratch memory that a frame needs."""
 
     nbytes: int  # bytes per unit; 0: the frame needs no scratch memory
-    units: int = 1  # number of units per warp with which all warps run at once
-    most: int = 1  # maximum number of units that a warp may take; then fewer warps run at once
+    units: int = 1  # units per warp that let all warps run at once
+    most: int = 1  # maximum units that a warp may take, if fewer warps run at once
 
 
 class Scratch:
@@ -39,7 +39,7 @@ class Scratch:
     nbytes : int
         Size of all units in bytes.
     taken_nbytes : int
-        Size in bytes of the bit mask of units in use. The caller uploads zeros for it.
+        Size in bytes of the bit mask of units in use. The caller uploads the mask as zeros.
     """
 
     def __init__(self, work: Work, users: Sequence[tuple[str, int, Need]]) -> None:
@@ -58,5 +58,5 @@ class Scratch:
         self.taken_nbytes = aligned(4 * -(-self._count // 32))
 
     def struct(self, taken: int, *, used: bool) -> bytes:
-        """Return the codec_units of a frame; `taken`: device address of the bit mask, `used`: the frame needs units."""
+        """Return the codec_units of a frame. `taken`: device address of the mask; `used`: False if it needs none."""
         return _UNITS.pack(taken, self._memory, self._each, self._count, 0) if used else _NO_UNITS

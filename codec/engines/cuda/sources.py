@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 
 _PACKAGE, _NATIVE = Path(__file__).parents[2], Path(__file__).parents[3] / "native"
-# Patterns of included files: kernels and their headers, headers shared with the C library, and public C headers.
+# Patterns of files that kernels can include: kernels and their headers, headers of the C library, public C headers.
 _INCLUDED = "*/*.cu*", "exact/*.h", "codec/codec.h", "codec/codec_engine.h"
 
 # -fmad=false: round products and sums separately, without fused multiply-add, so that results equal those of CPUs

@@ -1,4 +1,4 @@
-"""Upload of a C library's job to a device: its codec_view, and the arrays that kernels use."""
+"""Upload of a job of the C library to a device: its codec_view, and the arrays that kernels use."""
 
 import struct
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from codec._c.library import ffi
 VIEW_NBYTES = ffi.sizeof("codec_view")
 _ALIGNMENT = 16  # alignment of arrays in bytes
 DATA_AT = -(-VIEW_NBYTES // _ALIGNMENT) * _ALIGNMENT  # offset of the arrays in an upload
-_AT = struct.Struct("<Q")  # field `at` of a codec_array, its first
+_AT = struct.Struct("<Q")  # the first field of a codec_array, `at`
 
 
 class Image:
@@ -27,8 +27,9 @@ class Image:
     Attributes
     ----------
     upload : bytes
-        The codec_view, and at :data:`DATA_AT` the arrays `given`. Offsets in the view count from :data:`DATA_AT`; those
-        of arrays `made` count from the beginning of their memory until :meth:`place_made`.
+        The codec_view, and at :data:`DATA_AT` the arrays `given`. Offsets in the view count from :data:`DATA_AT`.
+        Offsets of the arrays `made` count from the beginning of the memory of these arrays, until :meth:`place_made` is
+        called.
     made_nbytes : int
         Size in bytes of the arrays that kernels fill.
     """
@@ -40,7 +41,7 @@ class Image:
             at, array.at, size = array.at, len(data), array.count * array.itemsize
             data += memory[at : at + size].ljust(aligned(size), b"\0")
         self.made_nbytes = 0
-        self._made: list[tuple[int, int]] = []  # offsets of the fields `at` in the view, and their values
+        self._made: list[tuple[int, int]] = []  # by array: offset of its field `at` in the view, and value
         for name in made:
             array = getattr(placed, name)
             array.at = self.made_nbytes

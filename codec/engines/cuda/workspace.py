@@ -27,8 +27,8 @@ class Work:
     stream : int
         Stream of the call.
     like : array or tensor, optional
-        Argument of the call. Its library, torch or CuPy, allocates the memory in the order of its current stream, which
-        is the stream of the call.
+        Argument of the call. Its library, torch or CuPy, allocates the memory with its stream-ordered allocator, on the
+        stream of the call.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class Work:
         return self.device.allocate(max(nbytes, 1), self._like)
 
     def launched(self) -> None:
-        """Release temporary memory after the last launch; a stream-ordered allocator reuses it after the kernels."""
+        """Release temporary memory after the last launch; kernels may still run, as the allocator is stream-ordered."""
         self._brief.clear()
 
     def keep(self, owner: object, *, brief: bool = False) -> None:
@@ -117,7 +117,7 @@ class Work:
         return _on_host(v, self.device.download(v.address, v.nbytes))
 
     def fetch_all(self, views: Sequence[TensorView]) -> list[TensorView]:
-        """Return several small tensors in host memory; those on the device are downloaded by one copy."""
+        """Return several small tensors in host memory. One copy downloads all tensors that are on the device."""
         there = [v for v in views if v.device != "cpu"]
         if len(there) < 2:
             return [self.fetch(v) for v in views]
@@ -151,7 +151,7 @@ class Work:
         return address
 
     def write(self, v: TensorView, *, read: bool = False, apart: bool = False) -> int:
-        """Return the address to which kernels write a tensor; if it is a temporary, :meth:`finish` copies it back.
+        """Return the address to which kernels write a tensor: its own, or a buffer that :meth:`finish` copies to it.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class Work:
         return not any(self.device.download(found, 4))
 
     def finish(self) -> None:
-        """Copy values that kernels have written to temporaries to their tensors."""
+        """Copy values that kernels have written to temporary buffers to the tensors."""
         for v, address in self._written:
             self.deliver(v, address, v.nbytes)
 
@@ -218,8 +218,8 @@ def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbyt
 
     A launch receives the address of its first struct, and `more`.
 
-    In a launch, every struct gets as many thread blocks as the largest one needs. To limit idle thread blocks, structs
-    whose grids differ much are launched separately; if `grids` descends, few launches are needed.
+    In a launch, every struct receives as many thread blocks as the struct with the largest grid. To limit idle thread
+    blocks, structs whose grids differ much are launched separately; if `grids` descends, few launches are needed.
     """
     if len(grids) == 1:
         device.launch(kernel, (grids[0], 1), pointer(at), *more)

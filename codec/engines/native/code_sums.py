@@ -1,4 +1,4 @@
-"""The native engine's integer sums of the codes of Ternary frames."""
+"""Integer sums of the codes of Ternary frames, by the native engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ _ADVICE = ": encode with Ternary(scale=...), equal in all frames"
 def sum_codes(r: DecodeRequest, make: ReduceInto | None = None) -> tuple[Any, float]:
     """Return the sums of the codes of Ternary frames, in a new tensor of the type of `like`, and their scale.
 
-    `make` is another engine's function that adds the codes; None: use the C library. The `item` of an error is the
-    index of the frame.
+    `make` is another engine's function that adds the codes; None: use the C library. The attribute `item` of an error
+    is the index of the frame.
     """
     read = [(_at(i, read_whole, frame), frame) for i, frame in enumerate(r.frames)]
     first = read[0][0]
@@ -49,7 +49,7 @@ def sum_codes(r: DecodeRequest, make: ReduceInto | None = None) -> tuple[Any, fl
 
 
 def _at(i: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Return function(*args). If it raises a CodecError, add `i`, the index of the frame, to it."""
+    """Return function(*args). If it raises a CodecError, add `i`, the index of the frame, to the error."""
     try:
         return function(*args)
     except CodecError as e:

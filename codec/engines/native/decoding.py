@@ -1,4 +1,4 @@
-"""The native engine's decoder, for one thread or several."""
+"""Decoder of the native engine, for one thread or several."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +21,11 @@ _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 _NULL, _VERIFY_FIRST, _NONTEMPORAL = ffi.NULL, lib.CODEC_VERIFY_FIRST, lib.CODEC_NONTEMPORAL
 _CHECK_ONLY = lib.CODEC_CHECK_ONLY
 _DELTA, _CODEC_AT = lib.CODEC_DELTA, 5  # codec number of Delta, and offset of the codec number in a frame
-_MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # bytes of a frame that are read before the tensor is allocated
+_MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # maximum size of a header in bytes
 
 # If a tensor has more than _BOMB times its frame's size, plus _SMALL bytes, the frame is validated before the tensor is
-# written. For such a frame, validation costs little; without it, a damaged frame could fill memory before it is
-# rejected.
+# written. Validating such a small frame takes little time. Without validation, a damaged frame could fill memory before
+# it is rejected.
 _BOMB, _SMALL = 4, 1 << 20
 
 
@@ -78,19 +78,19 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
 
 
 def is_bounded(info: Any, r: DecodeRequest) -> bool:
-    """Return True if the result needs no size limit: it is as large as the base, and the request sets no limit."""
+    """Return True if no size limit applies: the result is as large as the base, and the request sets no limit."""
     return info.spec.codec == _DELTA and r.base is not None and r.max_nbytes is None
 
 
 def base_of(r: DecodeRequest, dtype: str) -> TensorView | None:
-    """Return the view of the request's base if the frame is one of Delta; None otherwise, or without a base."""
+    """Return the view of the request's base; None without a base, or if the frame is not encoded by Delta."""
     if r.base is None or r.frames[0].device != "cpu" or ffi.cast("uint8_t *", r.frames[0].data)[_CODEC_AT] != _DELTA:
         return None
     return on_host("base=", view_base(r.base, dtype), ME)
 
 
 def check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise an error if the base is missing, or has another dtype or shape; FrameError if the frame is damaged, too."""
+    """Raise an error if the base is missing or has another dtype or shape; report a damaged frame before that."""
     base = None if r.base is None else view_base(r.base, dtype)
     if base is not None and base[:2] == (dtype, shape):
         return
@@ -105,12 +105,12 @@ def check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int
 
 
 def is_bomb(info: Any) -> bool:
-    """Return True if the tensor is so much larger than its frame that the frame must be validated first."""
+    """Return True if a tensor is so much larger than its frame that the frame must be validated before decoding."""
     return info.tensor_nbytes > _BOMB * info.frame_nbytes + _SMALL
 
 
 def refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) -> None:
-    """Raise the error of a frame that is truncated, has trailing bytes or exceeds the size limit."""
+    """Raise the error of a frame that is truncated, has trailing bytes, or declares a tensor above the size limit."""
     tensor_nbytes: int = call.info.tensor_nbytes
     call.context.max_nbytes = most = 0 if r.out is not None else r.limit()
     if most or r.out is not None:  # in the C library, 0 means no limit
@@ -120,7 +120,7 @@ def refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) ->
 
 
 def _level_source(info: Any, bound: BoundSpec, frame: TensorView) -> LevelSource:
-    """Return the source of levels in host memory; if the bound spec is wrong, report a damaged frame first."""
+    """Return the source of levels in host memory. If it does not fit, report a damaged frame first."""
     try:
         m = level_source(bound, info.n)
     except (ArgumentError, StateError):
@@ -134,7 +134,7 @@ def _level_source(info: Any, bound: BoundSpec, frame: TensorView) -> LevelSource
 def decode_prepared(
     call: Call, r: DecodeRequest, v: TensorView, levels: LevelSource | None, threads: int | None
 ) -> None:
-    """Decode a frame into `v`: validate, store or add its values, as the call's context says."""
+    """Decode a frame into `v`. The call's context decides if values are stored, added or only validated."""
     frame = r.frames[0]
     call.keep = call.keep, r, v
     if levels is not None:

@@ -1,4 +1,4 @@
-"""The native engine's encoder, for one thread or several."""
+"""Encoder of the native engine, for one thread or several."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Batches: small tensors and frames are distributed over threads; all threads share the blocks of each large one."""
+"""Batches: each small tensor or frame is processed by one thread, and each large one by all threads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from codec.optimizers.arguments import LevelSource
 from codec.tensors.overlap import check_all_apart
 from codec.tensors.view import TensorView
 
-Destination = tuple[TensorView, LevelSource | None, TensorView | None]  # view of the result; source of levels; base
+Destination = tuple[TensorView, LevelSource | None, TensorView | None]  # view of the result, source of levels, base
 
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
@@ -121,7 +121,7 @@ def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: i
             try:
                 do(call, i, each)
             except CodecError as e:
-                failed[i] = e  # stop: later items of this share have higher indices, so their errors are not needed
+                failed[i] = e  # stop: only the error of the lowest item is raised, and later items are higher
                 return
             call.keep = keep
         _call.give(call)

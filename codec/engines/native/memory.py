@@ -20,8 +20,8 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
 class NewBytes:
     """A bytes object that is written in place and then shrunk to the size of the frame, which avoids a copy.
 
-    A tuple owns the object from the beginning, so that an interrupt at any point leaks no memory; a ``__del__`` method
-    could be interrupted itself.
+    A tuple owns the bytes object from the beginning. So no memory leaks if a signal handler raises an exception at any
+    point, as it could even in a ``__del__`` method.
     """
 
     _new = ctypes.pythonapi.PyBytes_FromStringAndSize

@@ -1,4 +1,4 @@
-"""The native engine's sum, mean and maximum of frames."""
+"""Sum, mean and maximum of frames, by the native engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
     shape = tuple(first.shape[0 : first.rank])
     for info, _ in read:
         if tuple(info.shape[0 : info.rank]) != shape:
-            for frame in r.frames:  # report a damaged frame rather than its wrong shape
+            for frame in r.frames:  # a damaged header can have a wrong shape: report the damage first
                 check_frame(frame)
             raise ArgumentError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
     r.check_limit(4 * first.n)

@@ -10,7 +10,7 @@ from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64, U8, U64
 
 WORD = 64  # bits that a writer buffers before it stores them
-LONGEST = 24  # number of zeros that mark an escape in a Rice code
+LONGEST = 24  # number of leading zeros that mark an escape in a Rice code
 
 
 class Bits(NamedTuple):
@@ -19,8 +19,8 @@ class Bits(NamedTuple):
     Attributes
     ----------
     at : array of 2 int64
-        Number of bits read or written; and an offset in bytes: where the stream begins (reader), or where the next word
-        is stored (writer).
+        Number of bits read or written, and a byte offset: the beginning of the stream (reader), or the position of the
+        next word (writer).
     word : array of 1 uint64
         Writer: bits that are not yet stored in the array.
     """
@@ -61,7 +61,7 @@ def put_bits(bits, out, x, n):
 
 @jit
 def put_rice(bits, out, x, k, full):
-    """Append the Rice code, with parameter ``k``, of ``x``; an escaped ``x`` takes ``full`` bits."""
+    """Append the Rice code of ``x`` with parameter ``k``. An escaped ``x`` is stored in ``full`` bits."""
     q = x >> U64(k)
     if q >= U64(LONGEST):
         put_bits(bits, out, U64(0), LONGEST)
@@ -124,7 +124,7 @@ def get_bits(bits, frame, end, n):
 
 @jit
 def get_rice(bits, frame, end, k, full):
-    """Read a Rice code; return the number, and True if it is valid: it has at most ``full`` bits."""
+    """Read a Rice code; return the number, and True if the number has at most ``full`` bits, as a valid one has."""
     q = _zeros(bits, frame, end, LONGEST)
     if q == LONGEST:
         return get_bits(bits, frame, end, full), True
@@ -145,6 +145,6 @@ def get_gamma(bits, frame, end):
 
 @jit
 def ends(bits, frame, end):
-    """Return True if a stream has been read to its end: fewer than 64 bits are left, and all are 0."""
+    """Return True if a stream has been read to its end: fewer than 64 bits are left, and all of these are 0."""
     left = end - bits.at[0]
     return 0 <= left < 64 and get_bits(bits, frame, end, left) == 0

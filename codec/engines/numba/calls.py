@@ -1,4 +1,4 @@
-"""The Numba engine's calls: the C library opens and closes jobs, and this engine's loops process the blocks."""
+"""Calls of the Numba engine: the C library opens and closes jobs, and this engine's loops process the blocks."""
 
 from typing import Any
 
@@ -44,8 +44,8 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
 def _encode_new(call: Call, s: Any, r: EncodeRequest, room: int, threads: int) -> bytes | memoryview:
     """Encode into new memory, and return the frame.
 
-    If the encoded blocks exceed `room` bytes, encoding is repeated with two and four times as much memory. Such a frame
-    is stored uncompressed in the end.
+    If the encoded blocks exceed `room` bytes, encoding is repeated with two, then four times as much memory. The result
+    is then a stored (uncompressed) frame.
     """
     for times in (1, 2, 4):
         new = NewBytes(times * room)
@@ -57,7 +57,7 @@ def _encode_new(call: Call, s: Any, r: EncodeRequest, room: int, threads: int) -
 
 
 def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads: int) -> bytes | memoryview:
-    """Encode into temporary memory, because `out` may hold the frame but not the intermediate blocks.
+    """Encode into temporary memory, because `out` may be large enough for the frame but not for intermediate blocks.
 
     `out` and the residual are written only after the frame is complete.
     """
@@ -80,7 +80,7 @@ def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads
 def decode_prepared(
     call: Call, r: DecodeRequest, v: TensorView, levels: LevelSource | None, threads: int | None
 ) -> None:
-    """Decode a frame into `v`: validate, store or add its values, as the call's context says."""
+    """Decode a frame into `v`. The call's context decides if values are stored, added or only validated."""
     frame = r.frames[0]
     info = read_header(frame)
     if not info.nblocks:
@@ -127,11 +127,11 @@ def sum_codes_into(call: Call, read: list[tuple[Any, TensorView]], op: int, thre
 
 
 def _reduce_one_by_one(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
-    """Reduce frames that have no blocks, or different ones, by decoding one frame after the other into the result."""
+    """Reduce frames with no or different blocks: decode one frame after the other into the result."""
     context, flags = call.context, call.context.flags
     if flags & lib.CODEC_VERIFY_FIRST:
         context.flags = lib.CODEC_CHECK_ONLY
-        context.into = lib.CODEC_INTO_FLOAT32  # the result is float32, also if frames have another dtype
+        context.into = lib.CODEC_INTO_FLOAT32  # the result is float32 even if frames have another dtype
         for info, frame in read:
             _decode_one(call, info, frame, threads)
         context.flags = lib.CODEC_NO_CHECKSUM

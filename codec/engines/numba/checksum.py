@@ -13,7 +13,7 @@ LOWER = U64(0xFFFFFFFF)
 
 
 def _keys() -> np.ndarray:
-    """Return the key words h(i + 1) | 1 of a chunk's 32-bit words."""
+    """Return the key h(i + 1) | 1 for each 32-bit word i of a chunk."""
     with np.errstate(over="ignore"):
         x = np.arange(1, 2 * PAIRS + 1, dtype=U32)
         x = (x ^ x >> U32(16)) * U32(0x85EBCA6B)
@@ -48,7 +48,7 @@ def digest(data, seed):
 
 @jit
 def digest_from(data, seed, first):
-    """Return what ``data``, which begins with chunk ``first`` of a sequence, adds to the sequence's 64-bit digest."""
+    """Return the summand of ``data`` in the 64-bit digest of a sequence whose chunk ``first`` begins at ``data``."""
     total = U64(0)
     whole = len(data) // 8
     pairs = data[: 8 * whole].view(U64)

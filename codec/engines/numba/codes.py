@@ -57,7 +57,7 @@ def float4_codes(x, scale, random, half, code):
 
 @jit
 def level_codes(odd, levels, x, up, by, half, code):
-    """Convert values to level indices, rounded with random bits; ``by`` is 0 in rows of zeros."""
+    """Convert values to level indices, rounded with random bits. The factor ``by`` is 0 in rows of zeros."""
     n, top = F32(levels), U8(levels)
     u = x.view(U32)
     if odd:
@@ -74,7 +74,7 @@ def level_codes(odd, levels, x, up, by, half, code):
 
 @jit
 def affine_codes(bits, x, up, by, middle, half, code):
-    """Convert values to indices of levels around ``middle``; ``by`` is 0 in rows whose values are all equal."""
+    """Convert values to indices of levels around ``middle``. The factor ``by`` is 0 in rows whose values are equal."""
     n = F32((1 << bits) - 1)
     half_n = F32(n * F32(0.5))
     for i in range(len(x)):
@@ -85,7 +85,7 @@ def affine_codes(bits, x, up, by, middle, half, code):
 
 @jit
 def _ternary_part(a, up, by):
-    """Return 2^32 |x| / scale in two halves: the upper 16 bits as an integer, the lower 16 bits as float32."""
+    """Return 2^32 |x| / scale in two halves: the upper 16 bits as an integer, and the rest as float32."""
     q = over(float_of(a), up, by)
     q = q if q < F32(65536) else F32(65536)
     high = min(I32(q), I32(65535))
@@ -94,7 +94,7 @@ def _ternary_part(a, up, by):
 
 @jit
 def ternary_codes(x, scale, half, code):
-    """Convert values to codes: 0 for zero, 1 for scale, 2 for -scale, TIE if 16 random bits do not decide."""
+    """Convert values to codes: 0 for zero, 1 for scale, 2 for -scale, and TIE where 16 random bits do not decide."""
     up, by = over_of(scale, F32(65536))
     u, top = x.view(U32), bits_of(scale)
     for i in range(len(u)):
@@ -121,7 +121,7 @@ def resolve_ties(keys, first, x, scale, code):
 
 @jit
 def largest_code(job):
-    """Return the largest code that this codec writes."""
+    """Return the largest code that the codec of a job writes."""
     if job.codec == TERNARY:
         return 2
     if job.codec == QUANTIZE:

@@ -54,8 +54,8 @@ def decode_blocks(job, work, frame, checks, base, first, count, sink, checksum, 
     """Decode blocks [first, first + count) to the sink, or only validate them. The sink may be the base.
 
     With ``checks``, the blocks' checksums are compared and added to ``checksum[0]``, and digests of the values are
-    stored in the job. A block is written only after all of it has been read. If changes are invalid, ``fault[3]`` is
-    set to the index of their block.
+    stored in the job. A block is written only after it has been read completely, so base and sink may be the same
+    memory. If the changes of a block are invalid, ``fault[3]`` is set to the block's index.
     """
     kind, c = work.kind, work.c
     for b in range(first, first + count):

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Decoding of a Delta region (docs/spec/format.md, section 10.3). Invalid bytes give an error, or some values."""
+"""Decoding of a Delta region (docs/spec/format.md, section 10.3). Invalid bytes give an error or arbitrary values."""
 
 from codec.engines.numba.bitstream import begin, ends, get_bits, get_gamma, get_rice
 from codec.engines.numba.delta_values import (
@@ -90,7 +90,7 @@ def _get_steps(kind, work, m, scale, room, frame, end):
 
 @jit
 def _get_patches(kind, work, m, k, steps, changes, frame, end):
-    """Read patches, or with ``steps`` steps of a dtype without exponents; return the number of changes, or -1."""
+    """Read patches (if ``steps``: steps of a dtype without exponents). Return the number of changes; -1 if invalid."""
     i = 0
     for _ in range(changes):
         gap, valid = get_rice(work.bits, frame, end, k, GAP_BITS)

@@ -30,7 +30,7 @@ from codec.engines.numba.jit import jit
 from codec.engines.numba.region import store32
 from codec.engines.numba.words import I64, U8, U64
 
-SAMPLE, TOTAL = 31, U64(1 << 40)  # every 31st value is sampled; steps above 2^40 count as 2^40
+SAMPLE, TOTAL = 31, U64(1 << 40)  # every 31st value is sampled; a step above 2^40 counts as 2^40
 
 
 @jit
@@ -60,7 +60,7 @@ def _cost(kind, bins, low, high, scale):
 
 @jit
 def _best_scale(kind, bins, low, high, first, last, step):
-    """Return the scale of least cost among ``first``, ``first + step``, ... ``last``; of equal ones the smallest."""
+    """Return the smallest of the scales ``first``, ``first + step``, ... ``last`` that have the least cost."""
     best, least = first, ~U64(0)
     for scale in range(first, last + 1, step):
         cost = _cost(kind, bins, low, high, scale)
@@ -101,7 +101,7 @@ def _gap_k(m, count):
 
 @jit
 def _patch_nbits(kind, work, count, k, steps):
-    """Return the size in bits of patches, or with ``steps`` of the steps of a dtype without exponents."""
+    """Return the size in bits of patches, or, if ``steps`` is set, of the steps of a dtype without exponents."""
     total, after = 0, 0
     for c in range(count):
         i = work.at[c]
@@ -116,7 +116,7 @@ def _patch_nbits(kind, work, count, k, steps):
 
 @jit
 def _put_patches(kind, work, count, k, steps, out):
-    """Write patches, or with ``steps`` the steps of a dtype without exponents."""
+    """Write patches, or, if ``steps`` is set, the steps of a dtype without exponents."""
     after = 0
     for c in range(count):
         i = work.at[c]

@@ -26,7 +26,7 @@ _MBITS = MANTISSA_BITS | {
 
 
 class Kind(NamedTuple):
-    """Constants of the dtype (format, 10.2)."""
+    """Constants of a dtype (format.md, section 10.2)."""
 
     w: int  # number of bits of a value
     mask: Any  # uint64 with the lower w bits set
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     at: Any  # indices of changed values in the block
     exponent: Any
     member: Any  # class of each value
-    bins: Any  # by exponent: number of sampled values, number of codes, sum of steps
+    bins: Any  # by exponent: numbers of sampled values and of codes, and sum of steps
     bits: Bits
     c: Any
 
@@ -57,7 +57,7 @@ def work_of(job):
     last = (1 << 8 * size - 1 - mbits) - 1 if mbits else 0
     return Work(
         Kind(8 * size, U64((1 << 8 * size) - 1), mbits, last),
-        np.empty(m * size + 128, U8),  # the last code may exceed the largest region
+        np.empty(m * size + 128, U8),  # 128 bytes more than the largest region, because the last code may exceed it
         np.empty(m, U64),
         np.empty(m, U64),
         np.empty(m * size, U8),
@@ -93,7 +93,7 @@ def store_bits(size, x, data):
 
 @jit
 def rank_of(kind, x):
-    """Convert the bits of a float to its rank, or a rank to the bits: the function is its own inverse."""
+    """Convert the bits of a float to its rank, or a rank to the bits. The function is its own inverse."""
     return x ^ ((kind.mask >> U64(1)) & (U64(0) - (x >> U64(kind.w - 1) & U64(1))))
 
 

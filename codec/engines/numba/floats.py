@@ -94,9 +94,9 @@ def larger(a, y):
 
 
 class Sink(NamedTuple):
-    """Destination of decoded values, and the operation that combines them with its contents."""
+    """Destination of decoded values, and the operation that combines them with the destination's contents."""
 
-    into: int  # STORE, ADD, MAXIMUM or NOWHERE; any other value: store float32, also if the frame has another dtype
+    into: int  # STORE, ADD, MAXIMUM or NOWHERE; any other value: store float32 even if the frame has another dtype
     weight: Any  # float32 factor of added values
     divide: Any  # float32 divisor of the result; 0: none
     unscaled: bool  # True: ternary values are 0, 1 and -1, without their scale

@@ -14,8 +14,8 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.types import ExternalFunction
 
-# Numba invalidates a cached kernel only if the kernel's own file changes. Kernels contain functions of other files, and
-# NUMBA_BOUNDSCHECK changes their code, so this key of the cache covers all files and the variable.
+# Numba invalidates a cached kernel only if the kernel's own file changes. But kernels also contain functions of other
+# files, and NUMBA_BOUNDSCHECK changes their code. So this cache key covers all files, and that variable.
 _SOURCES = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 _KEY = hashlib.sha256(_SOURCES).hexdigest(), os.environ.get("NUMBA_BOUNDSCHECK", "0")
 
@@ -28,7 +28,7 @@ class _Cache(FunctionCache):
 
 
 class _InlinedLibrary(JITCodeLibrary):
-    """Code of a function that only kernels call: it is optimized and compiled only as a part of each kernel."""
+    """Code of a function that only kernels call. It is optimized and compiled only as a part of each kernel."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -89,7 +89,7 @@ _cache_enabled = True
 
 @contextmanager
 def without_cache() -> Generator[None]:
-    """Neither read nor write the cache on disk for kernels that are defined in this context."""
+    """Context in which new kernels are neither read from the cache on disk nor written to it."""
     global _cache_enabled
     _cache_enabled = False
     try:

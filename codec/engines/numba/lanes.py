@@ -7,7 +7,7 @@ from codec.engines.numba.jit import jit, kernel
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 
-LANES, ROW = 32, 128  # number of lanes, and of symbols in a quad row: four per lane
+LANES, ROW = 32, 128  # number of lanes; number of symbols in a quad row, which has four per lane
 PAIR_BITS = 12  # index bits of the decoding table: nearly all pairs of codes fit, and the table fits the L1 cache
 UNPAIRED = U32(63)  # bit count of a table entry whose pair is longer than PAIR_BITS or contains an escape
 BITS, ESCAPED = U64(63), U32(64)  # masks in encoding entries: length of both codes in bits; flag for an escape
@@ -50,7 +50,8 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
             quad = U64(a >> U32(16)) << (U64(b) & BITS) | U64(b >> U32(16))
             x, k = bits[lane], have[lane]
             n = k + (U64(a) & BITS) + (U64(b) & BITS)
-            # without a branch, which would be mispredicted: always store the word, and move `end` only if it is full
+            # avoid a branch, which would be mispredicted: always store the word, and move `end` only if the word is
+            # full
             due = n >> U64(6)
             words[end - U64(1)] = U32(x)
             end -= due

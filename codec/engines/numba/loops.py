@@ -12,7 +12,7 @@ from codec.engines.numba.memory import NOTHING, Array, memory_of
 from codec.engines.numba.metric import fill_exponents
 from codec.engines.numba.view import Job, view_job
 
-_VALUES_PER_STEP = 1 << 18  # number of values for which exponents of A are computed at once
+_VALUES_PER_STEP = 1 << 18  # number of values for which exponents of A are computed per step
 
 
 def _family(job: Job) -> Any:
@@ -38,7 +38,7 @@ def _feedback(context: Any, n: int) -> Array:
 
 
 def codec_encode_scan(src: Any, context: Any, job: Any, first: int, count: int) -> int:
-    """Scan pieces [first, first + count) of the tensor; the C library computes scales from the sums."""
+    """Scan pieces [first, first + count) of the tensor: compute the sums from which the C library computes scales."""
     j = view_job(job)
     kernels, data, feedback = _family(j), memory_of(src.data, src.nbytes), _feedback(context, j.n)
     kernels.scan(j, kernels.work_of(j), data, feedback, first, count)
@@ -151,12 +151,12 @@ def _step(frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any
     """Decode a range of blocks to ``dst``; if ``dst`` is None, only validate the blocks."""
     d = _Decoding(frame, nbytes, context, job)
     status = d.run(blocks.first, blocks.count, _sink(d.job, context, dst))
-    # The cause may be a damaged frame, or a wrong state or base: the C library finds out which.
+    # The cause may be a damaged frame, or a wrong state or base. The C library decodes again to determine the cause.
     again = None
     if status == truncate.OTHER_STATE:
         again = blocks
     elif status == delta.BAD_REGION and d.kernels is delta and d.checks:
-        again = ffi.new("codec_range *", (int(d.fault[3]), 1))  # earlier blocks may be written in place
+        again = ffi.new("codec_range *", (int(d.fault[3]), 1))  # not earlier blocks: they may be overwritten
     if again is not None:
         return lib.codec_decode_check(frame, nbytes, context, job, again, work, work_nbytes) or status
     blocks.checksum = int(d.checksum[0])
@@ -170,7 +170,7 @@ def into(i: int, op: int) -> int:
     return lib.CODEC_INTO_MAX if op == lib.CODEC_REDUCE_MAX else lib.CODEC_INTO_ADD
 
 
-_BLOCKS_PER_STEP = 8  # blocks decoded of a frame before the next frame's: their part of the result stays in the cache
+_BLOCKS_PER_STEP = 8  # blocks decoded per frame and step; their part of the result stays in the cache
 
 
 def codec_reduce_blocks(

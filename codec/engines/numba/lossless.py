@@ -110,7 +110,7 @@ def _put_plane(job, i, memory, k, room, low, out, at):
 
 @jit
 def _put_fixed(job, frame, planes, first, m):
-    """Copy a block's fixed planes (stored uncompressed) to their sections, and return their digest.
+    """Copy a block's fixed planes (those stored uncompressed) to the planes' sections, and return the planes' digest.
 
     After the last block, the rest of each section is filled with zeros.
     """
@@ -177,7 +177,7 @@ class Work(NamedTuple):
     low: Any  # low nibbles, followed by high nibbles
     region: Any
     offset: Any
-    upper: Any  # upper 16 bits of values; `half` has 32 bits of each 8-byte value
+    upper: Any  # upper 16 bits of each value; `half` has 32 bits of each 8-byte value
     half: Any
     x: Any
     native: Any
@@ -250,7 +250,7 @@ def _read_head(job, head, at, mode, fault):
 
 @jit
 def _get_high(frame, low, c, fault):
-    """Read the high nibbles of a halved plane, and combine them with the low ones in ``low``."""
+    """Read the high nibbles of a halved plane, and combine them with the low nibbles in ``low``."""
     n = len(low)
     half = (n + 1) // 2
     if c[1] - c[0] < half:

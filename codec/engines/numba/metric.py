@@ -93,7 +93,7 @@ def _kernel_of(custom: Custom) -> Any:
 
 
 def fill_exponents(context: Any, n: int, first: int, ea: Array) -> None:
-    """Fill ``ea`` with exponents of A from value ``first`` on, as the context's list of codec_metric defines A.
+    """Fill ``ea`` with exponents of A from value ``first`` on. The context's list of codec_metric defines A.
 
     ``n`` is the number of values of the tensor.
     """

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Offsets of the scale model: computed for values (format.md, 5.2), and chosen for rows (encoder.md, 4.2)."""
+"""Scale model: compute the offset of each value (format.md, 5.2), and choose the offsets of rows (encoder.md, 4.2)."""
 
 import numpy as np
 
@@ -9,14 +9,14 @@ from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64, U8, U16
 
 ROWS, COLUMNS = 1, 2  # bits of a part's kind: its rows have offsets; its columns have offsets
-EAGER_ROWS = 1024  # for parts with at most this many rows, the C library chooses offsets when the job is opened
-FLOAT64_ZERO, ZERO = 16, 128  # first bit pattern that is lowered, for float64 and for other dtypes
+EAGER_ROWS = 1024  # the C library chooses the offsets of parts with at most this many rows when the job is opened
+FLOAT64_ZERO, ZERO = 16, 128  # lowest bit pattern from which offsets are subtracted, for float64 and for other dtypes
 TRUNCATE = lib.CODEC_TRUNCATE
 
 
 @jit
 def zero_of(job):
-    """Return the first bit pattern that offsets lower; patterns below it, such as 0, stay unchanged."""
+    """Return the lowest bit pattern from which offsets are subtracted; patterns below it, such as 0, stay unchanged."""
     if job.codec == TRUNCATE:
         return job.octave
     return FLOAT64_ZERO if job.octave == FLOAT64_ZERO else ZERO

@@ -6,7 +6,7 @@ import numpy as np
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import U8, U16, U32, U64, copy
 
-TRITS = (np.arange(256)[:, None] // 3 ** np.arange(4, -1, -1) % 3).astype(U8).reshape(-1)  # five trits of each byte
+TRITS = (np.arange(256)[:, None] // 3 ** np.arange(4, -1, -1) % 3).astype(U8).reshape(-1)  # by byte: its five trits
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Replacement of functions in kernels by the user's own: see docs/tutorials/new-kernel.md."""
+"""Replacement of functions in kernels by functions of the user; see docs/tutorials/new-kernel.md."""
 
 import importlib.util
 from collections.abc import Callable, Generator
@@ -23,8 +23,8 @@ def trying(module: ModuleType, **functions: Callable[..., Any]) -> Generator[Mod
     module : module
         ``lossless``, ``rows`` or ``truncate`` of ``codec.engines.numba``.
     **functions : callable
-        Python functions, by the names of the functions that they replace; they have the same arguments, and may call
-        other functions of this engine. Only calls in this module are replaced.
+        Python functions, by the names of the functions that they replace. A replacement has the same arguments as the
+        original, and may call other functions of this engine. Calls of the original in other modules are not affected.
 
     Yields
     ------

@@ -30,7 +30,7 @@ def fill_random(keys, first, n, half):
     Each counter yields bits for an aligned group of 8 values. Return the index in ``half`` of value ``first``'s bits.
     """
     words = half.view(U32)
-    # keys are local variables, and rounds are unrolled, because LLVM vectorizes only loops without an inner loop
+    # LLVM vectorizes only loops without an inner loop, so keys are local variables, and rounds are unrolled
     k0, k1, k2, k3, k4, k5, k6, k7, k8, k9 = (
         keys[0], keys[1], keys[2], keys[3], keys[4], keys[5], keys[6], keys[7], keys[8], keys[9],
     )  # fmt: skip

@@ -6,7 +6,7 @@ from codec.engines.numba.lanes import ROW
 from codec.engines.numba.region import BLOCK
 from codec.engines.numba.words import U8, U16, U32, U64, copy, turn, unturn
 
-SHIFT, SHIFT64 = 7, 4  # s of format.md, section 3: for float32, bfloat16 and float16; for float64
+SHIFT, SHIFT64 = 7, 4  # s of format.md, section 3, for 2- and 4-byte floats and for float64
 PLANE_ROOM = BLOCK + ROW  # size of a plane's buffer in bytes
 
 
@@ -28,7 +28,7 @@ def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
     """Split values of 4 bytes into planes. ``upper`` is a buffer of 16 bits for each value."""
     n = len(x)
     if is_float:
-        for i in range(n):  # a separate loop, so that vectors of the next one have 16-bit lanes, twice as many
+        for i in range(n):  # a separate loop: vectors of the next loop then have twice as many lanes, of 16 bits
             upper[i] = U16(x[i] >> U32(16))
         _split2(upper[:n], offset, is_float, p0, p1)
     else:
@@ -84,7 +84,7 @@ def _merge2(p0, p1, offset, is_float, x):
 def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
     """Merge planes to values of 4 bytes."""
     n = len(x)
-    _merge2(p0, p1, offset, is_float, upper[:n])  # a separate loop: vectors have 16-bit lanes, twice as many
+    _merge2(p0, p1, offset, is_float, upper[:n])  # a separate loop: its vectors have twice as many lanes, of 16 bits
     for i in range(n):
         x[i] = U32(U32(U32(upper[i]) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
 

@@ -21,7 +21,7 @@ OK, SHORT_OUTPUT, LIMIT = 0, int(Status.SHORT_OUTPUT), int(Status.LIMIT)
 BAD_DIRECTORY, BAD_REGION, CHECKSUM = int(Status.BAD_DIRECTORY), int(Status.BAD_REGION), int(Status.CHECKSUM)
 CONSTANT, RAW, CODED, ROWS = 0, 1, 2, 3  # modes of a plane
 BLOCK = 16384  # maximum number of values per block, for codecs without rows
-STATE = 22  # offset in bytes of the tails in a coded plane; a tail is a lane's bits that do not fill a word
+STATE = 22  # byte offset in a coded plane of the tails: the bits of each lane that do not fill a word
 
 
 class Room(NamedTuple):
@@ -302,7 +302,7 @@ def pass_literals(escaped, k, c, fault):
 
 @jit
 def get_literals(frame, escape, escaped, k, symbol, wide, c, fault):
-    """Replace escapes by literals, in ``symbol`` (one byte each) or, unless it is empty, in ``wide`` (two bytes)."""
+    """Replace escapes by literals, in ``wide`` (two bytes each) or, if ``wide`` is empty, in ``symbol`` (one byte)."""
     groups = symbol[: (k + ROW - 1) // ROW * ROW].view(U64)
     all_escapes = U64(escape) * ONES
     for r in range((k + ROW - 1) // ROW):
@@ -311,7 +311,7 @@ def get_literals(frame, escape, escaped, k, symbol, wide, c, fault):
             if not remaining:
                 break
             other = groups[e] ^ all_escapes
-            if not (other - ONES) & ~other & (ONES << U64(7)):  # no byte is 0: no escape in these 8 symbols
+            if not (other - ONES) & ~other & (ONES << U64(7)):  # no byte is 0, so none of these 8 symbols is an escape
                 continue
             for i in range(8 * e, min(k, 8 * e + 8)):
                 if symbol[i] != escape:

@@ -152,9 +152,9 @@ def scan(job, work, data, feedback, first, count):
 
 @jit
 def _refuse_given(job, work, data, feedback):
-    """Return the status for a tensor that has a value above the given scale.
+    """Return the status of a tensor that has a value above the scale given by the user.
 
-    It is NONFINITE if any value of the tensor is NaN or Inf, otherwise BAD_SCALE.
+    The status is NONFINITE if any value of the tensor is NaN or Inf, otherwise BAD_SCALE.
     """
     for at in range(0, job.n, RUN):
         some = work.y[: min(RUN, job.n - at)]
@@ -166,7 +166,7 @@ def _refuse_given(job, work, data, feedback):
 
 @jit
 def _encode_run(job, work, data, feedback, part, first, i, n, m, region, code):
-    """Quantize values [i, i + n) of a block to ``code``, and write the scales of rows that begin among them."""
+    """Quantize values [i, i + n) of a block to ``code``, and write the scales of the rows that begin in this range."""
     half, row, direct = work.half, I64(part.group_size), job.dtype == FLOAT32 and not len(feedback)
     x = data[4 * (first + i) : 4 * (first + i + n)].view(F32) if direct else work.x[:n]
     random = job.codec == TERNARY or job.options & STOCHASTIC != 0
@@ -308,7 +308,7 @@ def encode_blocks(job, work, data, feedback, residual, frame, limit, first, coun
 def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
     """Unpack codes [t, end) of a block to ``work.code``, and check that codes and padding bits are valid.
 
-    With ``checking``, codes that cannot be invalid are not unpacked.
+    If ``checking`` is set, codes are unpacked only if some of them can be invalid.
     """
     bits, n = code_bits(job), end - t
     if bits == 0:

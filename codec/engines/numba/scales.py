@@ -89,7 +89,7 @@ def _add_squares(x, lanes):
 
 @jit
 def _fold(lanes):
-    """Return the sum of the partial sums: the upper half is added to the lower half until one is left."""
+    """Return the sum of the partial sums: add the upper half to the lower half until one sum is left."""
     w = LANES // 2
     while w:
         for k in range(w):
@@ -100,7 +100,7 @@ def _fold(lanes):
 
 @jit
 def sum_leaf(job, work, data, feedback, first, n, total):
-    """Compute two sums over at most 4,096 values, as the codec needs them, into ``total[0]`` and ``total[1]``.
+    """Compute the two sums that the codec needs over at most 4,096 values, into ``total[0]`` and ``total[1]``.
 
     Return the number of negative values (only for Sign's two-mean variant, otherwise 0), and the bits of the largest
     magnitude.
@@ -185,7 +185,7 @@ def store_sign_scales(job, work, data, feedback, first, m, row, region):
 
 @jit
 def _scale_of_byte(job, stored, part):
-    """Return the divisor (Float4) or factor (Float8) of a row's values from its stored byte."""
+    """Return the divisor (Float4) or factor (Float8) of a row's values, given the row's stored scale byte."""
     if job.codec == FLOAT8:
         return float_of(U32(U32(254 - I64(stored)) << U32(23)))
     if job.variant == NVFP4:
@@ -206,7 +206,7 @@ def _mx_stored(job, up, most):
 
 @jit
 def _stored(job, most, part):
-    """Return a row's scale byte; with stochastic rounding or "rceil" it is rounded up, so that no value is clipped."""
+    """Return a row's scale byte. With stochastic rounding or "rceil", it is rounded up, so that no value is clipped."""
     up = job.options & (STOCHASTIC | RCEIL) != 0
     if job.codec == FLOAT8 or job.variant != NVFP4:
         return _mx_stored(job, up, most)
@@ -243,7 +243,7 @@ def _ordered(u):
 
 @jit
 def _extremes(x, least, most):
-    """Return the smallest and the largest of ``least``, ``most`` and all values, as integers from :func:`_ordered`."""
+    """Return the smallest and the largest of ``least``, ``most`` and values ``x``, as integers of :func:`_ordered`."""
     u = x.view(U32)
     for i in range(len(u)):
         a = _ordered(u[i])

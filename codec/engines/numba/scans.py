@@ -14,7 +14,7 @@ def is_constant(plane):
     if not n:
         return True
     words, all_equal = plane[: n // 8 * 8].view(U64), U64(plane[0]) * ONES
-    for at in range(0, len(words), 32):  # most planes differ within the first words: stop there
+    for at in range(0, len(words), 32):  # most planes are not constant in the first words, so stop early
         some = U64(0)
         for word in words[at : at + 32]:
             some |= word ^ all_equal
@@ -51,7 +51,7 @@ def first_above(p, most):
 def count_from(p, least):
     """Return the number of bytes that are at least ``least``."""
     n = 0
-    for at in range(0, len(p), 128):  # in pieces of 128, so that a uint8 can count them
+    for at in range(0, len(p), 128):  # in pieces of 128 bytes, so that a uint8 can count
         some = U8(0)
         for x in p[at : at + 128]:
             some += U8(x >= least)
@@ -73,7 +73,7 @@ def compact(e, least, p, kept):
 def expand(e, least, kept, p):
     """Copy the bytes of ``kept``, in order, to the bytes p[i] with e[i] >= ``least``; set other bytes of ``p`` to 0.
 
-    Return the number of bytes copied. The byte of ``kept`` after the last copied one is read, too.
+    Return the number of bytes copied. ``kept`` must have one byte more, which is read.
     """
     n = 0
     for i in range(len(p)):

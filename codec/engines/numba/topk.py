@@ -41,11 +41,11 @@ NONFINITE = int(Status.NONFINITE)
 STOCHASTIC = lib.CODEC_OPTION_STOCHASTIC
 GAP_BITS = 20
 DIGIT_BITS = 11  # bits of a key per histogram
-HALF = U16(0x8000)  # used instead of random bits for rounding to nearest
+HALF = U16(0x8000)  # replaces the random bits for rounding to nearest
 
 
 class Kind(NamedTuple):
-    """Parameters of the frame (format, section 11)."""
+    """Parameters of a frame (format.md, section 11)."""
 
     chunk: int  # number of values in a chunk
     kept: int  # number of values kept in a chunk of full size
@@ -124,9 +124,9 @@ def _threshold(x, kept, count):
 
 @jit
 def _select(x, kept, count, at):
-    """Store the positions of the ``kept`` largest magnitudes in ``at``, ascending; earlier values win ties.
+    """Store the positions of the ``kept`` largest magnitudes in ``at``, ascending. Of equal ones, the first are kept.
 
-    Return the smallest and the largest key among them.
+    Return the smallest and the largest key of the kept magnitudes.
     """
     u, most, n = x.view(U32), U32(0), 0
     least, ties = _threshold(x, kept, count)
@@ -153,7 +153,7 @@ def _load16(data, at):
 
 @jit
 def _put_scales(kind, x, at, kept, least, most, region, to):
-    """Write a chunk's scales to ``region[to]``: the mean kept magnitude (1 bit), or the least and the largest."""
+    """Write a chunk's scales to ``region[to]``: with 1 bit the mean kept magnitude, else the least and the largest."""
     if kind.bits > 1:
         _store16(region, to, to_bfloat16(least))
         _store16(region, to + 2, to_bfloat16(most))
@@ -319,7 +319,7 @@ def _get_codes(kind, work, n, kept, frame, end):
 
 @jit
 def _put_values(job, work, kept, sink, first, n):
-    """Store a chunk's values, or combine them with the destination. Addition without division skips dropped values."""
+    """Store a chunk's values, or combine them with the destination. Adding without dividing skips dropped values."""
     adds = sink.into == ADD and not sink.divide > F32(0)
     x, out = work.x[:n], sink.data[:0].view(F32)
     if adds:

@@ -1,7 +1,7 @@
 # pyright: basic
 """Truncate: exponents are entropy-coded, mantissas are cut to levels (format.md, section 9; encoder.md, 8).
 
-One file: encoding and decoding of a region are the same steps in both directions.
+One file: decoding of a region reverses the steps of encoding.
 """
 
 from typing import Any, NamedTuple
@@ -234,7 +234,7 @@ def encode_blocks(job, work, data, feedback, levels, exponents, from_, frame, li
         if status:
             break
         cut_patterns(kind, job.options & CUT == 0, drop, x, e)
-        if job.variant == SHARED:  # the receiver computes levels from the exponents after rounding
+        if job.variant == SHARED:  # the receiver knows only the exponents after rounding, and computes levels from them
             drops(job, kind, e, ea, given, drop)
         if len(job.parts):
             fill_offsets(job, start, work.offset[:m])
@@ -251,7 +251,7 @@ def encode_blocks(job, work, data, feedback, levels, exponents, from_, frame, li
 
 @jit
 def _get_symbols(frame, job, work, mode, m, c, fault):
-    """Decode lowered exponents to ``work.e``, and coded levels to ``work.level``."""
+    """Decode exponents, lowered by offsets, to ``work.e``, and coded levels to ``work.level``."""
     kind, joint, symbol = work.kind, job.variant == CODED_LEVELS, work.symbol
     escaped, escape = work.coder.escaped, job.tables[0, 512]
     at = c[0]

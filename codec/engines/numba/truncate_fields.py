@@ -12,17 +12,17 @@ from codec.errors import Status
 
 BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 FIXED, BITS = lib.CODEC_LEVEL_CODING_FIXED, lib.CODEC_OPTION_BITS
-UNLIMITED = 1000  # number of bits to drop that exceeds any mantissa; negative: drop none
+UNLIMITED = 1000  # as a number of bits: drop the whole mantissa; negated: drop no bit
 
 
 class Kind(NamedTuple):
-    """Constants of the dtype (format, 9.1)."""
+    """Constants of a dtype (format.md, section 9.1)."""
 
     mbits: int  # number of mantissa bits
     sign: int  # position of the sign bit
     bias: int  # exponent bias
     last: int  # exponent of Inf and NaN
-    base: int  # exponents above this one have joint symbols
+    base: int  # exponents above this one have joint symbols of exponent and level
     drops: Any  # number of mantissa bits that each level drops
     pieces: Any  # number of bits of each piece of a field, from the top
 
@@ -116,7 +116,7 @@ def fields_of(kind, x, f):
 
 @jit
 def patterns_of(kind, f, e):
-    """Combine fields ``f``, in place, with exponents to bit patterns; exponent 0 gives +0."""
+    """Combine fields ``f`` and exponents to bit patterns, stored in ``f``; exponent 0 gives +0."""
     mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
     for i in range(len(f)):
         x = U32(U32(f[i] & mask) | U32(U32(e[i]) << mbits) | U32(U32(f[i] >> mbits) << sign))

@@ -61,16 +61,16 @@ class Job(NamedTuple):
     plane_stride: int
     regions: int
     seed: Any  # uint32
-    stream: Any  # always uint64, so that kernels are compiled for one type only
+    stream: Any  # always uint64, so that kernels are compiled for a single type
     scale: Any  # float32
     clip: Any
     size: int  # size of a value in bytes
-    octave: int  # number of bit patterns in an octave; 0: not a float, or a dtype without scale model
+    octave: int  # bit patterns (upper 16 bits) from x to 2x; 0: dtype without scale model
     tables: Array  # uint8, 514 items for each plane
     parts: Array  # parts of the scale model
     offsets: Array  # int8 offsets of rows and columns
     row_parts: Array
-    row_sums: Array  # sums of leaves; Delta, by block: digests, numbers of changes; TopK, by block: largest magnitudes
+    row_sums: Array  # by leaf: sums; Delta, by block: digests, numbers of changes; TopK, by block: largest magnitude
 
 
 def view_job(job: Any) -> Job:

@@ -74,7 +74,7 @@ def from_float16(h):
     a, sign = U32(h) & U32(0x7FFF), U32(U32(U32(h) & U32(0x8000)) << U32(16))
     wide = U32(U32(a) << U32(13))
     normal = U32(wide + U32(112 << 23))
-    # subnormal: use its bits as a fraction above 2^-14, and subtract 2^-14
+    # subnormal: put its bits into the mantissa of 2^-14, and subtract 2^-14
     small = bits_of(F32(float_of(U32(wide + U32(113 << 23))) - F32(2.0**-14)))
     special = U32(wide | INF) | (U32(1 << 22) if a > U32(0x7C00) else U32(0))
     u = small if a < U32(0x400) else normal if a < U32(0x7C00) else special
@@ -95,7 +95,7 @@ def to_float16(u):
     """Round float32 bits to the nearest float16, ties to even, clipped to the largest number; NaN becomes quiet."""
     a = U32(u & ABS)
     normal = U32(U32(U32(a + U32(0xFFF) + (U32(a >> U32(13)) & U32(1))) >> U32(13)) - U32(112 << 10))
-    # float16 below 2^-14 are multiples of 2^-24. Adding 1/2 in float32 rounds to such a multiple.
+    # float16 values below 2^-14 are multiples of 2^-24. Adding 1/2 in float32 rounds to such a multiple.
     small = U32(bits_of(F32(float_of(a) + F32(0.5))) - U32(0x3F000000))
     finite = min(small if a < U32(113 << 23) else normal, U32(0x7BFF))
     return U16(U16(U32(u >> U32(16)) & U32(0x8000)) | U16(U32(0x7E00) if a > INF else finite))
@@ -153,7 +153,7 @@ def small_stochastic(y, mbits, bias, h):
 @jit
 def small_value(code, mbits, bias):
     """Return the value of a small float's code without sign, as float32."""
-    # a subnormal code decoded as if normal gives a number x that is too large; its value is 2 x - (smallest normal)
+    # if a subnormal code is decoded as a normal one, the result x is too large: the value is 2 x - (smallest normal)
     normal = float_of(U32(U32(U32(code) << U32(23 - mbits)) + U32((127 - bias) << 23)))
     small = F32(F32(normal + normal) - float_of(U32((128 - bias) << 23)))
     return small if small < normal else normal
@@ -169,7 +169,7 @@ def place(x, h):
 
 @jit
 def over_of(scale, n):
-    """Return two factors whose product is n / scale; with tiny scales, the first one keeps the second finite."""
+    """Return two factors whose product is n / scale. If the scale is tiny, a first factor of 2^64 avoids overflow."""
     up = F32(2.0**64) if scale < F32(2.0**-60) else F32(1)
     return up, F32(F32(n) / F32(scale * up))
 

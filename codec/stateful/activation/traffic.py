@@ -7,7 +7,7 @@ from codec.errors import StateError
 from codec.stateful.activation.change import ActivationStats
 from codec.stateful.activation.message import Head, Kind
 
-_MAX_RETIRED = 1 << 12  # maximum number of a peer's old sessions that are stored, so that late messages of them are refused
+_MAX_RETIRED = 1 << 12  # maximum number of a peer's old sessions that are stored, to refuse their late messages
 
 
 class Traffic:
