@@ -50,7 +50,7 @@ def all_reduce_in_steps(matrix: torch.Tensor, spec: codec.Float8, op: str) -> No
     total = codec.reduce(terms, like=matrix, op=op)
     frame = codec.encode(total.to(matrix.dtype), spec)
 
-    # 4. All-gather: each rank gets the quantized sums of all slices.
+    # 4. All-gather: each rank receives the quantized sums of all slices.
     sums = codec.torch.exchange([frame] * size)
 
     # 5. Dequantize. The rank that encoded a sum decodes its own frame, too, so that all ranks have the same bits.
@@ -59,7 +59,7 @@ def all_reduce_in_steps(matrix: torch.Tensor, spec: codec.Float8, op: str) -> No
 
 
 def all_reduce_in_one_call(matrix: torch.Tensor, spec: codec.Float8, op: str) -> None:
-    """Reduce a matrix in place. Encoding, sending and decoding overlap, and an error on one rank changes no tensor."""
+    """Reduce a matrix in place. Encoding, sending and decoding overlap; an error on a rank changes no tensor."""
     codec.torch.all_reduce(matrix, spec, op=op, options=codec.options(algorithm="two_shot"))
 
 

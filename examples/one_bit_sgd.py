@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 4 examples/one_bit_sgd.py
     torchrun --nproc-per-node 4 examples/one_bit_sgd.py --lr 0.1
 
-Each process sends the signs of its gradients plus the residual of earlier steps, and two scales a row: the means of the
-positive and of the negative values [1]_. The program trains the same network in float32 for comparison. Then it checks
-that error feedback only delays errors: the sum of the gradients that the optimizer has seen is the sum of all gradients
-minus the last residuals. The hook's default policy sends biases, the small last layer and the first step lossless.
-Large learning rates amplify the delay: with --lr 0.1, 1-bit SGD ends far above the loss of float32.
+Each process adds the residuals of earlier steps to its gradients, and sends the signs of the sums and two scales per
+row: the means of the positive and of the negative values [1]_. The program trains the same network in float32 for
+comparison. Then it checks that error feedback only delays errors: the sum of the gradients that the optimizer has seen
+is the sum of all gradients minus the last residuals. The hook's default policy sends biases, the small last layer and
+the first step lossless. Large learning rates amplify the delay: with --lr 0.1, 1-bit SGD ends far above the loss of
+float32.
 
 .. [1] F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
    Speech DNNs", Interspeech 2014.
@@ -61,7 +62,7 @@ class Sums:
 
 
 def residuals(hook: codec.torch.Hook, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Return the part of the mean gradient that error feedback holds back; all ranks call this.
+    """Return the part of the mean gradient that error feedback has not sent yet. All ranks must call this.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def residuals(hook: codec.torch.Hook, sizes: Mapping[str, int]) -> dict[str, tor
 
 
 def imbalance(hook: codec.torch.Hook, sums: Sums) -> tuple[float, float]:
-    """Compare sums of gradients over all steps; all ranks call this.
+    """Compare sums of gradients over all steps. All ranks must call this.
 
     Parameters
     ----------
@@ -100,7 +101,8 @@ def imbalance(hook: codec.torch.Hook, sums: Sums) -> tuple[float, float]:
     Returns
     -------
     difference : float
-        Norm of (gradients - gradients seen - residuals), divided by the norm of the gradients.
+        Norm of (computed gradients - gradients seen by the optimizer - residuals), divided by the norm of the computed
+        gradients.
     held : float
         Norm of the residuals, divided by the norm of the gradients.
     """

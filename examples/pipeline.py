@@ -71,7 +71,7 @@ def rows(paths: list[Path], count: int) -> torch.Tensor:
 
 
 def batches(count: int, epochs: int) -> Iterator[torch.Tensor]:
-    """Yield the sample ids of each batch, equal on all ranks. Each epoch has another order."""
+    """Yield the sample ids of each batch, equal on all ranks. The order of samples differs between epochs."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(epochs):
         yield from torch.randperm(count, generator=generator).split(BATCH)

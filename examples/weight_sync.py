@@ -27,7 +27,7 @@ def new_model() -> torch.nn.Module:
 
 
 def send(link: socket.socket, data: memoryview) -> None:
-    """Send the number of bytes, then the bytes, throttled to RATE."""
+    """Send the size of `data`, then `data`, throttled to RATE."""
     link.sendall(len(data).to_bytes(8, "little"))
     for at in range(0, len(data), 1 << 14):
         part = data[at : at + (1 << 14)]

@@ -26,11 +26,11 @@ from reference import decoder as oracle  # noqa: E402
 _MADE = ("lossless", "rows", "scale_model", "topk", "truncate")
 SOURCES = ("grammar.c", "maker.c", *(f"make_{name}.c" for name in _MADE), "frames.c")
 
-LIMIT = 51  # CODEC_LIMIT
+LIMIT = 51  # number of the status CODEC_LIMIT
 
 
 class One(ctypes.Structure):
-    """Mirror of struct frames_one in frames.c: a frame, the inputs to decode it, and the library's result."""
+    """The C struct frames_one of frames.c: a frame, the inputs to decode it, and the library's result."""
 
     _fields_ = [
         *((name, ctypes.POINTER(ctypes.c_uint8)) for name in ("frame", "ea", "values")),
@@ -80,7 +80,7 @@ def compare(lib: Any, seed: int, most: int) -> tuple[One, str]:
     one = One()
     lib.frames_make(seed, most, one)
     if one.ea and values_declared(one) != one.n:
-        return one, ""  # the frame declares another size than the state has
+        return one, ""  # the frame declares another number of values than the optimizer state has
     if one.status == LIMIT:
         return one, ""  # too large for the library's limits
     why, values = verdict(one)

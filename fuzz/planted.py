@@ -200,7 +200,7 @@ def main() -> int:
     for part in ("native", "fuzz"):
         shutil.copytree(ROOT / part, copy / part)
     (copy / "codec").mkdir()
-    shutil.copy(ROOT / "codec/__init__.py", copy / "codec")  # has the version, which CMake reads
+    shutil.copy(ROOT / "codec/__init__.py", copy / "codec")  # CMake reads the version from this file
     build = copy / "build"
     options = ("-DCMAKE_C_COMPILER=clang", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DCODEC_FUZZ=ON")
     if run("cmake", "-G", "Ninja", "-S", copy / "native", "-B", build, *options).returncode:

@@ -177,7 +177,7 @@ def main() -> None:
     print("\n| lossless pages | bits a value | error | encode | decode |\n|---|---|---|---|---|")
     for tokens in (16, 64, 256):
         row(f"{tokens} tokens", ours(cut(kv, tokens)[0]), kv, tokens, q)
-    joint = [page.unflatten(0, (-1, 5)).movedim(1, 3) for page in cut(kv, 16)]  # 5 times the channels, as in larger models
+    joint = [page.unflatten(0, (-1, 5)).movedim(1, 3) for page in cut(kv, 16)]  # more channels, as in larger models
     data = ours(joint[0]).encode(joint)
     print(f"| 16 tokens, shared codebooks | {with_codebooks(cut(kv, 16)) * 8 / kv.numel():.2f} | none | | |")
     print(f"| 16 tokens, 5 layers in a frame | {sum(map(len, data)) * 8 / kv.numel():.2f} | none | | |")

@@ -106,7 +106,7 @@ def hooks(plain: allreduce.Gradients) -> list[allreduce.Contender]:
 
 
 class Bucket(allreduce.FlatBucket):
-    """Bucket for hooks that also lists its parameters, as PowerSGD and others need."""
+    """Bucket for hooks that also lists its parameters, which the baseline Sparse needs."""
 
     def __init__(self, flat: Any, shapes: allreduce.Shapes, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__(flat, shapes)

@@ -130,7 +130,7 @@ class PowerSGD(Baseline):
 
 
 class Sparse(Baseline):
-    """Top-k or Random-k with error feedback: sends each rank's largest values, or the same random indices everywhere."""
+    """Top-k or Random-k with error feedback: sends each rank's largest values, or values at common random indices."""
 
     def __init__(self, random: bool) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
 
 
 def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], into: int, **given: Any) -> Any:
-    """Launch the decoding of frames whose headers are on the host, and return the owner of its memory."""
+    """Return a function that launches the decoding of frames whose headers are on the host."""
     work = Work(devices.device_for([("the frame", view_bytes(frames[0]))]), 0)
     asked = [(work, r, r.frames[0]) for r in (DecodeRequest((view_bytes(frame),), **given) for frame in frames)]
     opened = open_frames(asked)

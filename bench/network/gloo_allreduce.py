@@ -46,7 +46,7 @@ PROGRAM = HERE.parents[1] / "build" / "native" / "gloo_allreduce"
 LINKS = ("100mbit", "500mbit", "1gbit", "10gbit")
 STOCK = "Gloo float32"
 ALGORITHMS = ("two_shot", "all_gather", "ring", "raw", "blocks", "auto")
-HOPS = 3.0  # bound on a ring's error, which encodes sums at each hop, relative to one encoding
+HOPS = 3.0  # maximum error of a ring, which encodes sums at each hop, as a multiple of the error of one encoding
 
 
 def hexed(struct: Any) -> str:
@@ -61,7 +61,7 @@ class Plan:
         n = round(args.mib * (1 << 18))
         self.lines = [f"n {n}", f"repeat {args.repeat}", f"seconds {args.seconds}", f"pause {args.pause}"]
         self.limits: dict[str, float] = {}
-        self.about: dict[str, tuple[str, str]] = {}  # name and algorithm of each row
+        self.about: dict[str, tuple[str, str]] = {}  # by label: name and algorithm of the row
         kinds = [[allreduce.gradients(k, n, r, ranks) for r in range(ranks)] for k in args.kinds if k]
         exact = [allreduce.exact_mean(of_ranks) for of_ranks in kinds]
         self.sources = [of_ranks[0].source for of_ranks in kinds]
@@ -75,7 +75,7 @@ class Plan:
             spec = allreduce.SPECS[name]
             stateful = isinstance(spec, codec.Truncate)
             if stateful and len(kinds) == 1 and not kinds[0][0].how:
-                continue  # no capture has the optimizer's state
+                continue  # Truncate needs the optimizer's state, which no capture has
             which = len(kinds) - 1 if stateful else 0
             _, least = allreduce.two_shot(spec, kinds[which], exact[which])
             for algorithm in args.algorithms:
@@ -86,7 +86,7 @@ class Plan:
                 self.add_row(name, algorithm, row, hops * least + allreduce.ROUNDING)
         self.add_row(
             STOCK, "ring", f"data0 stock_ring {blank}", allreduce.ROUNDING
-        )  # detects changes of the machine's speed
+        )  # measured again at the end, to detect changes of the machine's speed
         self.path = folder / "plan"
         self.path.write_text("\n".join(self.lines) + "\n")
 
@@ -130,7 +130,7 @@ def table_of(plan: Plan, said: list[list[dict[str, Any]]], link: str, rates: lis
             wrong.append(f"{where}: replicas differ")
         if not first["error"] <= plan.limits[first["name"]]:  # also True for NaN
             wrong.append(f"{where}: error {first['error']:.3g} is above {plan.limits[first['name']]:.3g}")
-        # ranks share a clock: from the first start to the last end
+        # from the first rank's start to the last rank's end, since all ranks share a clock
         spans = zip(*(e["times"] for e in events), strict=True)
         seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
         row = rows.setdefault((name, algorithm), {"name": name, "algorithm": algorithm, "seconds": []})

@@ -130,7 +130,7 @@ def largest(*values: float) -> list[float]:
 
 
 def measured(method: str, plan: Cell, buckets: int) -> Cell:
-    """Train, and return a row of the table."""
+    """Train with one method and number of buckets, and return the row of the table."""
     training = Training(method, plan, buckets)
     for _ in range(training.warmup):
         start = time.perf_counter()
@@ -138,7 +138,7 @@ def measured(method: str, plan: Cell, buckets: int) -> Cell:
         took = time.perf_counter() - start
     (took,) = largest(took)
     count = max(FEWEST, min(plan["steps"], int(plan["seconds"] / took)))
-    training.step()  # untimed, because ranks leave the exchange above at different times
+    training.step()  # an untimed step, because ranks leave the exchange above at different times
     times, sent, cpu = [time.perf_counter()], netns.sent_nbytes(), time.process_time()
     for _ in range(count):
         training.step()
@@ -187,7 +187,7 @@ def worker(plan: Cell) -> None:
 
 
 def models(rows: Sequence[Cell]) -> None:
-    """Add to each row the modelled time, the round trips, and the speed relative to float32."""
+    """Add the modelled time, the round trips, and the speed relative to float32 to each row."""
     cells = {(row["rate"], row["rtt"], row["wanted_buckets"], row["method"]): row for row in rows}
     nearest = min(row["rtt"] for row in rows)
     for (rate, rtt, buckets, method), row in cells.items():
@@ -285,7 +285,7 @@ def main() -> None:
                     run = {"environment": threads, "timeout": 3600, "on_line": tick, "bind": not args.unbound}
                     found = network.run(command, **run)[0]
                 rows += [{"rate": rate, "rtt": rtt, **row} for row in found]
-                if args.json:  # so that an interruption loses no complete link
+                if args.json:  # written after each link, so that an interruption loses no complete link
                     models(rows)
                     with open(args.json, "w") as f:
                         json.dump(rows, f, indent=1)

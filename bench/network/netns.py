@@ -43,7 +43,7 @@ PORT = 29500
 PROBE_PORT, ECHO_PORT = 29400, 29401
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 LINKS = ("100mbit", "500mbit", "1gbit", "10gbit", "none")
-SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # PATH may lack the folders of `ip`
+SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # PATH may lack the folders of the programs ip and tc
 SERIAL = itertools.count()
 # minimum, default and maximum bytes of TCP's windows on long links: two round trips of 200 ms at 1 Gbit/s
 WINDOWS = ("net.ipv4.tcp_rmem=4096 131072 67108864", "net.ipv4.tcp_wmem=4096 16384 67108864")
@@ -64,7 +64,7 @@ def bits(rate: str) -> float | None:
 
 
 def shown(rate: str) -> str:
-    """Return a rate such as "100mbit" in the usual notation."""
+    """Return a rate such as "100mbit" as text for people, "100 Mbit"."""
     return "unthrottled" if rate == "none" else re.sub(r"([kmg])bit", lambda m: f" {m[1].upper()}bit", rate)
 
 
@@ -93,8 +93,9 @@ def require() -> None:
 def bucket_nbytes(rate: float) -> int:
     """Return the size in bytes of a link's token bucket.
 
-    A sender may exceed the rate by this size after a pause, so the bucket should be small: one millisecond of the rate.
-    With a smaller bucket, a timer that fires late loses tokens, and the link is slower than its rate.
+    After a pause, a sender may send this many bytes faster than the rate, so the bucket should be small: one
+    millisecond of the rate. With a smaller bucket, a timer that fires late loses tokens, and the link is slower than
+    its rate.
     """
     return max(20_000, int(rate / 8 / 1000))
 
@@ -126,7 +127,7 @@ def sweep() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process runs; a killed one may be listed until its parent has waited for it."""
+    """Return True if a process runs, unlike a killed process that its parent has not waited for yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -252,7 +253,7 @@ class Network:
                 shape(self.rate, "-n", self.hub, device=f"port{rank}")
 
     def join_by_bridge(self) -> None:
-        """Give each rank a device that is a port of the hub's bridge."""
+        """Give each rank a network device that is a port of the hub's bridge."""
         tool("ip", "-n", self.hub, "link", "add", "bridge", "type", "bridge")
         tool("ip", "-n", self.hub, "link", "set", "bridge", "up")
         for rank, name in enumerate(self.names):
@@ -262,7 +263,7 @@ class Network:
             tool("ip", "-n", self.hub, "link", "set", port, "master", "bridge", "up")
 
     def join_by_delay(self) -> None:
-        """Give each rank a device whose packets arrive after half of the round-trip time."""
+        """Give each rank a TUN device whose packets arrive after half of the round-trip time."""
         tuns: list[int] = []
         try:
             for name in self.names:
@@ -358,13 +359,13 @@ class Network:
 
 
 class Rank:
-    """Process in a namespace, and its output."""
+    """Process of a rank in its namespace, with the process's output."""
 
     def __init__(self, rank: int, command: list[str], env: dict[str, str]) -> None:
         self.rank, self.found = rank, []
         self.partial = b""
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        # own session: Ctrl-C reaches only the parent, which then ends all processes of the rank
+        # a separate session: Ctrl-C reaches only the parent, which then ends all processes of the rank
         self.process = subprocess.Popen(
             command,
             env=env,
@@ -384,7 +385,7 @@ class Rank:
         for raw in lines:
             line = raw.decode(errors="replace")
             if line.startswith("{"):
-                with contextlib.suppress(ValueError):  # the line may only look like JSON
+                with contextlib.suppress(ValueError):  # a line that begins with "{" need not be JSON
                     self.found.append(json.loads(line))
             on_line(self.rank, line)
         return bool(data)
@@ -415,7 +416,7 @@ def follow(ranks: list[Rank], deadline: float, on_line: Callable[[int, str], Non
                 if not key.data.read(on_line):
                     selector.unregister(key.fileobj)
             if any(r.process.poll() for r in ranks):
-                # report all failed ranks: a rank that fails because its peer is gone may be seen first
+                # wait to report all failed ranks: a rank that failed only because its peer failed may be seen first
                 time.sleep(0.5)
                 failed = [r for r in ranks if r.process.poll()]
                 said = "\n".join(f"rank {r.rank}, exit status {r.process.returncode}:\n{r.said()}" for r in failed)
@@ -473,7 +474,7 @@ def tcp_round_trip(rank: int, trips: int = 5) -> float:
 
 
 def connect(address: tuple[str, int], patience: float = 20) -> socket.socket:
-    """Connect to a rank, retrying for `patience` seconds if it does not listen yet."""
+    """Connect to a rank; retry for `patience` seconds while the rank does not listen yet."""
     end = time.monotonic() + patience
     while True:
         try:

@@ -81,7 +81,7 @@ def worker(plan: dict[str, Any]) -> None:
     for name in plan["codecs"]:
         with codec.torch.ParameterClient(servers) as client:
             client.init(mine)
-            mean = client.average(0, mine, spec_of(name))  # untimed: registers the key of the scales
+            mean = client.average(0, mine, spec_of(name))  # untimed: registers the key of the scales on the servers
             before, times = client.stats(), list[tuple[float, float]]()
             for step in range(1, plan["steps"] + 1):
                 dist.barrier(together)

@@ -11,7 +11,7 @@ import netns
 
 Row = dict[str, Any]
 
-ALONE = "none/0"  # stands for the link in cells that do not depend on one: computing and losses
+ALONE = "none/0"  # link of cells that depend on no link: the computing time and the losses
 LABELS = {"none": "without codec", "fp16 hook": "torch's fp16 hook"}
 MARKED = re.compile(r"(<!-- presets: (\w+)(?: (\w+))? -->\n).*?(<!-- end presets -->)", re.DOTALL)
 
@@ -27,13 +27,13 @@ def link_of(text: str) -> tuple[str, float]:
 
 
 def shown(link: str) -> str:
-    """Return a link in the usual notation."""
+    """Return a link as text for people, such as "100 Mbit/s, 20 ms"."""
     rate, rtt = link_of(link)
     return netns.shown(rate).replace("bit", "bit/s") + (f", {rtt:g} ms" if rtt else "")
 
 
 def milliseconds(row: Row | None, plain: Row | None) -> str:
-    """Return as text the time of a step, and the speedup over a step without a hook."""
+    """Return text with the time of a step, and the speedup over a step without a hook."""
     if row is None:
         return ""
     faster = f" ({plain['step_ms'] / row['step_ms']:.1f}x)" if plain is not None and row is not plain else ""
@@ -41,7 +41,7 @@ def milliseconds(row: Row | None, plain: Row | None) -> str:
 
 
 def share(rows: Sequence[Row], method: str) -> str:
-    """Return as text the bytes that a method sends, in percent of those sent without a hook."""
+    """Return text with the bytes that a method sends, in percent of the bytes sent without a hook."""
     known = {"none": 1.0, "fp16 hook": 0.5}.get(method)
     return f"{100 * known:.0f}%" if known else f"{100 * statistics.mean(row['share'] for row in rows):.1f}%"
 
@@ -101,8 +101,9 @@ def tables(rows: Sequence[Row]) -> str:
 def write(rows: Sequence[Row], page: Path) -> None:
     """Replace the tables between pairs of comments in a page.
 
-    ``<!-- presets: small float32 -->`` begins the table of a model and a dtype, ``<!-- presets: small -->`` the one of
-    all dtypes; ``<!-- end presets -->`` ends a table. A table for which there are no rows is left unchanged.
+    ``<!-- presets: small float32 -->`` begins the table of a model and a dtype, ``<!-- presets: small -->`` the table
+    of a model and all dtypes; ``<!-- end presets -->`` ends a table. A table for which there are no rows is left
+    unchanged.
     """
 
     def new(match: re.Match[str]) -> str:

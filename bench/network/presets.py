@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 
 class Model(NamedTuple):
-    """A transformer, and what a training of it takes on one core."""
+    """Size of a transformer, and estimated times of its training on one core."""
 
     width: int
     layers: int
@@ -53,11 +53,11 @@ class Model(NamedTuple):
 
 MODELS = {"small": Model(128, 4, 8, 0.06, 0.5), "large": Model(512, 10, 2, 0.6, 3.0)}
 DTYPES = {"float32": 4, "bfloat16": 2}
-# bytes that a method sends for a value of 4 and of 2 bytes, for estimates
+# by method: estimated bytes sent per float32 value, and per bfloat16 value
 SENT = {"compute": (0, 0), "none": (4, 2), "fp16 hook": (2, 2), "lossless": (3.2, 1.4), "near": (1.6, 0.6)}
 SENT |= {"balanced": (1.06, 1.06), "small": (0.6, 0.6), "smallest": (0.2, 0.2)}
 SHORT = ("20mbit/0", "100mbit/0", "1gbit/0", "10gbit/0")
-LINKS = {  # a round trip is a small part of the minute that the large model's gradients take at 20 Mbit/s
+LINKS = {  # 20mbit/100 is left out for "large", whose gradients take a minute: a round trip makes no difference
     "small": (*SHORT, "20mbit/100", "100mbit/100", "1gbit/100"),
     "large": (*SHORT, "100mbit/100", "1gbit/100"),
 }
@@ -67,7 +67,7 @@ CONTEXT = 64
 
 
 class Cell(NamedTuple):
-    """A measurement: of a step on a link, or alone of a loss or of computing."""
+    """Measurement to make: the time of a step on a link, the loss, or the time of computing without communication."""
 
     model: str
     dtype: str
@@ -78,14 +78,14 @@ class Cell(NamedTuple):
         """Return the estimated seconds of a step."""
         model, (rate, rtt) = MODELS[self.model], link_of(self.link)
         nbytes = 12 * model.width**2 * model.layers * SENT[self.method][DTYPES[self.dtype] == 2]
-        return model.step + 1.15 * 8 * nbytes / (netns.bits(rate) or 1e10) + rtt / 1000  # 15%: headers, TCP
+        return model.step + 1.15 * 8 * nbytes / (netns.bits(rate) or 1e10) + rtt / 1000  # 15% for headers and TCP
 
     def is_loss(self) -> bool:
-        """Return True for the loss of a training."""
+        """Return True if this cell measures the loss of a training run."""
         return self.link == ALONE and self.method != "compute"
 
     def steps(self, args: argparse.Namespace) -> int:
-        """Return the number of timed steps, or of the steps of a training whose loss is measured."""
+        """Return the number of timed steps, or of training steps before the loss is measured."""
         if self.is_loss():
             return args.loss_steps[self.model]
         return max(1 if self.step() > 6 else 2, min(args.steps, round(args.seconds / self.step())))
@@ -133,7 +133,7 @@ class Training:
         return F.cross_entropy(logits, windows[:, 1:].flatten())
 
     def train(self, steps: int) -> list[float]:
-        """Take steps on random windows of the text, and return the times between their ends in seconds."""
+        """Run training steps on random windows of the text; return the seconds between the ends of steps."""
         import torch
 
         ends = [time.perf_counter()]
@@ -154,14 +154,14 @@ class Training:
             return statistics.mean(float(self.loss_of(some)) for some in held_out.long().split(32))
 
     def measure(self, rate: str, steps: int) -> Row:
-        """Return the time of a step at a rate of the link, and the share of bytes that the hook sends."""
+        """Return the time of a step at this rate of the link, and the fraction of bytes that the hook sends."""
         import torch
         import torch.distributed as dist
 
-        dist.barrier()  # no rank sends while rates differ
+        dist.barrier()  # so that no rank sends while the rates of ranks differ
         netns.shape(rate)
         dist.barrier()
-        self.train(1)  # ranks leave the barrier at different times, and TCP adapts to the rate
+        self.train(1)  # an untimed step: ranks leave the barrier at different times, and TCP adapts to the rate
         before = self.sent_nbytes()
         step = torch.tensor(statistics.median(self.train(steps)), dtype=torch.float64)
         dist.all_reduce(step, op=dist.ReduceOp.MAX)
@@ -198,7 +198,7 @@ def worker(plan: Row) -> None:
         training = Training(method, plan["model"], plan["dtype"], kept)
         training.train(WARMUP)
         for link, steps in links.items():
-            if link == ALONE and method != "compute":  # the last one: steps is the number of the whole training
+            if link == ALONE and method != "compute":  # the last cell: `steps` counts all steps of the training
                 netns.shape("none")
                 training.train(steps - training.taken)
                 row = {"loss": training.evaluate(windows), "steps": steps}
@@ -221,14 +221,14 @@ class Results:
     Parameters
     ----------
     path : str, optional
-        JSON file, which may exist; None: keep the rows in memory.
+        JSON file of earlier results, if it exists, and of new results. None: store rows in memory only.
     settings : dict
-        What the rows depend on, in types of JSON.
+        Settings on which the rows depend, as JSON types.
 
     Raises
     ------
     SystemExit
-        The file has rows of other settings, or is no file of this script.
+        The file has rows measured with other settings, or was not written by this script.
     """
 
     def __init__(self, path: str | None, settings: Row) -> None:
@@ -261,11 +261,11 @@ class Results:
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """Return all measurements; those of a method's loss come after its links without a round-trip time."""
+    """Return all cells; a method's loss comes after its links without a round-trip time, whose steps it continues."""
     cells: list[Cell] = []
     for model, dtype, method in itertools.product(args.models, args.dtypes, args.methods):
         if method == "fp16 hook" and DTYPES[dtype] == 2:
-            continue  # it sends as many bytes as no hook
+            continue  # the fp16 hook sends as many bytes for bfloat16 as no hook
         links = [] if method == "compute" else list(args.links or (QUICK if args.quick else LINKS[model]))
         some = [Cell(model, dtype, method, link) for link in links]
         taken = WARMUP + sum(1 + cell.steps(args) for cell in some if not link_of(cell.link)[1])
@@ -278,7 +278,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 
 def runs_of(cells: list[Cell]) -> dict[tuple[str, str, float], list[Cell]]:
-    """Return the cells by model, dtype and round-trip time: each of these is a network."""
+    """Return the cells grouped by model, dtype and round-trip time. Each group is measured on a network of its own."""
     runs: dict[tuple[str, str, float], list[Cell]] = {}
     for cell in cells:
         runs.setdefault((cell.model, cell.dtype, link_of(cell.link)[1]), []).append(cell)
@@ -286,7 +286,7 @@ def runs_of(cells: list[Cell]) -> dict[tuple[str, str, float], list[Cell]]:
 
 
 def estimate(cells: list[Cell], args: argparse.Namespace) -> float:
-    """Return the seconds that cells take on idle cores."""
+    """Return the estimated seconds that measuring the cells takes on idle cores."""
     starts = {(cell.model, cell.dtype, cell.method, link_of(cell.link)[1]) for cell in cells}
     seconds = sum(MODELS[model].start + WARMUP * MODELS[model].step for model, *_ in starts)
     return seconds + 8 * len(runs_of(cells)) + sum(cell.seconds(args) for cell in cells)

@@ -56,7 +56,7 @@ def rank_of(rank: int, ranks: int, path: str, name: str, steps: int, results: An
 
 
 def run(name: str, ranks: int, steps: int, limit: float) -> float:
-    """Run training once; return the number of buckets per step."""
+    """Run training once on new processes; return the number of buckets per step."""
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ CODECS = ("Lossless", "Truncate", "Float8", "Quantize 4", "Sign")
 
 
 def spec_of(name: str) -> Any:
-    """Return the spec for a name, and True if the name asks for error feedback."""
+    """Return the spec for a name, and True if the name selects error feedback."""
     import codec
 
     return {
@@ -46,7 +46,7 @@ def spec_of(name: str) -> Any:
 
 
 def most(seconds: float) -> float:
-    """Return the seconds of the slowest rank."""
+    """Return the maximum of `seconds` over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +100,7 @@ class Training:
 
 
 def codec_seconds(training: Training, name: str, world: int) -> float:
-    """Return the seconds to encode all gradients, sum a slice of all ranks, encode it, and decode all slices."""
+    """Return the seconds to encode all gradients, add all ranks' frames of a slice, encode the sum, and decode all."""
     import torch
     import torch.distributed as dist
 

@@ -48,7 +48,7 @@ def measured(path: Path, rank: int, world: int) -> list[str]:
             continue
         every = [torch.from_numpy(turned(x, shapes, r)).view(DTYPES[dtype]) for r in range(world)]
         mean = sum(t.double() for t in every) / world
-        both = 2 * (world - 1) / world * x.size / 8  # bytes at one bit per value
+        both = 2 * (world - 1) / world * x.size / 8  # bytes that a rank sends in both phases at one bit per value
         for clip in CLIPS:
             for packing in get_args(Packing):
                 for algorithm in ALGORITHMS:

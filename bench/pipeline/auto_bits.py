@@ -48,7 +48,7 @@ class Training:
             forward, backward = parse_bits(setting)
             how = {"forward": codec.Quantize(forward, rounding="nearest"), "backward": codec.Quantize(backward)}
         self.batch, self.batches, self.count = plan["batch"], plan["batches"], 0
-        self.warmup = self.batches  # steps in which all samples are sent for the first time
+        self.warmup = self.batches  # number of first steps, in which each sample is sent for the first time
         generator = torch.Generator().manual_seed(0)
         shape = self.batch * self.batches, plan["length"], plan["width"]
         self.x, self.y = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -89,7 +89,7 @@ class Training:
         return self.stage.stats().choices
 
     def size(self, nbytes: float) -> float:
-        """Return the megabytes that all stages send in a step, from this stage's bytes."""
+        """Add up the bytes that each stage sends in a step, and return the sum in megabytes."""
         import torch
         import torch.distributed as dist
 

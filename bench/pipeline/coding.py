@@ -11,7 +11,7 @@ from tasks import Sizes
 
 REPEAT = 15
 PAPER = (1, 1024, 1600)  # shape of a micro-batch in the paper's experiments
-CHANGE = 0.05  # |a - m| / |a| of the generated activations
+CHANGE = 0.05  # relative change |a - m| / |a| of the generated activations
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -22,7 +22,7 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def shapes_of(sizes: Sizes) -> list[tuple[int, int, int]]:
-    """Return two shapes of a micro-batch: the one in training, and the one in the paper."""
+    """Return two shapes of a micro-batch: the shape in this benchmark's training, and the shape in the paper."""
     return [(sizes.batch // sizes.micro_batches, sizes.context, sizes.width), PAPER]
 
 
@@ -47,7 +47,7 @@ def measure(setting: Setting, shape: tuple[int, int, int], rate: float) -> dict[
         theirs, _ = seconds_of(receiver.commit)
         backward, gradient = seconds_of(lambda: receiver.encode_gradient(change))
         back, _ = seconds_of(lambda: sender.decode_gradient(gradient, out=out))
-        if i:  # skip the first message, as of the first epoch
+        if i:  # skip the first message, in which samples are sent raw as in the first epoch
             for name, value in (
                 ("encode", spent + commit),
                 ("decode", decode + theirs),
@@ -85,5 +85,5 @@ def store_row(setting: Setting, sizes: Sizes) -> dict[str, Any]:
 
 
 def is_coded(setting: Setting) -> bool:
-    """Return True if a setting has a coder."""
+    """Return True if a setting compresses messages."""
     return setting.system not in (FP32, FP32_TCP)

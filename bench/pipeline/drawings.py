@@ -13,7 +13,7 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def style(setting: dict[str, Any], bits: Sequence[str]) -> dict[str, Any]:
-    """Return a setting's colour, by system, and dashes, by bits."""
+    """Return the colour of a setting's system, and the dashes of its bits."""
     dashes = DASHES[bits.index(setting["bits"]) % len(DASHES)] if setting["bits"] in bits else "-"
     return {"color": COLORS[setting["system"]], "ls": dashes, "lw": 1.3}
 
@@ -122,7 +122,7 @@ FILES = {"losses": "loss", "outcomes": "time", "times": "throughput", "mesh": "m
 
 
 def draw(found: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw all available results, and return the paths of the files."""
+    """Draw all results that were measured, and return the paths of the files."""
     written: list[Path] = []
     for name, function in DRAW.items():
         if found.get(name):

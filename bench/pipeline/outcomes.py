@@ -10,7 +10,7 @@ TOLERANCE = 0.005  # the target is FP32's loss of the last epoch times (1 + TOLE
 
 
 def trailing(losses: Sequence[float], length: int) -> list[float]:
-    """Return, for each step, the mean of the last `length` losses, or of fewer in the first steps."""
+    """Return, for each step, the mean of the last `length` losses, or of all losses so far if these are fewer."""
     return [sum(losses[max(0, i + 1 - length) : i + 1]) / min(length, i + 1) for i in range(len(losses))]
 
 

@@ -20,7 +20,7 @@ from tasks import LANGUAGE, Sizes, pretrained
 
 CODING_RATE = "100mbit"
 REPLICAS = 2
-SAFE = 2  # a message should fill this many token buckets
+SAFE = 2  # minimum size of a message in token buckets, so that the bucket does not hide the link's rate
 
 
 def progress() -> Any:
@@ -54,7 +54,7 @@ class Bench:
             (setting, task, count, sizes, self.folder)
             for task, count in self.args.places
             for setting in self.settings
-            if setting.system != FP32_TCP  # its losses equal those of FP32
+            if setting.system != FP32_TCP  # FP32_TCP has the same losses as FP32
         ]
         return in_pool("trainings", train_job, jobs)
 
@@ -204,7 +204,7 @@ def weights_path(folder: Path, sizes: Sizes, blocks: int) -> Path:
 
 
 def in_pool(text: str, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Call a function for each job, in one single-threaded process per core, and return the results."""
+    """Call a function for each job, on a pool of one single-threaded process per core, and return the results."""
     cores = len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     with (

@@ -5,14 +5,12 @@
     sudo python bench/pipeline/pipeline.py --rate 100 --system aq --bits fw4bw8
     python bench/pipeline/pipeline.py --parts losses coding                    # without root
 
-part        what                                                                     the paper's figure
-losses      training loss of each system by step                                     2
-times       time of a step by link, in the first epoch and in later epochs           table of throughput
-outcomes    losses and times combined: time to FP32's loss, with 0.5% tolerance      3
-check       complete training runs on a link, to check `outcomes`
-mesh        a pipeline with two replicas, and compressed gradients of parameters     4
-coding      CPU time of a message, and its share of the time on a 100 Mbit/s wire
-store       bytes of m, and time of a step with m in files
+part        contents                                                                 the paper's figure losses
+training loss of each system by step                                     2 times       time of a step by link, in the
+first epoch and in later epochs           table of throughput outcomes    losses and times combined: time to FP32's
+loss, with 0.5% tolerance      3 check       complete training runs on a link, to check `outcomes` mesh        a
+pipeline with two replicas, and compressed gradients of parameters     4 coding      CPU time of a message, and its
+share of the time on a 100 Mbit/s wire store       bytes of m, and time of a step with m in files
 
 Systems: FP32 in torch's stages over Gloo ("fp32"), FP32 over the connections of codec.torch.send ("fp32-tcp"), DirectQ
 ("direct") and AQ-SGD ("aq") by codec.torch.pipelining.CompressedStage, and TAH-Quant ("tah", arXiv 2506.01352),
@@ -114,7 +112,7 @@ def fill(args: argparse.Namespace) -> None:
     systems = args.systems or [s for s in SYSTEMS if not quick or s != FP32_TCP]
     args.systems = [s for s in SYSTEMS if s in systems or s == FP32]
     tasks = args.tasks or ([LANGUAGE] if quick else list(TASKS))
-    # Messages of the classifier have the language model's sizes, so one number of stages suffices.
+    # Messages of the classifier have the same sizes as those of the language model, so one number of stages suffices.
     args.places = [(task, n) for task in tasks for n in (args.stages if task == LANGUAGE else args.stages[:1])]
     args.train_mesh = not quick
 

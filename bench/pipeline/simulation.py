@@ -29,12 +29,12 @@ class Training:
     held_loss: float = math.nan
     accuracy: float = math.nan
     change: list[float] = field(default_factory=list)  # |a - m| / |a| at the first edge, by epoch
-    state_nbytes: int = 0  # bytes of m on one side, all edges together
+    state_nbytes: int = 0  # bytes of m on one side of all edges together
     diverged: str = ""
 
 
 class Edge:
-    """Sender and receiver of an edge between stages."""
+    """Sender and receiver of a simulated edge between stages."""
 
     def __init__(self, setting: Setting, number: int, seed: int) -> None:
         self.sides = [side_of(setting, number, role, seed) for role in (0, 1)]
@@ -58,9 +58,9 @@ class Edge:
 
 
 def micro_batch(modules: list[Any], edges: list[Edge], x: torch.Tensor, y: torch.Tensor, ids: list[int]) -> float:
-    """Run forward and backward of a micro-batch, adding to the gradients; return the loss."""
-    sent: list[torch.Tensor] = []  # outputs of stages
-    received: list[torch.Tensor] = []  # inputs of stages
+    """Run forward and backward passes of a micro-batch, which add to the gradients; return the loss."""
+    sent: list[torch.Tensor] = []  # outputs of stages, before encoding
+    received: list[torch.Tensor] = []  # inputs of stages, after decoding
     h = modules[0](x)
     for module, edge in zip(modules[1:], edges, strict=True):
         sent.append(h)

@@ -27,9 +27,9 @@ import codec
 import codec.torch
 from codec.torch.pipelining import CompressedStage
 
-# methods of averaging gradients of parameters over replicas; QUANTIZED_ADAM averages momenta instead, in 4 bits
+# methods of averaging parameter gradients over replicas; QUANTIZED_ADAM averages momenta instead, in 4 bits
 NONE, FLOATS, FOUR_BITS, QUANTIZED_ADAM = "none", "float32", "4 bits", "QuantizedAdam"
-FIRST_STEPS = 3  # steps of the first epoch in a timed run; the first step is not counted
+FIRST_STEPS = 3  # number of steps of the first epoch in a timed run; the very first step is not counted
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Result:
     rate: str
     label: str
     averaging: str
-    seconds: list[float]  # from the start of the first rank to the end of the last rank
+    seconds: list[float]  # from the first rank's start to the last rank's end
     cpu_seconds: list[float]  # CPU time of the busiest rank
     sent: list[int]  # bytes that all ranks sent, including headers and acknowledgements
     losses: list[float]
@@ -168,7 +168,7 @@ def run_job(plan: Plan, job: Job, groups: Groups, data: Data, weights: Any) -> I
             optimizer.step()
             optimizer.zero_grad()
             step = {"begin": begin, "end": time.perf_counter(), "cpu": time.process_time() - cpu}
-            dist.barrier()  # all messages of the step have been sent
+            dist.barrier()  # after it, all messages of the step have been sent
             step["sent"] = netns.sent_nbytes() - before
             yield step | {"loss": float(torch.stack(losses).mean()) if losses else None}
         if isinstance(stage, CompressedStage):
@@ -218,7 +218,7 @@ def work(plan: Plan, weights: Any) -> None:
 
 
 def run(plan: Plan, weights: Any, advance: Callable[[int], None], timeout: float = 1500) -> list[Result]:
-    """Run the jobs of a plan, and return their measurements. `advance` gets the number of steps done."""
+    """Run the jobs of a plan, and return their measurements. `advance` is called with the number of steps done."""
     world = plan.stages * plan.replicas
     threads = dict.fromkeys(("OMP_NUM_THREADS", "CODEC_NUM_THREADS"), "1")
     environment = threads | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

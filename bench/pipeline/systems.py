@@ -19,12 +19,12 @@ FP32, FP32_TCP, DIRECT, AQ, TAH = "fp32", "fp32-tcp", "direct", "aq", "tah"
 SYSTEMS = (FP32, FP32_TCP, DIRECT, AQ, TAH)
 BITS_OF = ("fw4bw8", "fw3bw6", "fw2bw4")
 TITLES = {FP32: "FP32", FP32_TCP: "FP32, codec.torch.send", DIRECT: "DirectQ", AQ: "AQ-SGD", TAH: "TAH-Quant"}
-EDGE_STEP = 1 << 8  # CompressedStage numbers the first tensor of edge e as e << 8; random bits depend on it
+EDGE_STEP = 1 << 8  # CompressedStage gives the first tensor of edge e the number e << 8, which selects random bits
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A system with its bits of activations and gradients. `store` is AQ-SGD's storage of m: "ram" or "files"."""
+    """System, with its bits per activation and per gradient. `store` is AQ-SGD's storage of m: "ram" or "files"."""
 
     system: str
     bits: str = ""
@@ -70,7 +70,7 @@ def settings_of(systems: Iterable[str], bits: Iterable[str]) -> list[Setting]:
 
 
 class Raw:
-    """Side of an edge that sends float32, with the interface of codec.ActivationDelta."""
+    """Side of an edge that sends uncompressed float32, with the interface of codec.ActivationDelta."""
 
     def encode(self, activation: Any, samples: Iterable[int] | None = None) -> bytes:
         return np.asarray(activation, np.float32).tobytes()
@@ -111,7 +111,7 @@ class MessageStage(PipelineStage):
     def __init__(self, module: torch.nn.Module, index: int, stages: int, make: Callable[[int, int], Any], group: Any):
         super().__init__(module, index, stages, torch.device("cpu"), group=group)
         self._incoming, self._outgoing = make(index - 1, 1), make(index, 0)
-        self._peers = {"before": index - 1, "after": index + 1}  # ranks of the group
+        self._peers = {"before": index - 1, "after": index + 1}  # ranks of the neighbouring stages
         self._expected: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
         self._sends: list[Any] = []
 

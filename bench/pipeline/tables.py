@@ -222,7 +222,7 @@ SHOW: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def show(found: dict[str, Any], names: Sequence[str]) -> None:
-    """Print the tables of some results."""
+    """Print the tables of the results with the given names, if they were measured."""
     for name in names:
         if found.get(name):
             print(f"\n## {name}", flush=True)

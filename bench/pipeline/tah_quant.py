@@ -6,7 +6,7 @@ the largest value is swapped with the first value, and a Hadamard matrix spreads
 zero point and a scale in float16.
 
 Gradients are quantized to 6 bits in tiles of 32 values, with stochastic rounding and a scale in float16, as in the
-authors' script. Scales are relative to one float32 per message, since gradients may be too small for float16.
+authors' script. Scales are divided by one float32 number per message, since gradients may be too small for float16.
 
 Entropy is Shannon's, as the paper's text says; the sign of its formula differs. Codes are packed without gaps.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-TILE, HIGH, LOW, SHARE = 64, 4, 3, 0.8  # values per tile, bits of both kinds, fraction of HIGH tiles
+TILE, HIGH, LOW, SHARE = 64, 4, 3, 0.8  # values per tile, bits per value of either kind, fraction of HIGH tiles
 GRADIENT_TILE, GRADIENT_BITS = 32, 6
-OUTLIER = 2.0  # a tile is rotated if largest magnitude / second largest one is at least this
+OUTLIER = 2.0  # minimum ratio of the largest to the second largest magnitude for which a tile is rotated
 BITS = HIGH * SHARE + LOW * (1 - SHARE)
 
 
@@ -59,7 +59,7 @@ def entropies(magnitudes: Array) -> Array:
 
 
 def low_tiles(tiles: Array) -> Array:
-    """Return a mask of the tiles that get LOW bits, of shape (samples, tiles per sample)."""
+    """Return a mask of the tiles with LOW bits per value, of shape (samples, tiles per sample)."""
     count = int(tiles.shape[1] * (1 - SHARE) + 1e-9)
     order = np.argsort(entropies(np.abs(tiles)), axis=1, kind="stable")
     low = np.zeros(tiles.shape[:2], bool)

@@ -35,8 +35,8 @@ class Sizes:
     micro_batches: int = 4
     samples: int = 1024
     epochs: int = 8
-    rate: float = 1e-3  # peak learning rate: warm-up of 10 steps, then decay to zero
-    pretraining: int = 400  # number of steps
+    rate: float = 1e-3  # peak learning rate, after a warm-up of 10 steps; then it decays to zero
+    pretraining: int = 400  # number of pretraining steps
     seed: int = 0
 
     @property
@@ -162,7 +162,7 @@ def data_of(sizes: Sizes, task: str) -> Data:
 
 
 def batches(sizes: Sizes) -> list[torch.Tensor]:
-    """Return the sample ids of each step's batch; each epoch has another order."""
+    """Return the sample ids of each step's batch. The order of samples differs between epochs."""
     generator = torch.Generator().manual_seed(sizes.seed + 2)
     orders = [torch.randperm(sizes.samples, generator=generator) for _ in range(sizes.epochs)]
     return [ids for order in orders for ids in order.split(sizes.batch)]

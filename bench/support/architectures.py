@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 CONTEXT = 48
-NOISE_LEVELS = 64  # noise levels of the diffusion
+NOISE_LEVELS = 64  # number of noise levels of the diffusion
 
 
 class Block(nn.Module):
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Causal transformer over bytes, whose head is the embedding."""
+    """Causal transformer over bytes, whose output head shares the weights of the embedding."""
 
     def __init__(self, width: int = 64, layers: int = 3) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def vit_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 
 
 
 def diffusion_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 64) -> Task:
-    """Return the task that trains the denoiser on digits by AdamW. Held-out images have the same noise each time."""
+    """Return the task that trains the denoiser on digits by AdamW. All evaluations use the same noise."""
     share, held = _images(seed, rank, world, batch)
     noise = torch.Generator().manual_seed(1000 * seed + rank)
 

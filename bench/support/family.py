@@ -52,7 +52,7 @@ def whole_scale(spec: codec.Spec, residual: bool) -> bool:
 
 
 def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int, residual: int = 0) -> tuple[int, int]:
-    """Return the bytes that encoding and decoding must read plus write, excluding a metric's state."""
+    """Return the bytes that encoding, and that decoding, must read plus write, without an optimizer's state."""
     tensors = 1 + whole_scale(spec, residual > 0)
     return tensor_nbytes * tensors + frame_nbytes + residual, frame_nbytes + tensor_nbytes
 
@@ -76,7 +76,7 @@ def optimizer_state(path: Path, n: int) -> tuple[optimizers.Optimizer, dict[str,
 
 
 def step_of(metric: optimizers.Optimizer, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Take an optimizer step by torch with gradient g, and return the float32 parameters."""
+    """Run an optimizer step of torch with gradient g, and return the new float32 parameters."""
     import torch
 
     theta = torch.nn.Parameter(torch.from_numpy(state["theta"].copy()))

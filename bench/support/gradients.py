@@ -50,7 +50,7 @@ def block_entropy(e: np.ndarray[Any, Any], block: int = 16384) -> float:
 
 
 def exponent_nbytes(x: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], inside: Any) -> float:
-    """Return the bytes of a frame that exponents take, including scale model, tables, directory and header.
+    """Return the bytes that exponents take in a frame, including scale model, tables, directory and header.
 
     This is the frame's size minus the bytes of signs and mantissas. The mantissa's upper byte is taken as its entropy,
     since the scale model changes mantissas, too. Lower bytes, which may be coded or constant, are replaced by random

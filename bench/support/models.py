@@ -166,7 +166,7 @@ def _text_task(
     batch: int = 16,
     width: int = 64,
 ) -> Task:
-    """Return the task that trains the transformer. Every 16th piece of 4 KiB is held out; 512 windows are evaluated."""
+    """Return the task that trains the transformer. Every 16th piece of 4 KiB is held out (512 windows)."""
     context, stretch = 32, 4096
     stretches = text().unfold(0, stretch, stretch)
     held = torch.arange(len(stretches)) % 16 == 0

@@ -15,7 +15,7 @@ cnn_adamw              the CNN under AdamW: two parameters, with the            
 =====================  =======================================================  ================================
 
 A file has gradients of whole parameters in the order of a DDP bucket, last parameter first. The third file has only the
-last block's, to limit its size.
+gradients of the last block, to limit its size.
 """
 
 import argparse

@@ -78,7 +78,7 @@ def steps_of(task: str, args: argparse.Namespace) -> int:
 
 
 def methods_of(task: str, args: argparse.Namespace) -> list[str]:
-    """Return a task's methods: the references for comparison first, then the chosen methods."""
+    """Return a task's methods: first the references for comparison, then the chosen methods."""
     chosen = [n for name in args.methods for n in (CODECS if name == "codecs" else (name,))]
     if task in SGD_TASKS:
         chosen = [name for name in chosen if name not in ADAMS]

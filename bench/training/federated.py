@@ -52,7 +52,7 @@ class Average(Compressed, FedAvg):
 
 
 def data(seed):
-    """Return images and labels of each client, and the held-out ones."""
+    """Return the images and labels of each client, and the held-out images and labels."""
     rng = np.random.default_rng(seed)
     x, y = load_digits(return_X_y=True)
     order = rng.permutation(len(x))
@@ -60,7 +60,7 @@ def data(seed):
     held = len(x) // 5
     owner = np.where(
         rng.random(len(y)) < 0.8, y, rng.integers(0, CLIENTS, len(y))
-    )  # client i gets most images of digit i, and some of other digits
+    )  # owner of each image: client i has most images of digit i, and some images of other digits
     parts = [np.flatnonzero(owner[held:] == i) + held for i in range(CLIENTS)]
     return [(x[p], y[p]) for p in parts], (x[:held], y[:held])
 

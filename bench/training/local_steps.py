@@ -10,8 +10,8 @@ Trains the transformer of bench/support/models.py (task text-adamw) on local pro
     small                    DistributedDataParallel with codec.torch.ddp_hook("small")
     1-bit Adam, 0/1 Adam     OneBitAdam with a warm-up in 4 bits, frozen after 20% of the steps; 0/1 Adam with
                              ZeroOneSchedule(max_interval=4)
-    local                    codec.torch.LocalSteps(every=10) with its default spec; the other rows name what differs.
-                             A warm-up is 20% of the steps, in 4 bits
+    local                    codec.torch.LocalSteps(every=10) with its default spec; other rows name the arguments that
+    differ. A warm-up is 20% of the steps, in 4 bits
 
 Columns:
 
@@ -53,14 +53,14 @@ from summary import table
 
 DDP = {"small": "Quantize(4)", "1-bit Adam": "1-bit Adam, Quantize(4)", "0/1 Adam": "0/1 Adam, Quantize(4)"}
 TWO_BITS = codec.Quantize(2, levels="odd", rounding="nearest")
-WARMUP = 0.2  # fraction of steps
+WARMUP = 0.2  # fraction of the steps
 
 
 def nesterov(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-# arguments of LocalSteps; if `spec` is a pair, it is a codec and the decay of its residuals
+# by method: arguments of LocalSteps; a pair as `spec` is a codec and the decay of its residuals
 LOCAL: dict[str, dict[str, Any]] = {
     "local, Lossless()": {"spec": codec.Lossless()},
     "local": {},

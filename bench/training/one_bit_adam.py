@@ -69,7 +69,7 @@ def add_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
     if job.codec == SIGNS:
         policy = codec.torch.Policy(uneven=None)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Sign warns under Adam; this benchmark shows the effect
+            warnings.simplefilter("ignore")  # the hook warns of Sign with Adam; this benchmark measures the effect
             hook = codec.torch.ddp_hook(
                 codec.Sign(group_size=1024), policy=policy, optimizer=task.optimizer, options=options
             )

@@ -58,7 +58,7 @@ class Run:
     seed: int
     steps: int
     values: int = 0  # number of values of all trained parameters
-    nbytes: float = 0  # bytes sent, per rank and step
+    nbytes: float = 0  # mean bytes that a rank sends per step
     cpu: float = 0  # CPU seconds per step on the busiest rank
     residual: float = math.nan  # largest ||residual|| / ||gradient||
     losses: list[float] = field(default_factory=list[float])  # training loss of each step, mean over ranks
@@ -67,9 +67,9 @@ class Run:
     sent: list[float] = field(default_factory=list[float])  # bytes that rank 0 sent in each step
     curve: list[tuple[int, float, float]] = field(
         default_factory=list[tuple[int, float, float]]
-    )  # step, loss, accuracy
+    )  # evaluations: step, held-out loss, accuracy
     digest: str = ""  # digest of the final parameters
-    stopped: str = ""  # why the run ended early
+    stopped: str = ""  # reason why the run ended early; "" if it did not
 
     @property
     def loss(self) -> float:
@@ -97,7 +97,7 @@ def spec_of(text: str) -> codec.Spec:
 
 
 def sum_in_rank_order(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket uncompressed, adding the ranks' values in rank order as a receiver of frames does."""
+    """Average a bucket without compression, in rank order, as codec.reduce adds frames."""
     mine, world = bucket.buffer(), dist.get_world_size()
     of_all = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(of_all, mine)
@@ -122,7 +122,7 @@ def add_hook(job: Job, task: Task, model: DistributedDataParallel) -> Any:
     spec = spec_of(job.codec)
     feedback = None if isinstance(spec, codec.Lossless) else job.feedback
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Sign warns under Adam; this benchmark shows the effect
+        warnings.simplefilter("ignore")  # the hook warns of Sign with Adam; this benchmark measures the effect
         hook = ddp_hook(
             spec, optimizer=task.optimizer, feedback=feedback, options=codec.options(algorithm=job.algorithm)
         )
@@ -184,7 +184,7 @@ def any_rank(mine: bool) -> bool:
 
 
 def digest_of(model: torch.nn.Module, equal: bool = True) -> str:
-    """Return a digest of this rank's parameters; `equal`: check that all ranks have the same digest."""
+    """Return a digest of this rank's parameters. If `equal`, check that all ranks have the same digest."""
     sha = hashlib.sha256()
     for p in model.parameters():
         sha.update(p.detach().contiguous().view(torch.uint8).numpy())
@@ -274,7 +274,7 @@ def values_sent(values: int, world: int) -> float:
 
 
 def rank_main(rank: int, world: int, jobs: list[Job], meet: str, reports: Any, hook_of: HookOf) -> None:
-    """Run all jobs in this process, because starting a process takes longer than some jobs."""
+    """Run all jobs as one rank in this process: starting a process for each job would take longer than some jobs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
     try:

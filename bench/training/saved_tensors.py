@@ -62,7 +62,7 @@ def measure(spec, autocast):
 def main():
     """Print a table."""
     print("| forward pass | spec | peak MB | s a step | error of gradients |\n|---|---|---|---|---|")
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # inherited by the measuring processes
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # inherited by the processes that measure
     for autocast in (False, True):
         exact = None
         for spec in SPECS:

@@ -8,7 +8,7 @@ from typing import Any
 
 from runs import ORDERED, PLAIN, Run, values_sent
 
-LOSSLESS = ("Lossless()", "lossless")  # these must be bit-identical to ORDERED
+LOSSLESS = ("Lossless()", "lossless")  # methods whose runs must be bit-identical to those of ORDERED
 LINKS = {"100 Mbit": 100e6, "1 Gbit": 1e9}
 MARKERS = "os^vD<>pP*Xhd8" * 2  # plot markers of methods
 
@@ -72,7 +72,7 @@ def summarize(runs: list[Run], world: int) -> list[dict[str, Any]]:
 
 
 def same_bits(runs: list[Run]) -> dict[str, bool]:
-    """Return, for each task, True if lossless runs are bit-identical to uncompressed sums in rank order."""
+    """Return, for each task, True if lossless runs are bit-identical to runs with raw sums in rank order."""
     ordered = {(r.task, r.seed): r for r in runs if r.codec == ORDERED}
     found: dict[str, bool] = {}
     for r in runs:

@@ -44,7 +44,7 @@ from models import Language
 METHODS = ("full", "updates")
 PROMPT, ANSWER = 8, 24  # bytes
 LR = 1e-5
-CHUNK = 16 << 10  # bytes between two waits of the throttled sender
+CHUNK = 16 << 10  # bytes that the throttled sender sends between two waits
 
 
 def new_model(width: int, layers: int) -> Language:
@@ -66,7 +66,7 @@ def load(model: torch.nn.Module, tensors: Any) -> None:
 
 
 def send(link: socket.socket, data: Any, rate: float) -> None:
-    """Send the number of bytes, then the bytes, at no more than `rate` bits per second."""
+    """Send the size of `data`, then `data`, at no more than `rate` bits per second."""
     link.sendall(len(data).to_bytes(8, "little"))
     begin = time.perf_counter()
     for at in range(0, len(data), CHUNK):
@@ -75,7 +75,7 @@ def send(link: socket.socket, data: Any, rate: float) -> None:
 
 
 def receive(file: Any) -> tuple[bytes, float]:
-    """Receive bytes that :func:`send` sent; return them and the arrival time of the first byte."""
+    """Receive data that :func:`send` sent; return the data, and the arrival time of the first byte."""
     n = int.from_bytes(file.read(8), "little")
     begin = time.perf_counter()
     return file.read(n), begin
@@ -109,7 +109,7 @@ def roll_out(address: Any, method: str, width: int, layers: int, steps: int, bat
     torch.set_num_threads(1)
     model = new_model(width, layers)
     receiver = codec.WeightReceiver(rounded(model))
-    load(model, receiver.tensors(like=torch.empty(0)))  # the first update changes nothing
+    load(model, receiver.tensors(like=torch.empty(0)))  # the first update contains no changes
     with socket.create_connection(address, timeout=300) as link, link.makefile("rb") as file:
         for step in range(steps):
             data, begin = receive(file)

@@ -23,8 +23,9 @@ _FIRST = lib.CODEC_VERIFY_FIRST | lib.CODEC_CHECK_ONLY
 def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: int) -> int | None:
     """Encode a tensor into dst and return the size of the frame in bytes.
 
-    Threads encode blocks with gaps between them, which are closed afterwards. Return None if the blocks and gaps need
-    more than `capacity` bytes. Then only dst has been written, and the caller can encode with one thread.
+    Each thread encodes a range of blocks into a part of dst of the blocks' maximum size; the ranges are then moved
+    together. Return None if a range exceeds its part because `capacity` bytes are too few. Then only dst has been
+    written, and the caller can encode with one thread.
     """
     t, context = call.tensor, call.context  # `call` keeps both alive while other threads use them
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")

@@ -50,7 +50,7 @@ def working(views: Named, *, waits: bool = True) -> Generator[Work]:
 
 
 def views_of(r: DecodeRequest) -> Named:
-    """Return names and tensors of a request's arguments on a device, without outputs that are not allocated yet."""
+    """Return names and views of those tensors among a request's arguments that lie on a device."""
     named = [("the frame", frame) for frame in r.frames]
     if r.out is not None and device_like(r.out) != "cpu":
         named.append(("out=", view_output(r.out)))

@@ -77,7 +77,7 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     """Launch all kernels of all jobs, each kernel once for all jobs that use it.
 
     If the jobs have no memory for results yet, it is allocated and zeroed. With ``close=False``, launch only the first
-    kernel of each job, which counts symbols and chooses codebooks.
+    kernel of each job, which makes choices such as codebooks.
     """
     device = work.device
     if len(jobs) > 1:  # put jobs with the same kernel together, in descending order of grids

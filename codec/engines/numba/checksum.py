@@ -48,7 +48,7 @@ def digest(data, seed):
 
 @jit
 def digest_from(data, seed, first):
-    """Return the summand of ``data`` in the 64-bit digest of a sequence whose chunk ``first`` begins at ``data``."""
+    """Return the part of a sequence's 64-bit digest that comes from ``data``, the chunks from number ``first`` on."""
     total = U64(0)
     whole = len(data) // 8
     pairs = data[: 8 * whole].view(U64)
