@@ -1,14 +1,15 @@
 /*
- * coder.c - speed of lossless coding, excluding checksums and sampling, for each instruction set, and of memcpy.
+ * coder.c - speed of lossless coding for each instruction set, without sampling and most checksums; speed of memcpy.
  *
  *   coder [--json] [ROWS COLS]
  *
- * The input is a bfloat16 matrix whose rows and columns have different scales, coded with a scale model. Encoding turns
- * blocks into offsets, symbols, mantissas, codes, lane states and words; it also sums the plane of mantissas, which is
- * written with non-temporal stores. Decoding does the reverse for two blocks at a time, with all bounds checks.
+ * The input is a bfloat16 matrix whose rows and columns have different scales, coded with a scale model. Encoding
+ * computes offsets, symbols, mantissas, codes, lane states and words of blocks. It also computes the checksum of the
+ * plane of mantissas, which is written with non-temporal stores. Decoding does the reverse for two blocks at a time,
+ * with all bounds checks.
  *
- * Prints symbols per second, symbols per second / bytes per second of memcpy, and the fraction of the memory limit: the
- * bytes that must be read and written, at memcpy's rate.
+ * Prints symbols per second; symbols per second divided by memcpy's bytes per second; and the speed as a fraction of
+ * the memory limit, at which the necessary reads and writes run at memcpy's rate.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -123,7 +124,7 @@ static double decode(struct run *r, const struct kernels *k, const codec_context
 				fail("decode");
 	}
 	start = now() - start;
-	call_leave(call_enter()); /* call_leave orders non-temporal stores */
+	call_leave(call_enter()); /* call_leave waits for non-temporal stores */
 	return start;
 }
 
@@ -163,7 +164,7 @@ int main(int argc, char **argv)
 	if (codec_encode(&r.spec, &r.t, r.frame, r.capacity, &r.written, NULL, NULL, r.memory, scratch) != CODEC_OK)
 		fail("encode");
 	moved = 2 * (double)n + (double)r.written;
-	for (int round = 0; round < ROUNDS; round++) { /* alternate, so that noise affects all alike */
+	for (int round = 0; round < ROUNDS; round++) { /* alternate, so that noise affects all measurements alike */
 		double start = now();
 
 		memcpy(r.back, r.values, 2 * n);

@@ -287,7 +287,7 @@ static const struct {
 	{"join levels", join, N},
 };
 
-/* Return the shortest time of several runs. */
+/* Return the shortest time of several runs in seconds. */
 static double seconds(void (*run)(void))
 {
 	double best = 1e9;
@@ -307,7 +307,7 @@ static void table(const char *only)
 {
 	double rate[sizeof LOOPS / sizeof *LOOPS][MOST_ISAS] = {{0}};
 
-	/* alternate instruction sets, so that noise affects all alike */
+	/* alternate between instruction sets, so that noise affects all of them alike */
 	for (size_t i = 0; i < sizeof LOOPS / sizeof *LOOPS; i++)
 		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
 			codec_context with = {.struct_nbytes = sizeof with, .isa = isa + 1};

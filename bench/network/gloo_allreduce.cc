@@ -1,5 +1,5 @@
 /*
- * gloo_allreduce.cc - one rank of bench/network/gloo_allreduce.py: all-reduces over real Gloo, without and with frames.
+ * gloo_allreduce.cc - one rank of bench/network/gloo_allreduce.py: all-reduces over Gloo, with and without compression.
  *
  *     gloo_allreduce PLAN STORE
  *
@@ -187,7 +187,7 @@ public:
 			cpu.push_back(seconds(CLOCK_PROCESS_CPUTIME_ID) - busy);
 			begins.push_back(begin);
 			sent = group_.sent_nbytes() - before;
-			barrier(); /* computing a digest earlier would take a core from ranks still reducing */
+			barrier(); /* a digest computed earlier would take a core from ranks that still reduce */
 			digests.push_back(digest(stock ? tensor_ : out_));
 			if (i == 0)
 				count = same(1 + std::max(plan_.repeat,
@@ -233,7 +233,7 @@ private:
 		::gloo::barrier(options);
 	}
 
-	/* Return the value of rank 0. */
+	/* Return rank 0's `value` on all ranks. */
 	uint64_t same(uint64_t value)
 	{
 		::gloo::BroadcastOptions options(context_);
@@ -264,7 +264,7 @@ private:
 		return exact.empty() ? 0 : std::sqrt(error / size);
 	}
 
-	/* Drop the first repetition, which allocates memory and starts slow links. */
+	/* Print a row's line of JSON, without the first repetition, which allocates memory and starts slow links. */
 	void say(const Row &row, const std::vector<double> &begins, const std::vector<double> &ends,
 		 const std::vector<uint64_t> &digests, uint64_t sent, double cpu, double error)
 	{

@@ -1,7 +1,7 @@
 /*
- * floats.c - a file of float32 to a frame, and back: floats encode|decode FROM TO
+ * floats.c - encode a file of float32 values as a frame, or decode a frame: floats encode|decode FROM TO
  *
- * C99; docs/guides/embedding.md has the command that builds it. After an error TO is unchanged.
+ * C99; docs/guides/embedding.md has the command that builds this program. After an error TO is unchanged.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,7 +41,7 @@ static uint8_t *read_up_to(FILE *from, uint8_t *bytes, size_t have, size_t n)
 	return bytes;
 }
 
-/* Read one frame. codec_inspect reports how many bytes to read next: first of the header, then of the frame. */
+/* Read one frame. codec_inspect reports the number of bytes to read: of the header first, then of the frame. */
 static uint8_t *receive(FILE *from, codec_info *info)
 {
 	uint8_t *frame = NULL;
@@ -103,7 +103,7 @@ static void *decode(FILE *from, size_t *nbytes)
 	check(codec_scratch(&info.spec, &x, &scratch_nbytes));
 	x.data = memory(NULL, x.nbytes);
 	scratch = memory(NULL, scratch_nbytes);
-	check(codec_decode(frame, n, &x, NULL, scratch, scratch_nbytes)); /* an error unless the dtype is float32 */
+	check(codec_decode(frame, n, &x, NULL, scratch, scratch_nbytes)); /* fails unless the dtype is float32 */
 	free(scratch);
 	free(frame);
 	*nbytes = (size_t)x.nbytes;

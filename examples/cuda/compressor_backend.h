@@ -1,10 +1,11 @@
 /*
- * compressor_backend.h - lossless compression for a transport that has an interface for compressors, as UCCL's
- * ICompressorBackend: it compresses a send request, and decompresses received memory, on a stream of its own.
+ * compressor_backend.h - lossless compression for a transport that has an interface for compressors, such as UCCL's
+ * ICompressorBackend. A compressor compresses the bytes of a send request, and decompresses received bytes, on its own
+ * CUDA stream.
  *
  * A transport's class derives from its interface, and forwards compress() and decompress() to a GpuCompressor.
- * compress() waits for the number of bytes to send. The receiver gets that number, or reads it in the frame's header.
- * native/tests/cuda_api/transport.cc has such a class.
+ * compress() waits for the number of bytes to send. The transport sends that number to the receiver, or the receiver
+ * reads it in the frame's header. native/tests/cuda_api/transport.cc has such a class.
  */
 #pragma once
 #include <codec/codec_cuda.h>
@@ -13,7 +14,7 @@
 #include <stdexcept>
 #include <string>
 
-/* Device memory of the transport: allocated once, before the first message. */
+/* Device memory that the transport allocates once, before the first message. */
 struct GpuMemory {
 	void *workspace; /* at least GpuCompressor::workspace_nbytes bytes */
 	uint64_t workspace_nbytes;
@@ -51,7 +52,9 @@ public:
 		return most > other ? most : other;
 	}
 
-	/* Compress a message. Returns the bytes of the frame; 0: it does not fit into `capacity`, so send the message.
+	/*
+	 * Compress a message. Returns the bytes of the frame; 0: the frame does not fit into `capacity`, so send the
+	 * message uncompressed.
 	 */
 	uint64_t compress(const void *message, uint64_t nbytes, void *frame, uint64_t capacity, const GpuMemory &memory)
 	{

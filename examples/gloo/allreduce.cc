@@ -1,5 +1,5 @@
 /*
- * allreduce.cc - the mean of all ranks' gradients over Gloo, sent as FP8 with error feedback.
+ * allreduce.cc - average the gradients of all ranks over Gloo, sent as FP8 with error feedback.
  *
  *     g++ -std=c++17 -O2 allreduce.cc $(python -m codec --cflags --libs) -lgloo -pthread -o allreduce
  *     for rank in 0 1; do ./allreduce $rank 2 /tmp/store & done; wait    # a new store for each run
@@ -36,9 +36,9 @@ static void train(int rank, int size, const char *folder)
 			gradient[i] = std::sin(static_cast<float>(i + 1) * 0.37f) * static_cast<float>(rank + 1);
 
 		codec::gloo::Options options;
-		options.algorithm = codec::gloo::Algorithm::two_shot; /* by default, raw where it is faster */
+		options.algorithm = codec::gloo::Algorithm::two_shot; /* the default may send raw values */
 		options.stream = static_cast<uint64_t>(step);
-		options.residual = residual.data(); /* errors are sent with the next step */
+		options.residual = residual.data(); /* encoding errors are sent in the next step */
 		options.sums_residual = sums_residual.data();
 		group.allreduce(gradient.data(), N, CODEC_FLOAT32, spec, options);
 		for (size_t i = 0; i < N; i++)

@@ -40,7 +40,7 @@
  * functions in the same order. Collectives of different groups over one context may run at the same time in different
  * threads, if the groups have different tags.
  *
- * One file: programs include nothing else, and most of it documents the collectives.
+ * One file: programs include only this header, most of which documents the collectives.
  */
 #ifndef CODEC_GLOO_H
 #define CODEC_GLOO_H
@@ -204,7 +204,7 @@ public:
 			[&] {
 				const size_t all = of_all(n, out);
 				Options plain = options;
-				plain.op = Op::sum; /* unused: nothing is reduced */
+				plain.op = Op::sum; /* any operation: an all-gather reduces nothing */
 				detail::Reduction r = reduction(values, n, dtype, spec, plain);
 
 				only_plain(options);
@@ -233,7 +233,7 @@ public:
 private:
 	static constexpr uint64_t PROTOCOL = 3;  /* protocol version: docs/spec/protocol/cpp.md */
 	static constexpr size_t SMALL = 1 << 16; /* bytes of a tensor up to which all_gather is faster than two_shot */
-	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* 10 years */
+	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* about 10 years */
 	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30); /* the default of Gloo */
 	enum class Kind { allreduce, reduce_scatter, allgather };
 
@@ -370,7 +370,7 @@ private:
 
 	/*
 	 * Set the timeout of a call; return false if it is invalid. After an invalid timeout, ranks use Gloo's default
-	 * one to agree that the call fails.
+	 * timeout to agree that the call fails.
 	 */
 	bool set_timeout(const Options &options)
 	{
@@ -452,7 +452,7 @@ private:
 				of->prepare();
 			}
 			const uint64_t key = channel_.open();
-			if (algorithm != Algorithm::blocks) { /* gloo::allreduce does not use the slots of a key */
+			if (algorithm != Algorithm::blocks) { /* gloo::allreduce uses slots of its own */
 				keys_.drop([&](uint64_t other) { return (key - other) % detail::Channel::KEYS == 0; });
 				keys_.add(mine.signature, key);
 			}
@@ -486,7 +486,7 @@ private:
 		}
 	}
 
-	/* Backup of the residuals. The destructor restores them unless commit() was called after a success. */
+	/* Backup of the residuals. The destructor restores the residuals, unless commit() was called after success. */
 	class Keep
 	{
 	public:
@@ -615,7 +615,7 @@ private:
 		mix(r.n);
 		mix(r.op);
 		mix(r.cut_as_torch);
-		mix(asked); /* an automatic choice may change later */
+		mix(asked); /* hashed as well, because an automatic choice may change later */
 		mix(algorithm);
 		mix(uint64_t(r.metric != nullptr));
 		mix(r.codebook ? r.codebook->id : 0);
@@ -630,8 +630,8 @@ private:
 
 	detail::Channel channel_;
 	detail::Workspace work_;
-	detail::Recent<detail::Choice> choices_; /* by the signature of the collective with frames */
-	detail::Recent<uint64_t> keys_;          /* keys of the signatures that all ranks have agreed on */
+	detail::Recent<detail::Choice> choices_; /* by signature: choice between frames and uncompressed values */
+	detail::Recent<uint64_t> keys_;          /* by signature: key, if all ranks have agreed on the signature */
 	const uint32_t tag_;
 };
 

@@ -1,6 +1,7 @@
 /*
  * algorithms.h - collectives that exchange frames: two-shot, all-gather, ring, reduce-scatter
- * (docs/spec/protocol/collectives.md, section 3). Of the caller's memory they write only the result and the residuals.
+ * (docs/spec/protocol/collectives.md, section 3). They write only two parts of the caller's memory, the result and the
+ * residuals.
  *
  * One file: the algorithms are classes that derive from each other.
  */
@@ -43,7 +44,7 @@ public:
 		return error ? decltype(step())() : tried(step);
 	}
 
-	/* Wait for a frame, even after an error, and return it. Return an empty one if the message is invalid. */
+	/* Wait for a frame, even after an error, and return it. Return an empty frame if the message is invalid. */
 	Bytes frame(Channel::Incoming &incoming)
 	{
 		auto wait = [&] { return channel_.frame(incoming); };
@@ -64,8 +65,8 @@ public:
 
 private:
 	/*
-	 * Yields the core to Gloo's thread at the end of a step. This thread holds no connection's lock then, so that
-	 * Gloo's thread need not spin.
+	 * Yields the core to Gloo's thread at the end of a step. At that point this thread holds no connection's lock,
+	 * so that Gloo's thread need not spin.
 	 */
 	struct GiveWay {
 		~GiveWay()
@@ -90,7 +91,7 @@ private:
 	Channel &channel_;
 };
 
-/* Store the sum of a piece in the tensor's dtype at `place`. `flags` are those of codec_reduce. */
+/* Store the sum of a piece's frames in the tensor's dtype at `place`. `flags`: as for codec_reduce. */
 inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> &parts, uint8_t *place, uint32_t flags)
 {
 	float *total = r.total(piece, place);
@@ -105,7 +106,7 @@ inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> 
 		check(CODEC_NONFINITE);
 }
 
-/* One collective. Call prepare(), then run(); both write residuals. */
+/* Base class of a collective. Call prepare(), then run(). Both may write residuals. */
 class Collective
 {
 public:
@@ -118,7 +119,8 @@ public:
 	Collective &operator=(const Collective &) = delete;
 
 	/*
-	 * Do the work that needs no message from other ranks. The requests, which compare arguments, may be in flight.
+	 * Do the work that needs no message from other ranks. Meanwhile, the requests with which ranks compare
+	 * arguments may be in flight.
 	 */
 	virtual void prepare()
 	{
@@ -177,8 +179,8 @@ protected:
 	}
 
 	/*
-	 * Return CODEC_FINITE if NaN and Inf are errors, else 0. For sums that no rank encodes, so that no encoder
-	 * refuses them.
+	 * Return CODEC_FINITE if NaN and Inf are errors, else 0. Use it for sums that no rank encodes, since only an
+	 * encoder would refuse NaN and Inf.
 	 */
 	uint32_t finite_sums() const
 	{
@@ -231,8 +233,8 @@ inline std::vector<std::vector<size_t>> bounds_of(const Reduction &r, const std:
 }
 
 /*
- * Throw ArgumentError for Inf or NaN that encoding would refuse. Called for values and sums that are not encoded, so
- * that the same input fails with every algorithm.
+ * Throw ArgumentError for Inf or NaN that encoding would refuse. It is called for values and sums that are not encoded,
+ * so that the same input fails with every algorithm.
  */
 inline void check_finite(const Reduction &r, uint32_t dtype, const void *values, uint64_t n)
 {

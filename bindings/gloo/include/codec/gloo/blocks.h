@@ -63,7 +63,7 @@ public:
 		}
 	};
 
-	/** values per element; a header adds 1% to a frame of 65,536 signs */
+	/** default number of values per element; the header takes 1% of a frame of 65,536 signs */
 	static constexpr uint64_t BLOCK = 1 << 16;
 
 	/**
@@ -81,8 +81,8 @@ public:
 		if (!is_fixed_rate(spec))
 			throw SpecError(CODEC_BAD_SPEC, "frames of this codec differ in size: they cannot be elements");
 		/*
-		 * the bound is exact: elements have no segments, and the frame of the last, shorter element is not
-		 * larger
+		 * the bound is the exact size of an element, which has no segments; the last element may be shorter,
+		 * but its frame is not larger
 		 */
 		detail::check(codec_bound_segments(&spec, &like, nullptr, 0, &element_nbytes_));
 		detail::check(codec_scratch(&spec, &like, &nbytes));
@@ -242,7 +242,7 @@ private:
 		} catch (...) {
 			if (!error_)
 				error_ = std::current_exception();
-			/* zeros are not a valid frame: ranks that receive them fail */
+			/* zeros are not a valid frame, so ranks that receive this element fail */
 			std::memset(out, 0, element_nbytes_);
 		}
 	}

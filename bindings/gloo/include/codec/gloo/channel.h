@@ -52,14 +52,14 @@ struct Times {
 	uint64_t waited = 0;
 };
 
-/* The worst outcome of all ranks, the rank that reported it, and the largest times. */
+/* The most severe outcome of all ranks, the rank that reported it, and the largest times of all ranks. */
 struct Verdict {
 	Outcome outcome;
 	int rank;
 	Times times;
 };
 
-/* Contents of a rank's request. A rank without a key waits for the requests of all ranks before it sends data. */
+/* Request of a rank for a collective. A rank without a key sends data only after it has received all requests. */
 struct Request {
 	uint64_t signature = 0;
 	bool able = false;
@@ -95,8 +95,8 @@ inline uint64_t last_word(const void *p, size_t nbytes)
  *   - Frame: the message is the frame's length, the frame, and a stamp of 8 bytes. All ranks use the same stamp in a
  *     collective, and no earlier message in this channel's memory has it. The receive buffer has the size of the
  *     longest possible frame.
- *   - Numbers: messages of the same count have the same size. The count is the last word of the message; the receive
- *     buffer is zeroed before.
+ *   - Numbers: messages with the same count of numbers have the same size. The count is the last word of the message.
+ *     The receive buffer is zeroed before the receive.
  *   - Values: sent from the caller's memory, where no stamp can follow them. The sender announces the last 8 bytes of
  *     each message in a message of numbers. The receiver fills these bytes of its buffer with random bits before the
  *     receive, and compares them afterwards. A short message passes with probability 2^-64.
@@ -114,7 +114,7 @@ inline uint64_t last_word(const void *p, size_t nbytes)
 class Channel
 {
 public:
-	/* A receive or a send in flight, and the peer's rank. */
+	/* A receive or a send in flight, with the rank of its peer. */
 	struct Incoming {
 		std::unique_ptr<::gloo::transport::UnboundBuffer> buffer;
 		int source;
@@ -136,7 +136,7 @@ public:
 	Channel(const Channel &) = delete;
 	Channel &operator=(const Channel &) = delete;
 
-	static constexpr uint64_t KEYS = uint64_t(1) << 21; /* number of keys that slots distinguish */
+	static constexpr uint64_t KEYS = uint64_t(1) << 21; /* number of keys that have different slots */
 
 	const int rank, size;
 	std::vector<int> others; /* other ranks, in the order in which this rank sends to them */
@@ -161,12 +161,12 @@ public:
 		closed_ = true;
 		try {
 			context_->closeConnections();
-		} catch (...) { /* the connection may not exist */
+		} catch (...) { /* Gloo throws if a connection does not exist */
 		}
 		sending_.clear();
 	}
 
-	/* Return the stamp that ends messages of frames in collective number `round`. */
+	/* Return the stamp that ends each message with a frame in the collective number `round`. */
 	static uint64_t stamp_of(uint64_t round)
 	{
 		return mixed(round * 0x9E3779B97F4A7C15);
@@ -224,7 +224,7 @@ public:
 		return adopted_;
 	}
 
-	/* Allocate `room` bytes, from which take() allocates messages. */
+	/* Allocate a buffer of `room` bytes, from which take() allocates messages. */
 	void begin(size_t room)
 	{
 		if (room_.size() < room)
@@ -291,7 +291,7 @@ public:
 	}
 
 	/*
-	 * Wait for a frame. Throws PeerError if the sender could not make one, FrameError if the message does not have
+	 * Wait for a frame. Throws PeerError if the sender has no frame, and FrameError if the message does not have
 	 * the length that it announces.
 	 */
 	Bytes frame(Incoming &incoming)
@@ -343,15 +343,15 @@ public:
 		const uint64_t word = stamp_of(round_);
 		uint8_t *end = message.p + message.nbytes - STAMP;
 
-		/* do not store an equal stamp again: a send to another peer may be reading it */
+		/* store the stamp only if it differs: a send to another peer may be reading it */
 		if (std::memcmp(end, &word, STAMP))
 			std::memcpy(end, &word, STAMP);
 		send_values(message.p, message.nbytes, to);
 	}
 
 	/*
-	 * Send a received frame to another rank, with the length and the stamp that still surround it in the receive
-	 * buffer.
+	 * Send a received frame to another rank, together with its length and stamp, which still surround it in the
+	 * receive buffer.
 	 */
 	void pass_on(Bytes frame, int to)
 	{
@@ -392,7 +392,7 @@ public:
 		say(asked, mine, others);
 	}
 
-	/* Wait for the numbers of all ranks and return them. The numbers of absent ranks are unspecified. */
+	/* Wait for the numbers of all ranks, and return them by rank. The numbers of absent ranks are unspecified. */
 	std::vector<Numbers> hear(Asked &asked)
 	{
 		const size_t n = asked.all[rank].back();
@@ -406,10 +406,10 @@ public:
 
 	/*
 	 * Return the worst outcome and the largest times of all ranks. Every rank reports to rank 0, which sends the
-	 * verdict to all. So if a rank other than rank 0 is lost meanwhile, either all other ranks succeed or none
-	 * does. Ranks wait twice the timeout for the verdict, since rank 0 may begin to wait for reports one timeout
-	 * later than they do, and may wait one timeout for them. An unknown outcome counts as `refused`; if rank 0
-	 * answers with one, the channel is closed and PeerError thrown.
+	 * verdict to all. So if a rank other than rank 0 is lost during the exchange, either all other ranks succeed or
+	 * none does. The other ranks wait twice the timeout for the verdict: rank 0 may begin to wait for their reports
+	 * one timeout later than they began, and may then wait one timeout. An unknown outcome counts as `refused`; if
+	 * rank 0 answers with one, the channel is closed and PeerError thrown.
 	 */
 	Verdict verdict(Outcome mine, const Times &times = {})
 	{
@@ -435,7 +435,7 @@ public:
 	}
 
 private:
-	/* first byte of slots; Gloo's collectives use prefixes from 1 up, other users of Gloo use 0 */
+	/* first byte of this channel's slots; Gloo's collectives use first bytes from 1 up, other programs use 0 */
 	static constexpr uint64_t SLOTS = 0xc0;
 	static constexpr size_t REQUEST = 4, REPORT = 5; /* count of numbers in a request, and in a report */
 	static constexpr size_t LENGTH = sizeof(uint64_t), STAMP = sizeof(uint64_t), ALIGN = 64;
@@ -492,7 +492,8 @@ private:
 	}
 
 	/*
-	 * Fill a message with numbers, and store their count last, so that the count arrives only if all numbers do.
+	 * Fill a message with numbers, and store their count in the last word, which arrives only if all numbers have
+	 * arrived.
 	 */
 	static void put(const Numbers &numbers, Numbers &message)
 	{
@@ -501,8 +502,8 @@ private:
 	}
 
 	/*
-	 * Return the newest round of all channels of this process: new channels begin with the next round, so that
-	 * their keys are unused.
+	 * Return the newest round (number of a collective) of all channels of this process. New channels begin with the
+	 * next round, so that their keys are unused.
 	 */
 	static std::atomic<uint64_t> &newest_round()
 	{
@@ -540,7 +541,7 @@ private:
 	/* Return the slot of a kind of messages. The slot of requests does not depend on the key. */
 	uint64_t slot(uint64_t kind) const
 	{
-		constexpr uint64_t LOW = 32; /* number of keys that the last byte of a slot distinguishes */
+		constexpr uint64_t LOW = 32; /* number of different keys in the last byte of a slot */
 
 		return slot_ | kind | (kind == REQUESTS ? 0 : key_ / LOW << 40 | key_ % LOW << 3);
 	}
@@ -556,7 +557,7 @@ private:
 		return {report[2], report[3], report[4]};
 	}
 
-	/* Return the worst outcome that a rank reports, and the largest times. */
+	/* Return the most severe outcome in the reports of all ranks, and the largest times. */
 	Verdict worst_of(const std::vector<Numbers> &reports) const
 	{
 		Verdict worst{Outcome::success, 0, {}};
@@ -724,7 +725,7 @@ private:
 
 	std::shared_ptr<::gloo::Context> context_;
 	const uint64_t slot_;
-	uint64_t filler_;  /* secret state of the generator of random bits */
+	uint64_t filler_;  /* state of the generator of random bits, which is kept secret */
 	uint64_t adopted_; /* number (round) of the last collective that all ranks have agreed on */
 	/* number of the collective in progress, from which the stamp of its frames is computed */
 	uint64_t round_ = 0;

@@ -13,17 +13,18 @@ namespace codec::gloo::detail
 {
 
 /*
- * Choice for the collectives of one signature. The first ones use frames; the next ones use raw (uncompressed values),
- * if ranks were busy computing; all later ones use the faster of both (docs/spec/protocol/cpp.md, section 5).
+ * Choice for the collectives of one signature. The first collectives use frames. The next ones use raw (uncompressed
+ * values), if ranks were busy computing. All later ones use the faster of the two (docs/spec/protocol/cpp.md, section
+ * 5).
  *
- * All ranks report their times of a collective, and the verdict tells every rank the largest of them, so that all
+ * All ranks report their times of a collective, and the verdict contains the largest of these times, so that all ranks
  * choose alike. Raw is not tried on slow links: it would take at least half of the time that ranks waited, multiplied
  * by the ratio of raw bytes to frame bytes. (Half, because ranks also wait for each other.)
  */
 class Choice
 {
 public:
-	/* Begin a collective, and return true if it is to use raw. */
+	/* Begin a collective, and return true if the collective must use raw. */
 	bool begin()
 	{
 		calls_++;
@@ -44,15 +45,14 @@ public:
 
 private:
 	/*
-	 * collectives at the beginning of a trial that are not timed: they allocate memory, and new connections are
-	 * slow
+	 * number of untimed collectives at the beginning of a trial: they allocate memory, and new connections are slow
 	 */
 	static constexpr uint64_t WARM = 1;
-	/* timed collectives in a trial; their median is compared, because it ignores outliers */
+	/* number of timed collectives in a trial, whose median is compared, because it ignores outliers */
 	static constexpr uint64_t TIMED = 4, TRIAL = WARM + TIMED;
-	/* number of latest times that the median covers, so that later collectives can reverse the choice */
+	/* number of most recent times in the median, so that later collectives can reverse the choice */
 	static constexpr size_t LAST = 8;
-	/* collectives from one trial to the next; trials are repeated because links and loads change */
+	/* number of collectives from one trial to the next; trials are repeated because links and loads change */
 	static constexpr uint64_t AGAIN = 200;
 	/* raw is tried if ranks compute for at least this many thousandths of the time */
 	static constexpr uint64_t BUSY = 250;
@@ -66,8 +66,8 @@ private:
 	}
 
 	/*
-	 * Return true if the next collective is to use raw. Depends on the number of calls so far, and on recorded
-	 * times.
+	 * Return true if the next collective must use raw. The result depends on the number of calls so far, and on
+	 * recorded times.
 	 */
 	bool next()
 	{
@@ -135,7 +135,7 @@ private:
 
 /*
  * Cache with one record per signature. Its size is bounded, since a program may use new sizes for ever. Every rank
- * drops the oldest signature, so that all ranks drop the same one and choose alike.
+ * drops its oldest signature, which is the same on all ranks, so that all ranks choose alike.
  */
 template <class T> class Recent
 {

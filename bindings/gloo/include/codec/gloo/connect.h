@@ -1,4 +1,4 @@
-/* connect.h - create connected contexts, with Debian's version of Gloo and with current Gloo. */
+/* connect.h - create connected contexts; works with Debian's (older) version of Gloo and with current Gloo. */
 #pragma once
 
 #include <memory>
@@ -33,8 +33,8 @@ void connect_full_mesh(Context &context, std::shared_ptr<Store> store,
 }
 
 /*
- * While it exists, threads that this thread starts have the scheduling policy SCHED_BATCH, so that they do not preempt
- * computing threads.
+ * While an object of this class exists, threads that this thread starts have the scheduling policy SCHED_BATCH, so that
+ * they do not preempt computing threads.
  */
 class Patient
 {

@@ -1,4 +1,4 @@
-/* frames.h - encode, decode and sum pieces of a tensor. */
+/* frames.h - encode, decode and add up the pieces of a tensor that are sent as frames. */
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct Workspace {
 	std::vector<uint16_t> halves;
 	std::vector<float> total, wide, residuals;
 
-	/* Return `of` as a buffer of at least n values; grow it if needed. */
+	/* Grow the vector `of` to at least n values if needed, and return its data. */
 	template <class T> static T *room(std::vector<T> &of, uint64_t n)
 	{
 		if (of.size() < n)
@@ -70,8 +70,8 @@ struct Reduction {
 	bool late = false;
 
 	/*
-	 * Return true if this rank may use its own values instead of their frame, because encoding is lossless. Not
-	 * for Op::max, where codec_reduce must see every frame to treat NaN as it specifies.
+	 * Return true if this rank may use its own values instead of their frame, because encoding is lossless. Return
+	 * false for Op::max, for which codec_reduce must read every frame to treat NaN as it specifies.
 	 */
 	bool own_as_is() const
 	{
@@ -91,8 +91,8 @@ struct Reduction {
 	}
 
 	/*
-	 * Return the upper bound in bytes of a frame of `count` values, whatever its segments. The partition is
-	 * computed from it.
+	 * Return the upper bound in bytes of a frame of `count` values with any segments. The partition into pieces is
+	 * computed from this bound.
 	 */
 	size_t bound(uint64_t count) const
 	{
@@ -200,7 +200,7 @@ struct Reduction {
 			else
 				add_own(piece, total, !i);
 		}
-		/* each rank uses its own values uncompressed, so NaN payloads could differ between ranks */
+		/* each rank adds its own values uncompressed, so NaN payloads could differ between ranks */
 		one_nan(total, piece.n());
 		if (op == Op::mean)
 			divide(total, piece.n(), static_cast<float>(parts.size()));

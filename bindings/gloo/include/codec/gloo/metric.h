@@ -1,4 +1,4 @@
-/* metric.h - metrics of Truncate: validate them, and cut out the part for a piece of a tensor. */
+/* metric.h - metrics of Truncate: validate metrics, and select the part of a metric that applies to a piece. */
 #pragma once
 
 #include <cstdint>

@@ -37,8 +37,8 @@ inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
 
 /*
  * The header fields that all frames of a spec share. To resolve defaults, the constructor encodes a frame of one value
- * and reads its header. It does not do so for TRUNCATE, whose encoder would need the optimizer's state, and whose only
- * default that a header resolves is `max_code_length`.
+ * and reads its header. TRUNCATE is an exception: its encoder would need the optimizer's state, and the only default
+ * that its header resolves is `max_code_length`.
  *
  * `seed`, `scale` and `clip` are not in a header. `guard` is compared only without a metric, since the encoder
  * adjusts it to the dtype of the parameters.

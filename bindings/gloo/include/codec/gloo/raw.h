@@ -11,8 +11,8 @@ namespace codec::gloo::detail
 {
 
 /*
- * Throw if a sum has Inf or NaN and the codec refuses them: PeerError if a rank sent an Inf or NaN (which that rank
- * reports itself), ArgumentError if only the sum is not finite.
+ * Throw if a sum has Inf or NaN and the codec refuses them: PeerError if another rank sent an Inf or NaN (that rank
+ * reports the error itself), ArgumentError if all values are finite, but not their sum.
  */
 inline void check_sum(const Reduction &r, uint32_t dtype, const void *sum, const std::vector<const uint8_t *> &parts,
 		      uint64_t n)
@@ -27,7 +27,8 @@ inline void check_sum(const Reduction &r, uint32_t dtype, const void *sum, const
 
 /*
  * Reduce the values of all ranks in rank order, as codec_reduce does, and store the result in the tensor's dtype.
- * With error feedback the residual of sums is added before rounding, and receives the rounding error.
+ * With error feedback, the residual of sums is added to the sums before rounding, and is replaced by the rounding
+ * error.
  */
 inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, const Piece &piece, uint8_t *place)
 {
@@ -58,8 +59,9 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 
 /*
  * Two-shot all-reduce of uncompressed values; its result is bit-identical to that with lossless frames. Ranks announce
- * the last 8 bytes of each message of values, by which receivers detect a message that is too short: for terms (values
- * to be summed) in parallel with the terms, for sums just before the verdict, because sums are not used earlier.
+ * the last 8 bytes of each message of values, with which receivers detect a message that is too short. They announce
+ * them in parallel with the terms (values to be summed), but for sums just before the verdict, because sums are not
+ * used earlier.
  */
 class Raw : public Collective
 {
@@ -138,8 +140,8 @@ private:
 	}
 
 	/*
-	 * Return the last 8 bytes of each chunk of some slices, as one number each. `p` points to the first value of
-	 * the tensor.
+	 * Return the last 8 bytes of each chunk of some slices, as one number per chunk. `p` points to the first value
+	 * of the tensor.
 	 */
 	Numbers last_words(const uint8_t *p, const std::vector<Slice> &slices) const
 	{

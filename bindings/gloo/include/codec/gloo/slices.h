@@ -1,6 +1,6 @@
 /*
- * slices.h - partition of a flat tensor into slices and chunks. It depends on sizes and shapes only, so that all
- * ranks compute the same one (docs/spec/protocol/collectives.md, section 1.1).
+ * slices.h - partition of a flat tensor into slices and chunks. The partition depends only on sizes and shapes, so that
+ * all ranks compute the same partition (docs/spec/protocol/collectives.md, section 1.1).
  */
 #pragma once
 
@@ -18,11 +18,11 @@ namespace codec::gloo::detail
 {
 
 constexpr uint64_t CHUNK_NBYTES = 1 << 20; /* bytes of the tensor in a chunk */
-/* cut_as_torch: bytes of a frame that chunks aim at; well compressed chunks are larger */
+/* cut_as_torch: target bytes of a chunk's frame; chunks of specs that compress well are larger */
 constexpr uint64_t FRAME_NBYTES = 1 << 19;
 constexpr uint64_t MOST_NBYTES = 1 << 22; /* cut_as_torch: upper bound of the bytes of the tensor in a chunk */
 constexpr int MOST_CHUNKS = 16;           /* upper bound of the chunks in a slice */
-constexpr uint64_t LONG_ROW = 1 << 16;    /* values in a row; longer rows may be cut inside */
+constexpr uint64_t LONG_ROW = 1 << 16;    /* values; longer rows may be cut */
 /*
  * Cut points are multiples of this number of values, so that they never split a block or group whose size is 1024
  * values or a smaller power of two.
@@ -65,7 +65,7 @@ inline void check_segments(const Segments &segments, uint64_t n)
 		uint64_t room = good ? n - segment.offset : 0, count = 1;
 
 		/*
-		 * if a dimension is 0, so is the product: skip the multiplication, which large other dimensions could
+		 * if a dimension is 0, so is the product; skip the multiplication, since other dimensions could make it
 		 * overflow
 		 */
 		for (uint32_t d = 0; good && d < segment.rank; d++)
@@ -118,7 +118,7 @@ inline uint64_t near(uint64_t at, uint64_t n, const Segments &segments)
 	auto behind = std::upper_bound(segments.begin(), segments.end(), at,
 				       [](uint64_t v, const codec_segment &s) { return v < s.offset; });
 	/*
-	 * skip segments without values or dimensions: they have no rows, and may share their offset with the next
+	 * skip segments without values or dimensions, which have no rows and may have the same offset as the next
 	 * segment
 	 */
 	while (behind != segments.begin() && (!behind[-1].rank || !values_of(behind[-1])))
@@ -163,8 +163,8 @@ inline Segments inside(const Segments &segments, uint64_t begin, uint64_t end)
 }
 
 /*
- * Return a slice for each of `size` ranks, each cut into chunks, which may be empty. The begin of a slice does not
- * depend on the chunk size. Short rows of segments are not cut.
+ * Return a slice for each of `size` ranks. Each slice is cut into chunks, which may be empty. The beginning of a slice
+ * does not depend on the chunk size. Short rows of segments are not cut.
  */
 inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments,
 			      uint64_t chunk_nbytes = CHUNK_NBYTES)
@@ -175,8 +175,8 @@ inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Seg
 
 	for (uint64_t i = 0; i < m; i++) {
 		/*
-		 * past the end of a segment a cut is rounded down to CUT_ALIGN, perhaps to before the previous cut,
-		 * which lies in the segment
+		 * a cut past the end of a segment is rounded down to CUT_ALIGN, which may move it before the previous
+		 * cut, inside the segment
 		 */
 		uint64_t end = std::max(begin, near(share(n, i + 1, m), n, segments));
 

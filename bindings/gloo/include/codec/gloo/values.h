@@ -58,9 +58,9 @@ inline float from_bfloat16(uint16_t h)
 inline uint16_t to_float16(float x)
 {
 	uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
-	/* the exponent's bias is smaller by 112; a carry out of the mantissa correctly increments the exponent */
+	/* float16's exponent bias is smaller by 112; a carry out of the mantissa correctly increments the exponent */
 	uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-	/* the last bit of 0.5 has the weight of the smallest subnormal, so that the addition rounds to it */
+	/* the last bit of 0.5f has the weight of float16's smallest subnormal, to which the addition rounds */
 	uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
 	uint32_t found = magnitude < 113u << 23 ? small : normal;
 
@@ -158,7 +158,8 @@ inline void one_nan(float *total, uint64_t n)
 }
 
 /*
- * Compute the residual `values` - `seen`; 0 for Inf and NaN, which error feedback must not propagate to later steps.
+ * Compute the residual `values` - `seen` (the decoded values); 0 for Inf and NaN, which error feedback must not
+ * propagate to later steps.
  */
 inline void lost(float *__restrict residual, const float *__restrict values, const float *__restrict seen, uint64_t n)
 {
