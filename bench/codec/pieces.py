@@ -3,8 +3,8 @@
 memory      alternating pieces of eight tensors, which together exceed every cache
 cache       one piece repeatedly, as in most benchmarks
 past        with non-temporal stores (``codec.options(nontemporal=True)``); an ordinary store first reads its cache line
-from memory mean of 2   codec.reduce of two frames, as in an all-gather of two ranks: ordinary and non-temporal stores,
-and
+            from memory
+mean of 2   codec.reduce of two frames, as in an all-gather of two ranks: ordinary and non-temporal stores, and
             ``check_finite=True``
 copy        numpy.copyto from memory to memory in the same run
 

@@ -4,12 +4,13 @@
     sudo python bench/gcomp/gcomp.py --json gcomp.json --plots docs   # all figures: about half an hour
     sudo python bench/gcomp/gcomp.py --quick                          # fewer steps and methods: below two minutes
 
-figures        contents                                                              the paper's figures distributions
-exponents of gradients, gradients over parameters, zeros              1, 2, 3 sizes          compression over steps,
-truncation strategies, sources of codebooks   9, 14, 12 deviations     deviation of the loss from that of the
-uncompressed run               18 allreduce      time of an all-reduce, relative to Gloo's in float32
-10 iteration      time of an iteration; simulated for more ranks than were measured     15, 16, 17 accuracy       time
-until the accuracy of the uncompressed run                       20
+figures        contents                                                              the paper's figures
+distributions  exponents of gradients, gradients over parameters, zeros              1, 2, 3
+sizes          compression over steps, truncation strategies, sources of codebooks   9, 14, 12
+deviations     deviation of the loss from that of the uncompressed run               18
+allreduce      time of an all-reduce, relative to Gloo's in float32                  10
+iteration      time of an iteration; simulated for more ranks than were measured     15, 16, 17
+accuracy       time until the accuracy of the uncompressed run                       20
 
 Tasks are those of bench/support/models.py: digits-sgd (SGD with momentum), text-adamw (AdamW), and, only if --tasks
 names it, text-adamw-wide, whose model has 12 times as many parameters.

@@ -311,7 +311,7 @@ def worker(plan: dict[str, Any], others: Callable[[Gradients], list[Contender]] 
     if plan["codecs"]:
         contenders += codecs(plan["codecs"], plain, stateful, plan)
     exact: dict[str, Array] = {}
-    if rank == 0:  # XX
+    if rank == 0:  # all other ranks wait for rank 0 in the next collective
         exact = {of_ranks[0].source: exact_mean(of_ranks) for of_ranks in of_kinds}
         for c in contenders:
             if c.name in SPECS:

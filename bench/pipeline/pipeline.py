@@ -5,12 +5,14 @@
     sudo python bench/pipeline/pipeline.py --rate 100 --system aq --bits fw4bw8
     python bench/pipeline/pipeline.py --parts losses coding                    # without root
 
-part        contents                                                                 the paper's figure losses
-training loss of each system by step                                     2 times       time of a step by link, in the
-first epoch and in later epochs           table of throughput outcomes    losses and times combined: time to FP32's
-loss, with 0.5% tolerance      3 check       complete training runs on a link, to check `outcomes` mesh        a
-pipeline with two replicas, and compressed gradients of parameters     4 coding      CPU time of a message, and its
-share of the time on a 100 Mbit/s wire store       bytes of m, and time of a step with m in files
+part        contents                                                                 the paper's figure
+losses      training loss of each system by step                                     2
+times       time of a step by link, in the first epoch and in later epochs           table of throughput
+outcomes    losses and times combined: time to FP32's loss, with 0.5% tolerance      3
+check       complete training runs on a link, to check `outcomes`
+mesh        a pipeline with two replicas, and compressed gradients of parameters     4
+coding      CPU time of a message, and its share of the time on a 100 Mbit/s wire
+store       bytes of m, and time of a step with m in files
 
 Systems: FP32 in torch's stages over Gloo ("fp32"), FP32 over the connections of codec.torch.send ("fp32-tcp"), DirectQ
 ("direct") and AQ-SGD ("aq") by codec.torch.pipelining.CompressedStage, and TAH-Quant ("tah", arXiv 2506.01352),

@@ -10,8 +10,8 @@ Trains the transformer of bench/support/models.py (task text-adamw) on local pro
     small                    DistributedDataParallel with codec.torch.ddp_hook("small")
     1-bit Adam, 0/1 Adam     OneBitAdam with a warm-up in 4 bits, frozen after 20% of the steps; 0/1 Adam with
                              ZeroOneSchedule(max_interval=4)
-    local                    codec.torch.LocalSteps(every=10) with its default spec; other rows name the arguments that
-    differ. A warm-up is 20% of the steps, in 4 bits
+    local                    codec.torch.LocalSteps(every=10) with its default spec. Names of other rows
+                             show the arguments that differ. A warm-up is 20% of the steps, in 4 bits
 
 Columns:
 

@@ -64,7 +64,10 @@ def reshard(
 
     Raises
     ------
-    XX ArgumentError
+    StateError
+        An item is not a state dict, roles differ, two old servers have a residual of the same value, or a value of an
+        old server is owned by no new server.
+    ArgumentError
         An argument has an invalid type or value, `owned` is given for workers, or two new ranks own the same value.
 
     Examples
