@@ -127,7 +127,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names."""
+    """Return the public names of the package, including lazily imported ones."""
     return sorted([*__all__, "torch", "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])
 
 

@@ -91,10 +91,10 @@ class Call:
         self.frame = library.new_bytes(SMALL_FRAME)
         self.frame_bytes = ffi.buffer(self.frame)
         self.small_scratch = library.new_bytes(SMALL_SCRATCH)  # enough for tensors of SMALL_TENSOR bytes
-        self.keep: Any = None  # objects that own the memory to which the structs point
+        self.keep: Any = None  # owners of the memory to which the structs point
 
     def reset(self) -> None:
-        """Reset the context to the default one."""
+        """Reset the call's C struct ``codec_context`` to its defaults."""
         if self._isa != library.chosen_isa:
             self._isa = self._blank.isa = library.current_isa()
         self.context[0] = self._nothing

@@ -60,7 +60,7 @@ def nonfinite_message(x: TensorView, spec: Spec, name: str, shape: tuple[int, ..
     remedy = f"{type(spec).__name__} takes finite values only. Correct them, or use {CARRIES_NONFINITE}"
     try:
         found = count_nonfinite(bits_of(x), x.dtype, shape or x.shape)
-    except CodecError:  # the host cannot read memory of this device
+    except CodecError:  # the host cannot read the tensor's device
         found = "NaN or Inf"
     if found is None:
         return f"{name} + residual overflows {x.dtype}, or the residual holds NaN or Inf: reset the residual to zeros"

@@ -61,7 +61,7 @@ def errors_of(gradient: torch.Tensor, spec: codec.Spec) -> tuple[float, float, f
     codec.torch.all_reduce(once, spec, op="mean", options=all_gather)
     codec.torch.all_reduce(twice, spec, op="mean", options=two_shot)
 
-    feedback = codec.torch.Feedback(spec)  # stores the residuals between steps
+    feedback = codec.torch.Feedback(spec)  # stores the residuals of error feedback between steps
     total = torch.zeros_like(exact)
     for _ in range(STEPS):
         mean = gradient.clone()

@@ -23,7 +23,7 @@ def narrow_codes(odd, levels, x, up, by, half, code):
 def measure(x: np.ndarray, spec: codec.Spec) -> tuple[float, float]:
     """Return the relative errors of one frame and of the mean of 64 frames."""
     frames = [codec.encode(x, spec, stream=i, options=codec.options(engine="numba")) for i in range(64)]
-    one, mean = codec.decode(frames[0]), codec.reduce(frames, op="mean")  # decoded by the native engine
+    one, mean = codec.decode(frames[0]), codec.reduce(frames, op="mean")  # the native engine decodes the frames
     size = np.sqrt(np.mean(x**2))
     return float(np.sqrt(np.mean((one - x) ** 2)) / size), float(np.sqrt(np.mean((mean - x) ** 2)) / size)
 

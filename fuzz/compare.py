@@ -82,7 +82,7 @@ def compare(lib: Any, seed: int, most: int) -> tuple[One, str]:
     if one.ea and values_declared(one) != one.n:
         return one, ""  # the frame declares another number of values than the optimizer state has
     if one.status == LIMIT:
-        return one, ""  # too large for the library's limits
+        return one, ""  # the frame exceeds a size limit of the library
     why, values = verdict(one)
     if (one.status == 0) != (not why):
         return one, f"the library returns {one.status}, the reference decoder {why or 'success'!r}"

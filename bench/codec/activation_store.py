@@ -50,7 +50,7 @@ OPTIONS = codec.options(threads=1)
 
 
 class Plan(NamedTuple):
-    """Work of one pair of processes."""
+    """Measurements to make with one pair of processes, a sender and a receiver."""
 
     dtype: Any
     store: str  # "ram", or a folder with one folder for each side
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Times of one side in seconds, by rate."""
+    """Measurements of one side of the edge; times are in seconds, by rate."""
 
     steps: dict[str, list[float]]
     calls: dict[str, list[float]]  # seconds to encode or decode one message, plus the message's part of the commit
@@ -201,7 +201,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def row(found: dict[str, tuple[Measured, Measured]], rate: str) -> dict[str, float]:
-    """Return the table's figures for one rate."""
+    """Return the figures of the table for one rate, by column."""
     step = {kind: statistics.mean(sides[0].steps[rate]) for kind, sides in found.items()}
     sender, receiver = found["memory"]
     encode, decode = (statistics.median(side.calls[rate]) for side in (sender, receiver))

@@ -41,7 +41,7 @@ def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]
 
 
 def measure(x: np.ndarray[Any, Any]) -> dict[str, float]:
-    """Return microseconds per tensor by name."""
+    """Return, by name of the call, the microseconds per tensor."""
     shortest: dict[str, float] = {}
     calls = calls_of(x)
     for _ in range(ROUNDS):

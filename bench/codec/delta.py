@@ -72,7 +72,7 @@ def captured(path: Path) -> Iterator[Update]:
 
 
 def ranks(x: Bits) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the rank of each value in ascending order."""
+    """Return the rank of each bfloat16 value: its position in the ascending order of all bit patterns."""
     y = x.astype(np.int64)
     return np.where(y & 0x8000, -(y & 0x7FFF) - 1, y)
 

@@ -138,7 +138,7 @@ def best(run: Callable[[], Any]) -> float:
 
 
 def row(name: str, coder: Coder, kv: torch.Tensor, tokens: int, q: torch.Tensor) -> None:
-    """Print a row of the table."""
+    """Measure a coder on a cache that is cut into pages of `tokens` tokens, and print a row of the table."""
     pages, exact = cut(kv, tokens), attention(q, kv)
     out = [torch.empty(page.shape, dtype=page.dtype) for page in pages]
     data = coder.encode(pages)

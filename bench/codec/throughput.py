@@ -87,7 +87,7 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
         enc, (q, s) = best(lambda: fast(t))
         dec, _ = best(lambda: slow(q, s))
         out["torch.compile float8"] = (enc, dec)
-    except Exception as e:  # torch.compile needs a C++ compiler and Python's headers
+    except Exception as e:  # raised if torch.compile finds no C++ compiler or no headers of Python
         print(f"torch.compile: {type(e).__name__}", file=sys.stderr)
     try:
         import fbgemm_gpu  # noqa: F401 - registers the operators

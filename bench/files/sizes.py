@@ -81,7 +81,7 @@ def packed(data: bytes) -> dict[str, float]:
 
 
 def others(path: Path, data: bytes) -> Iterator[tuple[str, float]]:
-    """Yield name and relative size of each other compressor."""
+    """Yield the name of each other compressor, and the size of its output relative to the file's size."""
     import lmz
     import zipnn
     import zstandard
@@ -93,7 +93,7 @@ def others(path: Path, data: bytes) -> Iterator[tuple[str, float]]:
         counts[t.dtype] += t.nbytes
     dtype = DTYPES.get(counts.most_common(1)[0][0], "float32")
     zip_nn = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=2)
-    yield "zipnn", len(zip_nn.compress(bytearray(data))) / len(data)  # ZipNN overwrites its input
+    yield "zipnn", len(zip_nn.compress(bytearray(data))) / len(data)  # a copy: ZipNN overwrites its input
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder) / "model.lmz"
         lmz.compress(str(path), str(archive))

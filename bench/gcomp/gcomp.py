@@ -301,7 +301,7 @@ def main() -> None:
                 "seconds": round(time.perf_counter() - begin),
             }
             report.show(figure, found)
-            if args.json:  # after each figure, since measurements take long
+            if args.json:  # write after each figure, since measurements take long
                 args.json.write_text(json.dumps(found))
     except links.netns.NetworkError as e:
         raise SystemExit(f"bench/gcomp/gcomp.py: {e}") from None

@@ -40,7 +40,7 @@ def why_not() -> str:
     return ""
 
 
-# trainings
+# Training runs on a link
 
 
 def train_on(link: str, turn: int, jobs: Sequence[Job]) -> None:
@@ -58,7 +58,7 @@ def train_on(link: str, turn: int, jobs: Sequence[Job]) -> None:
 
 
 def trainings(ranks: int, links: Sequence[str], jobs: Sequence[Job], tick: Tick) -> list[Timed]:
-    """Run all jobs on all links; call tick(1) after each."""
+    """Run all jobs on all links with this number of ranks; call tick(1) after each job."""
 
     def on_line(rank: int, line: str) -> None:
         if rank == 0 and line.startswith("{"):
@@ -78,7 +78,7 @@ def run_ranks(ranks: int, plan: dict[str, Any], on_line: Callable[[int, str], No
         return network.run([*command, file.name], environment=environment, timeout=3600, on_line=on_line, bind=True)
 
 
-# all-reduces
+# All-reduces of one bucket on a link
 
 
 def hooks(plain: allreduce.Gradients) -> list[allreduce.Contender]:

@@ -11,7 +11,7 @@ import sizes
 import trainings
 from summary import table
 
-PAPER_SAVED, PAPER_SPEEDUP = 0.671, 1.9  # maxima that the paper's abstract states
+PAPER_SAVED, PAPER_SPEEDUP = 0.671, 1.9  # maxima in the paper's abstract
 PAPER = (
     f"GComp reports up to {PAPER_SAVED:.1%} of the bytes saved and up to {PAPER_SPEEDUP} times the speed of training."
 )

@@ -20,7 +20,7 @@ import codec
 from codec.optimizers import from_optimizer, state_of
 
 METHODS = (methods.LOSSLESS, methods.PLANE, methods.NEAR, methods.BY_BIT, *methods.BASELINES)
-STRATEGIES = (  # name and spec
+STRATEGIES = (  # (name in the table, spec) of each truncation strategy
     ("level 1 for all values (drops 6 bits)", "Truncate(1)"),
     ("level 2 for all values (drops 12 bits)", "Truncate(2)"),
     ("level 3 for all values (drops 18 bits)", "Truncate(3)"),
@@ -184,7 +184,7 @@ def measure(name: str, steps: int, samples: int, tick: Callable[[], None]) -> Si
         loss = task.loss(task.model, task.batch())
         task.optimizer.zero_grad()
         loss.backward()
-        b = bucket_of(task) if step else None  # the first step has no state
+        b = bucket_of(task) if step else None  # before the first step, the optimizer has no state
         if b is not None and ((step + 1) % every == 0 or step == steps - 1):
             codes.add(step, b.grad)
             add(result, step, loss.item(), b, codes.costs(step))
@@ -199,7 +199,7 @@ def measure(name: str, steps: int, samples: int, tick: Callable[[], None]) -> Si
 
 
 def add(result: Sizes, step: int, loss: float, b: Bucket, costs: dict[str, dict[str, float]]) -> None:
-    """Append the measurements of a step."""
+    """Append the measurements of a step to a task's results."""
     result.steps.append(step + 1)
     result.losses.append(loss)
     for method in METHODS:
@@ -214,7 +214,7 @@ def add(result: Sizes, step: int, loss: float, b: Bucket, costs: dict[str, dict[
 
 
 def late(result: Sizes, values: Sequence[float]) -> float:
-    """Return the mean of the values in late training."""
+    """Return the mean of `values` over the measured steps in late training, the last fifth."""
     first = next(
         i for i, step in enumerate(result.steps) if step > LATE * result.steps[-1] or i == len(result.steps) - 1
     )

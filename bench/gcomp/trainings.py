@@ -28,7 +28,7 @@ def sent_share(runs: Sequence[Run], world: int) -> float:
     return mean([r.nbytes / (4 * values_sent(r.values, world)) for r in runs])
 
 
-# deviation of the loss
+# Figure `deviations`: deviation of the loss
 
 
 def deviations(run: Run, plain: Run) -> np.ndarray[Any, Any]:
@@ -65,7 +65,7 @@ def deviation_rows(runs: Sequence[Run], world: int) -> list[dict[str, Any]]:
     return rows
 
 
-# time of an iteration
+# Figure `iteration`: time of an iteration
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def row_of(t: Timed, ranks: int, seconds: float, model: float) -> dict[str, Any]
     return about | {"seconds": seconds, "model": model, "model_over_measured": quotient(model, seconds)}
 
 
-# time to accuracy
+# Figure `accuracy`: time to accuracy
 
 
 def target_of(run: Run, plain: Run) -> float:

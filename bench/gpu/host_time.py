@@ -47,7 +47,7 @@ class DeviceArray:
         return DeviceArray(self.array[items])
 
     def view(self, dtype: str) -> "DeviceArray":
-        """Reinterpret the bits as another dtype."""
+        """Return this array with its bits reinterpreted as another dtype."""
         return DeviceArray(self.array.view(dtype))
 
 

@@ -64,7 +64,7 @@ def nvdisasm() -> str:
 
 
 def disassemble(image: bytes) -> str:
-    """Disassemble machine code."""
+    """Disassemble machine code (a cubin) with nvdisasm, and return the text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(image)
         return subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
@@ -95,7 +95,7 @@ def spans(labels: dict[str, int], code: list[str], least: int) -> list[tuple[int
 
 
 def innermost(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the loops that contain no other loop."""
+    """Return those of the loops `found` that contain no other loop."""
     return [(a, b) for a, b in found if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in found)]
 
 
@@ -148,7 +148,7 @@ def ways(section: str, way: Way) -> list[float]:
 
 
 def section_of(kernel: str, arch: str) -> str:
-    """Return the machine code of a kernel as text."""
+    """Compile a kernel, and return its machine code as disassembled text."""
     code = kernels.compiled(kernels.FILE_OF[kernel], (kernel,), arch)
     sections = re.split(r"(?m)^//-+ (\.text\.\S+) +-+$", disassemble(code.image))
     return next(sections[i + 1] for i in range(1, len(sections), 2) if code.names[kernel] in sections[i])

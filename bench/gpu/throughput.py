@@ -48,11 +48,11 @@ def timed(begin: Callable[[], Any], times: int = 20) -> float:
         begin()
         stream.synchronize()
         stream.begin_capture()
-        kept = begin()  # keeps the memory of the graph alive
+        kept = begin()  # keep the memory of the graph alive
         graph = stream.end_capture()
         for _ in range(times + 1):
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            graph.launch()  # keeps the GPU busy while the next graph is launched
+            graph.launch()  # keep the GPU busy until the timed graph is launched
             start.record()
             graph.launch()
             end.record()
@@ -87,7 +87,7 @@ def copy_rate(n: int) -> float:
     while time.perf_counter() < end:  # warm up: an idle GPU has low clocks
         b.data.copy_from_device_async(a.data, a.nbytes)
         cupy.cuda.runtime.deviceSynchronize()
-    for _ in range(20):  # not as a graph, in which a copy takes 1.5 times as long
+    for _ in range(20):  # direct calls: as a graph, a copy takes 1.5 times as long
         begin, done = cupy.cuda.Event(), cupy.cuda.Event()
         begin.record()
         b.data.copy_from_device_async(a.data, a.nbytes)
@@ -116,7 +116,7 @@ def gradient(shape: tuple[int, ...], kind: str) -> Any:
         x *= cupy.exp(0.5 * rng.standard_normal(shape[1], dtype=cupy.float32))
     if "zeros" in kind:
         x[rng.random(shape, dtype=cupy.float32) < 0.02] = 0
-    if "halved" in kind:  # 12 bits of mantissa
+    if "halved" in kind:  # clear the lower 12 bits of each mantissa
         x = (x.view(cupy.uint32) & 0xFFFFF000).view(cupy.float32)
     if "in bfloat16" in kind:
         x = (x.view(cupy.uint32) & 0xFFFF0000).view(cupy.float32)
@@ -154,7 +154,7 @@ def cases(log2: int) -> dict[str, tuple[tuple[int, ...], str, str, codec.Spec, d
 
 
 def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
-    """Return the row of a case: encoding and decoding, by GPU time."""
+    """Measure the GPU time of encoding and decoding in a case, and return the row of the table."""
     import cupy
 
     shape, kind, dtype, spec, how = case
@@ -206,7 +206,7 @@ def new(frame: Frame, into: int) -> TensorView:
 
 
 def decoding(frame: Any, back: Any, **given: Any) -> Callable[[], Any]:
-    """Return a call that decodes a frame."""
+    """Return a function that launches the decoding of a frame to `back`."""
 
     def steps(opened: list[Frame]) -> list[Step]:
         return [Step([(opened[0], Sink(view_output(back, opened[0].dtype).address))])]
@@ -223,7 +223,7 @@ def nvcomp(x: Any, rate: float) -> dict[str, Any] | None:
     except ImportError:
         print("nvCOMP is not installed: pip install nvidia-nvcomp-cu12, or -cu13", file=sys.stderr)
         return None
-    kind = "<f2" if x.itemsize == 2 else "<f4"  # <f2: any format of 16 bits
+    kind = "<f2" if x.itemsize == 2 else "<f4"  # "<f2" also stands for bfloat16
     coder = library.Codec(algorithm="ANS", data_type=kind)
     array = library.as_array(x.view(kind).reshape(-1))
     frame = coder.encode(array)
@@ -286,7 +286,7 @@ def compiled_by_torch(codec_name: str, log2: int, rate: float) -> dict[str, Any]
 
 
 def reduced(rate: float, log2: int) -> dict[str, Any]:
-    """Return the row of reducing eight frames to their mean."""
+    """Measure the reduction of eight frames to their mean, and return the row of the table."""
     import cupy
 
     shape = (1 << log2 - 12, 1 << 12)
@@ -300,7 +300,7 @@ def reduced(rate: float, log2: int) -> dict[str, Any]:
 
 
 def many(rate: float) -> dict[str, Any]:
-    """Return the rows of calls with 200 tensors."""
+    """Measure encode_many and decode_many with 200 tensors, and return the rows of the table."""
     xs = [gradient((100_000,), "float32 flat").astype("float16") for _ in range(200)]
     frames = codec.encode_many(xs)
     device, spec = devices.device_for([("x", view(xs[0]))]), codec.Lossless()

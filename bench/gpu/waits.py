@@ -48,7 +48,7 @@ CALLS = 3
 
 
 def measure(rank: int, size: int, n: int, specs: list[str]) -> list[dict[str, Any]]:
-    """Run all calls on this rank, and return their counts."""
+    """Run all collectives on this rank, and return the counts of waits, copies, launches and allocations."""
     found: list[dict[str, Any]] = []
     with counted_gpu() as (_, traffic):
         for name in specs:
@@ -123,7 +123,7 @@ def _reduce_on_gpu(hook: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 def main() -> None:
-    """Print a table."""
+    """Measure on all ranks, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
     parser.add_argument("--values", type=int, default=20, help="log2 of the number of values (20)")

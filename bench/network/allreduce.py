@@ -59,7 +59,7 @@ SPECS: dict[str, codec.Spec] = {"Lossless": codec.Lossless(), **FAMILY, **TRUNCA
 QUICK = ("Lossless", "Truncate near, by bit", "Float8 e4m3fn", "Quantize 4", "Sign, groups of 1,024")
 RAW = "Gloo float32"
 HOOKS = ("fp16 hook", "PowerSGD hook, rank 1", "PowerSGD hook, rank 4")
-ROUNDING = 1e-6  # error of float32 sums
+ROUNDING = 1e-6  # relative error allowed for float32 sums
 SLACK = 1.5  # tolerance: factor by which errors may differ, because frames of slices have other blocks and random bits
 AHEAD = 5e-3  # seconds from agreeing on a start time to that time
 
@@ -67,7 +67,7 @@ Array = np.ndarray[Any, Any]
 Shapes = list[tuple[int, ...]]
 
 
-# gradients
+# Gradients of each rank
 
 
 @dataclass
@@ -163,7 +163,7 @@ def kinds(folder: Path) -> tuple[list[Capture], list[Capture]]:
     return same, stateful[:1]
 
 
-# what a rank does
+# Functions that run on each rank
 
 
 @dataclass
@@ -172,7 +172,7 @@ class Contender:
 
     name: str
     gradients: Gradients
-    call: Callable[[Any, int], Any]  # (tensor, repetition) -> tensor with the mean
+    call: Callable[[Any, int], Any]  # call(tensor, number of the repetition) returns the tensor with the mean
     ratios: tuple[float, float] | None = (1.0, 1.0)
     limit: float = math.inf
     warm: int = 1  # number of untimed first repetitions, in which ranks connect and allocate
@@ -241,7 +241,7 @@ def hooks(g: Gradients) -> list[Contender]:
 
 
 def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, plan: dict[str, Any]) -> list[Contender]:
-    """Return the methods of this library."""
+    """Return the methods of this library, for the codecs with these names."""
     import torch
 
     from codec.torch import all_reduce
@@ -390,11 +390,11 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
     )
 
 
-# what the parent does
+# Functions that run in the parent process
 
 
 def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callable[[int, str], None]) -> list[Any]:
-    """Measure with a number of ranks, and return their reports."""
+    """Start `ranks` ranks that measure, and return the reports of each rank."""
     threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
     how = {"both_ways": args.both_ways, "congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
     command = [sys.executable, __file__, "--worker", json.dumps(plan)]
@@ -415,7 +415,7 @@ def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], li
         where = f"{first['name']}, {len(events)} ranks, {netns.shown(first['link'])}"
         if any(e["digests"] != first["digests"] for e in events):
             wrong.append(f"{where}: replicas differ")
-        if not first["error"] <= first["limit"]:  # also True for NaN
+        if not first["error"] <= first["limit"]:  # `not <=` is also True for NaN
             wrong.append(f"{where}: wrong values, error {first['error']:.3g} is above {first['limit']:.3g}")
         # from the first rank's start to the last rank's end, since all ranks share a clock
         spans = zip(*(e["times"] for e in events), strict=True)
@@ -432,7 +432,7 @@ def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], li
 
 
 def finish(table: dict[str, Any]) -> None:
-    """Add the speeds relative to raw Gloo to a table."""
+    """Add columns with speeds relative to raw Gloo to a table."""
     base = table["rows"][RAW]
     for row in table["rows"].values():
         row["median"], row["best"] = statistics.median(row["seconds"]), min(row["seconds"])
@@ -602,7 +602,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                 found, problems = of_links(run(ranks, plan, args, tick))
                 tables += found
                 wrong += problems
-    finally:  # also after an error, since measurements take long
+    finally:  # show results even after an error, since measurements take long
         if tables:
             show(tables, args, {"cores": cores, "isa": codec.isas()[-1]})
     if wrong:

@@ -28,7 +28,7 @@ LINKS = ("100mbit,0", "1gbit,0", "100mbit,0", "1gbit,100")
 class Training:
     """Data-parallel training of equal layers with one method of communication."""
 
-    warmup = 3  # DDP rebuilds its buckets after the first step
+    warmup = 3  # untimed steps: DDP rebuilds its buckets after the first step
 
     def __init__(self, method: Any, plan: changing_links.Cell) -> None:
         import torch
@@ -74,7 +74,7 @@ class Training:
         return 4 * self.values * self.taken if self.hook is None else self.hook.stats().sent_nbytes
 
     def choices(self) -> dict[str, int]:
-        """Return the number of steps by choice of "auto"."""
+        """Return, for each choice of "auto", the number of steps so far in which it was used."""
         return {} if self.hook is None else self.hook.stats().choices
 
     def size(self, nbytes: float) -> float:

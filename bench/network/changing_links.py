@@ -38,7 +38,7 @@ class Training(Protocol):
         ...
 
     def choices(self) -> dict[str, int]:
-        """Return the number of steps by choice of "auto"."""
+        """Return, for each choice of "auto", the number of steps so far in which it was used."""
         ...
 
     def size(self, nbytes: float) -> float:
@@ -50,7 +50,7 @@ def change_to(link: str, rank: int) -> None:
     """Change this rank's link to RATE,RTT such as "100mbit,20", or "100mbit/1gbit,20" for different rates by rank."""
     rates, rtt = link.split(",")
     if rank == 0:
-        print(f"rtt {max(LEAST_RTT, float(rtt))}", flush=True)  # run() sets the round-trip time
+        print(f"rtt {max(LEAST_RTT, float(rtt))}", flush=True)  # the parent reads this line in run()
     each = rates.split("/")
     netns.shape(each[rank % len(each)])
     time.sleep(0.5)
@@ -159,7 +159,7 @@ def show(rows: list[Cell], unit: str) -> None:
 
 
 def line(key: str, mean: dict[str, float], median: dict[str, float], size: str) -> str:
-    """Return a line of a table."""
+    """Return a line of the table: times of a method, and their ratios to the best fixed method."""
     over = [each[key] / min(each[k] for k in each if k != "auto") for each in (mean, median)]
     return f"  {key:12}{mean[key]:10.1f}{median[key]:9.1f}{size}{over[0]:6.2f}{over[1]:6.2f}"
 

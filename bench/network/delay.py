@@ -88,7 +88,7 @@ class Delay:
         self.process.stdin.flush()
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process that carries packets."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdin is not None
@@ -130,7 +130,7 @@ def carry(seconds: float, tuns: Sequence[int]) -> None:
             for packet in packets(fd):
                 to = destination(packet, len(tuns))
                 if to is not None:
-                    earliest = waiting[-1][0] if waiting else 0.0  # packets keep their order
+                    earliest = waiting[-1][0] if waiting else 0.0  # of the previous packet: keep the order
                     waiting.append((max(earliest, time.monotonic() + seconds), tuns[to], packet))
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:

@@ -128,7 +128,7 @@ def table_of(plan: Plan, said: list[list[dict[str, Any]]], link: str, rates: lis
         where = f"{name} by {algorithm}, {plan.ranks} ranks, {netns.shown(link)}"
         if any(e["digests"] != first["digests"] for e in events):
             wrong.append(f"{where}: replicas differ")
-        if not first["error"] <= plan.limits[first["name"]]:  # also True for NaN
+        if not first["error"] <= plan.limits[first["name"]]:  # `not <=` is also True for NaN
             wrong.append(f"{where}: error {first['error']:.3g} is above {plan.limits[first['name']]:.3g}")
         # from the first rank's start to the last rank's end, since all ranks share a clock
         spans = zip(*(e["times"] for e in events), strict=True)
@@ -225,7 +225,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                         tables.append(table)
                         wrong += problems
                 bar.remove_task(task)
-    finally:  # also after an error, since measurements take long
+    finally:  # show results even after an error, since measurements take long
         if tables:
             about = {"mib": args.mib, "cores": len(os.sched_getaffinity(0)), "bound": bind, "isa": codec.isas()[-1]}
             about |= {

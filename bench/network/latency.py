@@ -50,7 +50,7 @@ FEWEST = 3  # minimum number of timed steps
 Cell = dict[str, Any]
 
 
-# what a rank does
+# Functions that run on each rank
 
 
 class Training:
@@ -76,7 +76,7 @@ class Training:
         self.register(method)
 
     def register(self, method: str) -> None:
-        """Register the hook of a method."""
+        """Register the method's communication hook with the model, or replace the optimizer."""
         from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 
         import codec.torch
@@ -100,7 +100,7 @@ class Training:
             self.optimizer = codec.torch.OneBitAdam(parameters, lr=1e-4, freeze_step=2)
             self.optimizer.register(self.model, options=two_shot)
         else:
-            assert method == "float32"  # DistributedDataParallel without a hook
+            assert method == "float32"  # this method is DistributedDataParallel without a hook
 
     def step(self) -> None:
         import torch
@@ -183,7 +183,7 @@ def worker(plan: Cell) -> None:
     dist.destroy_process_group()
 
 
-# the table
+# Functions that compute and print the tables
 
 
 def models(rows: Sequence[Cell]) -> None:

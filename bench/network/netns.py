@@ -69,7 +69,7 @@ def shown(rate: str) -> str:
 
 
 def tool(*command: str) -> str:
-    """Run ip or tc, and return its output."""
+    """Run the program ip or tc with arguments, and return its output."""
     path = shutil.which(command[0], path=SEARCH)
     if path is None:
         raise NetworkError(f"{command[0]} is missing: install iproute2 (apt-get install iproute2)")
@@ -101,7 +101,7 @@ def bucket_nbytes(rate: float) -> int:
 
 
 def shape(rate: str, *namespace: str, device: str = DEVICE) -> None:
-    """Limit the rate of a device in this namespace, or in the one that the arguments ``-n NAME`` select."""
+    """Limit the rate of a device in this namespace; with the arguments ``"-n", NAME``, in the namespace NAME."""
     speed = bits(rate)
     if "qdisc tbf" in tool("tc", *namespace, "qdisc", "show", "dev", device):
         tool("tc", *namespace, "qdisc", "del", "dev", device, "root")
@@ -119,7 +119,7 @@ def sent_nbytes(device: str = DEVICE) -> int:
 
 
 def sweep() -> None:
-    """Remove the namespaces that killed runs have left."""
+    """Remove namespaces left behind by runs of this script that were killed."""
     for line in tool("ip", "netns", "list").splitlines():
         match = re.match(r"(codec-(\d+)-\S+)", line)
         if match and not alive(int(match[2])):
@@ -232,7 +232,7 @@ class Network:
         for name in (self.hub, *self.names):
             self.made.append(name)
             tool("ip", "netns", "add", name)
-            # disable IPv6, or Gloo could choose an automatic address
+            # disable IPv6, whose automatic addresses Gloo could choose
             if Path("/proc/sys/net/ipv6").exists():
                 tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
         if self.rtt:
@@ -376,7 +376,7 @@ class Rank:
         )
 
     def read(self, on_line: Callable[[int, str], None]) -> bool:
-        """Read available output; return False at its end."""
+        """Read the rank's available output, and call on_line for each line; return False at the end of the output."""
         assert self.process.stdout is not None
         data = os.read(self.process.stdout.fileno(), 1 << 16)
         *lines, self.partial = (self.partial + data).split(b"\n")
@@ -500,11 +500,11 @@ def probe(links: Sequence[str]) -> None:
         before = sent_nbytes()
         rate = tcp_rate(rank, world)
         print(json.dumps({"link": link, "rate": rate, "sent": sent_nbytes() - before}), flush=True)
-        time.sleep(0.3)  # let queues drain and all ranks arrive
+        time.sleep(0.3)  # wait until queues are empty and all ranks have finished
 
 
 def report_rates(ranks: Sequence[int], links: Sequence[str], **how: Any) -> None:
-    """Print nominal and measured rates."""
+    """Print the nominal and the measured rate of each link, for each number of ranks."""
     here = [sys.executable, __file__, "--probe", "--links", *links]
     print(f"{'ranks':>5}  {'link':12} {'TCP payload, Mbit/s a rank':>28} {'of nominal':>11}")
     for count in ranks:

@@ -31,7 +31,7 @@ CODECS = ("float32", "Float8", "Ternary", "Ternary, clip 2.5")
 
 
 def spec_of(name: str) -> Any:
-    """Return the spec for a codec's name."""
+    """Return the spec that a name in the command line stands for."""
     import codec
 
     return {

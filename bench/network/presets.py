@@ -95,7 +95,7 @@ class Cell(NamedTuple):
         return (self.steps(args) + (not self.is_loss())) * self.step()
 
 
-# what a rank does
+# Functions that run on each rank
 
 
 class Training:
@@ -212,7 +212,7 @@ def worker(plan: Row) -> None:
     dist.destroy_process_group()
 
 
-# all ranks
+# Functions that run in the parent process
 
 
 class Results:
@@ -246,7 +246,7 @@ class Results:
             raise SystemExit(f"{path}: its rows were measured with another {differ}; delete it to measure all again")
 
     def add(self, row: Row) -> None:
-        """Add the row of a cell, and write the file."""
+        """Add the row of a finished cell, and write all rows to the file."""
         self.rows.append(row)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +255,7 @@ class Results:
             part.replace(self.path)
 
     def missing(self, cells: list[Cell]) -> list[Cell]:
-        """Return the cells that have no row."""
+        """Return those of the cells that have no row in the results yet."""
         have = {tuple(row[field] for field in Cell._fields) for row in self.rows}
         return [cell for cell in cells if cell not in have]
 

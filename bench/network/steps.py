@@ -134,7 +134,7 @@ def worker(plan: dict[str, Any]) -> None:
         idle.model.register_comm_hook(None, noop_hook)
         for name in [None, *plan["codecs"]]:
             training = Training(name, plan["width"], plan["layers"])
-            for _ in range(2):  # DDP rebuilds buckets after the first step
+            for _ in range(2):  # untimed steps: DDP rebuilds buckets after the first step
                 training.step(plan["batch"])
             before = training.hook.stats().sent_nbytes if training.hook else 0
             step = training.seconds(plan["batch"], plan["steps"])

@@ -31,7 +31,7 @@ FIXED = ("fw8bw8", "fw4bw8", "fw2bw4")
 
 
 class Training:
-    """One stage of a pipeline with one setting."""
+    """Training of one stage of the pipeline, with one setting of bits."""
 
     def __init__(self, setting: str, plan: changing_links.Cell) -> None:
         import torch
@@ -85,7 +85,7 @@ class Training:
         return stats.forward_nbytes + stats.backward_nbytes
 
     def choices(self) -> dict[str, int]:
-        """Return the number of steps by choice of "auto"."""
+        """Return, for each choice of "auto", the number of steps so far in which it was used."""
         return self.stage.stats().choices
 
     def size(self, nbytes: float) -> float:

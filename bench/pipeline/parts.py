@@ -47,7 +47,7 @@ class Bench:
             in_pool("pretraining", pretrain_job, [(sizes, n, self.folder) for n in missing])
 
     def run_losses(self) -> list[dict[str, Any]]:
-        """Train all settings on all tasks, in one process per core."""
+        """Train all settings on all tasks, in one process per core, and return the results with losses."""
         sizes = self.args.sizes
         self.prepare(self.args.stages)
         jobs = [
@@ -59,7 +59,7 @@ class Bench:
         return in_pool("trainings", train_job, jobs)
 
     def run_times(self) -> list[dict[str, Any]]:
-        """Time steps of all settings on all links."""
+        """Measure the step times of all settings on all links, and return the rows."""
         rows: list[dict[str, Any]] = []
         for count in self.args.stages:
             plan = self.plan(count, self.args.rates, [stages.Job(s, timed=self.args.steps) for s in self.settings])

@@ -196,7 +196,7 @@ def run(bench: Bench) -> None:
             "seconds": round(time.perf_counter() - begin),
         }
         tables.show(found, [part])
-        if args.json:  # after each part, since measurements take long
+        if args.json:  # write after each part, since measurements take long
             args.json.write_text(json.dumps(found))
     if args.plots:
         import drawings

@@ -16,19 +16,19 @@ import codec
 
 @dataclass
 class Training:
-    """Result of a training run."""
+    """Result of a simulated training run."""
 
     task: str
     stages: int
     setting: dict[str, Any]
     label: str
-    losses: list[float] = field(default_factory=list)  # loss of each step
+    losses: list[float] = field(default_factory=list)  # training loss of each step
     first_nbytes: float = 0.0  # bytes that all stages send in a step of the first epoch
     later_nbytes: float = 0.0
     raw_nbytes: int = 0
     held_loss: float = math.nan
     accuracy: float = math.nan
-    change: list[float] = field(default_factory=list)  # |a - m| / |a| at the first edge, by epoch
+    change: list[float] = field(default_factory=list)  # relative change |a - m| / |a| at the first edge, by epoch
     state_nbytes: int = 0  # bytes of m on one side of all edges together
     diverged: str = ""
 

@@ -60,11 +60,11 @@ class Result:
     rate: str
     label: str
     averaging: str
-    seconds: list[float]  # from the first rank's start to the last rank's end
-    cpu_seconds: list[float]  # CPU time of the busiest rank
+    seconds: list[float]  # seconds from the first rank's start to the last rank's end
+    cpu_seconds: list[float]  # CPU seconds of the busiest rank
     sent: list[int]  # bytes that all ranks sent, including headers and acknowledgements
     losses: list[float]
-    tcp_rate: float  # bits per second, measured before
+    tcp_rate: float  # TCP rate of the link in bits per second, measured before the job
 
     @property
     def first(self) -> float:
@@ -85,7 +85,7 @@ def ids_of_steps(sizes: Sizes, timed: int) -> list[torch.Tensor]:
     return first + [first[i % FIRST_STEPS] for i in range(timed)]
 
 
-# In a rank
+# Functions that run on each rank
 
 
 class Groups:
@@ -214,7 +214,7 @@ def work(plan: Plan, weights: Any) -> None:
     print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}), flush=True)
 
 
-# In the parent
+# Functions that run in the parent process
 
 
 def run(plan: Plan, weights: Any, advance: Callable[[int], None], timeout: float = 1500) -> list[Result]:

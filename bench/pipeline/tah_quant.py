@@ -89,7 +89,7 @@ def swap(tiles: Array, pivots: Array) -> None:
 
 
 class Reader:
-    """Reads the fields of a message in order."""
+    """Reads the fields of a message one after the other."""
 
     def __init__(self, message: Any) -> None:
         self._data = np.frombuffer(message, np.uint8)

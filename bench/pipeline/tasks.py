@@ -41,7 +41,7 @@ class Sizes:
 
     @property
     def values(self) -> int:
-        """Return the number of values in a message."""
+        """Return the number of values in a message, the activations of a micro-batch."""
         return self.batch // self.micro_batches * self.context * self.width
 
     @property
@@ -54,7 +54,7 @@ class Sizes:
 
 
 class Part(nn.Module):
-    """Module of one stage."""
+    """Module of one pipeline stage: a block of the transformer, with the embedding or the head at the ends."""
 
     def __init__(self, model: Language, head: nn.Module, index: int, stages: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Part(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Linear classifier on the mean over all positions."""
+    """Linear classifier on the mean of the transformer's outputs over all positions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

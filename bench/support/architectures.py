@@ -54,7 +54,7 @@ class GPT(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """LSTM over bytes."""
+    """LSTM language model over bytes."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Denoising(Task):
 
 @functools.cache
 def headers() -> torch.Tensor:
-    """Return the contents of torch's C++ headers as bytes."""
+    """Return the concatenated C++ headers of torch (ATen/core) as a tensor of bytes."""
     files = sorted((Path(torch.__file__).parent / "include/ATen/core").glob("*.h"))
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 

@@ -29,7 +29,7 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[t
 
 
 def segments(shapes: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return (offset, shape) of consecutive parameters."""
+    """Return (offset in values, shape) of each parameter in a bucket without gaps."""
     offsets = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
     return [(int(o), s) for o, s in zip(offsets, shapes, strict=False)]
 

@@ -39,7 +39,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Transformer block."""
+    """Transformer block with causal attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Task:
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     batch: Callable[[], Batch]  # returns this rank's part of the next batch
-    held_out: Batch  # this rank's part
+    held_out: Batch  # this rank's part of the held-out data
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean cross-entropy of a batch. `model` is the task's model or a wrapper of it."""
@@ -127,7 +127,7 @@ class Task:
 
 
 def _warmup_cosine(steps: int) -> Callable[[int], float]:
-    """Return a schedule: linear warm-up over a twentieth of the steps, then a cosine down to a fiftieth."""
+    """Return a learning-rate schedule: linear warm-up over 1/20 of the steps, then a cosine down to 1/50."""
     warmup = max(1, steps // 20)
     return lambda step: min((step + 1) / warmup, 0.51 + 0.49 * math.cos(math.pi * step / steps))
 

@@ -132,7 +132,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def train_chosen(args: argparse.Namespace) -> list[Run]:
     """Run the training that the arguments select, and return the runs."""
-    importlib.import_module("codec.torch")  # fail here, before any rank starts, if it is missing
+    importlib.import_module("codec.torch")  # if codec.torch is missing, fail here, before any rank starts
     feedback = {"default": None, "on": True, "off": False}[args.feedback]
     jobs = [
         Job(task, name, seed, steps_of(task, args), feedback, args.algorithm)

@@ -48,7 +48,7 @@ ROWS = {
 
 
 class Average(Compressed, FedAvg):
-    """FedAvg that decodes compressed replies."""
+    """Flower's strategy FedAvg, which here decodes compressed replies of clients."""
 
 
 def data(seed):
@@ -83,7 +83,7 @@ def forward(w, x):
 
 
 def epoch(w, x, y, rng, lr=0.1, batch=16):
-    """Train for one epoch by SGD, and return the weights."""
+    """Train the perceptron with weights `w` for one epoch by SGD, and return the new weights."""
     w = dict(w)
     order = rng.permutation(len(x))
     for i in range(0, len(x), batch):

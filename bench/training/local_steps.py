@@ -53,7 +53,7 @@ from summary import table
 
 DDP = {"small": "Quantize(4)", "1-bit Adam": "1-bit Adam, Quantize(4)", "0/1 Adam": "0/1 Adam, Quantize(4)"}
 TWO_BITS = codec.Quantize(2, levels="odd", rounding="nearest")
-WARMUP = 0.2  # fraction of the steps
+WARMUP = 0.2  # fraction of the steps that belong to the warm-up
 
 
 def nesterov(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -138,7 +138,7 @@ def to_target(run: Run, plain: Run, times: list[float]) -> float:
 
 
 def summarize(runs: list[Run], ranks: int, rtt: float, rate: float) -> list[dict[str, Any]]:
-    """Return a row for each method."""
+    """Return a row of the table for each method."""
     plain = {r.seed: r for r in runs if r.codec == PLAIN}
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(r.codec for r in runs):

@@ -90,7 +90,7 @@ def add_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
 
 
 def summarize(runs: list[Run], ranks: int) -> list[dict[str, Any]]:
-    """Return a row for each method."""
+    """Return a row of the table for each method."""
     plain = {r.seed: r.loss for r in runs if r.codec == PLAIN}
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(r.codec for r in runs):

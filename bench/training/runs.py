@@ -37,7 +37,7 @@ EVALUATIONS = 20
 
 @dataclass(frozen=True)
 class Job:
-    """Specification of a training run."""
+    """Training run to make: task, method, seed and settings."""
 
     task: str
     codec: str  # PLAIN, ORDERED, one of ADAMS, a preset, or a spec as Python text
@@ -60,10 +60,10 @@ class Run:
     values: int = 0  # number of values of all trained parameters
     nbytes: float = 0  # mean bytes that a rank sends per step
     cpu: float = 0  # CPU seconds per step on the busiest rank
-    residual: float = math.nan  # largest ||residual|| / ||gradient||
+    residual: float = math.nan  # largest ||residual|| / ||gradient|| of a parameter; NaN without error feedback
     losses: list[float] = field(default_factory=list[float])  # training loss of each step, mean over ranks
-    seconds: list[float] = field(default_factory=list[float])  # time of each step on the slowest rank
-    cpu_seconds: list[float] = field(default_factory=list[float])  # CPU time of each step on the busiest rank
+    seconds: list[float] = field(default_factory=list[float])  # seconds of each step on the slowest rank
+    cpu_seconds: list[float] = field(default_factory=list[float])  # CPU seconds of each step on the busiest rank
     sent: list[float] = field(default_factory=list[float])  # bytes that rank 0 sent in each step
     curve: list[tuple[int, float, float]] = field(
         default_factory=list[tuple[int, float, float]]
@@ -241,7 +241,7 @@ def train(job: Job, report_steps: Callable[[int], None], hook_of: HookOf = add_h
     report_steps(job.steps - reported)
     largest = max((r for r in residuals if not math.isnan(r)), default=math.nan)
     gather(run, largest, sum(p.nbytes for p in trained) / run.values)
-    run.digest = digest_of(task.model, job.codec != ZERO_ONE)  # ranks of 0/1 Adam differ after local steps
+    run.digest = digest_of(task.model, job.codec != ZERO_ONE)  # 0/1 Adam: ranks differ after local steps
     return run
 
 

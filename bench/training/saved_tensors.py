@@ -34,7 +34,7 @@ def resident():
 
 
 def step(net, x, spec, autocast):
-    """Run forward and backward once; return the gradients."""
+    """Run one forward and backward pass; return the gradients."""
     with contextlib.nullcontext() if spec is None else codec.torch.saved_tensors(spec):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = net(x)
@@ -47,7 +47,7 @@ def measure(spec, autocast):
     """Run two steps; return the peak memory in bytes, the seconds of the second step, and the gradients."""
     torch.manual_seed(0)
     net, x = model(), torch.randn(BATCH, LENGTH, WIDTH)
-    torch.mm(x[0], x[0].T)  # loads the library of matrix products
+    torch.mm(x[0], x[0].T)  # before the measurement, make torch load its library for matrix products
     codec.encode(x[0].clone())
     before = resident()
     gradients = step(net, x, spec, autocast)
@@ -60,7 +60,7 @@ def measure(spec, autocast):
 
 
 def main():
-    """Print a table."""
+    """Measure all specs, each in a new process, and print the table."""
     print("| forward pass | spec | peak MB | s a step | error of gradients |\n|---|---|---|---|---|")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # inherited by the processes that measure
     for autocast in (False, True):

@@ -22,7 +22,7 @@ import numpy as np
 
 import codec
 
-PART = 1 << 24  # number of values written at once
+PART = 1 << 24  # number of values per write
 
 
 def anonymous() -> int:
@@ -61,7 +61,7 @@ def shapes(values: int) -> dict[str, int]:
 
 
 def mapped(path: Path, values: int, mode: str) -> dict[str, Any]:
-    """Map a file into memory, and return its tensors."""
+    """Map a file of weights into memory, and return its tensors by name."""
     memory = np.memmap(path, np.uint16, mode, shape=(values,))
     tensors, at = {}, 0
     for name, n in shapes(values).items():

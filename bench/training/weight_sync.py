@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from models import Language
 
 METHODS = ("full", "updates")
-PROMPT, ANSWER = 8, 24  # bytes
+PROMPT, ANSWER = 8, 24  # bytes of a prompt, and of the answer to it
 LR = 1e-5
 CHUNK = 16 << 10  # bytes that the throttled sender sends between two waits
 
@@ -53,7 +53,7 @@ def new_model(width: int, layers: int) -> Language:
 
 
 def rounded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights in bfloat16."""
+    """Return a model's weights, rounded to bfloat16, by name."""
     return {name: x.detach().to(torch.bfloat16) for name, x in model.named_parameters()}
 
 
@@ -124,7 +124,7 @@ def roll_out(address: Any, method: str, width: int, layers: int, steps: int, bat
 
 
 def train(method: str, rate: float, width: int, layers: int, steps: int, batch: int) -> dict[str, Any]:
-    """Train, and return losses, rewards, bytes and times."""
+    """Run the trainer with one method of sending weights; return losses, rewards, bytes and times."""
     masters, model = new_model(width, layers), new_model(width, layers)
     sender = codec.WeightSender(rounded(model))
     optimizer = torch.optim.AdamW(masters.parameters(), lr=LR, weight_decay=0)

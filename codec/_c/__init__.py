@@ -4,7 +4,7 @@ from pathlib import Path
 
 try:
     from codec._c import _cffi
-except ModuleNotFoundError:  # cffi itself is missing
+except ModuleNotFoundError:  # raised if the package cffi itself is missing
     raise
 except ImportError as e:
     raise ImportError(

@@ -73,7 +73,7 @@ _new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)
 
 
 def new_bytes(n: int) -> Any:
-    """Allocate ``n`` uninitialized bytes."""
+    """Allocate a C array of ``n`` uninitialized bytes."""
     return _new_uninitialized("uint8_t[]", n)
 
 

@@ -74,16 +74,16 @@ def _serve(number: int, queue: "SimpleQueue[_Helper]") -> None:
     try:
         bytes(_OWN_NBYTES)
     except MemoryError:
-        return  # this thread ends, and the pool has one fewer
+        return  # this thread ends, and the pool has one thread fewer
     lib.codec_abi_version()
     me = _thread.get_ident()
     if _workers.setdefault(number, me) != me:
-        return  # two concurrent calls of run() have started a thread with this number; the other one stays
+        return  # two concurrent calls of run() have started a thread with this number; only the other thread stays
     while True:
         try:
             queue.get()()
         except BaseException:
-            continue  # run() raises the task's error in its caller's thread
+            continue  # ignored here, because run() raises the task's error in the calling thread
 
 
 def _start(most: int) -> int:

@@ -37,7 +37,7 @@ from codec.tensors.wrapper import view
 CHUNK_NBYTES = 1 << 20  # bytes of a chunk; each rank sends its slice of a tensor in chunks
 MAX_CHUNKS = 16
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's first and later buckets
-RUNS = 3  # repetitions of a measurement; the shortest time is used
+RUNS = 3  # number of repetitions of a measurement, of which the shortest time counts
 
 
 def named(spec: Spec | None) -> str:
@@ -290,7 +290,7 @@ def advise(
             for s in taken(some)
         ]
         table.append(row(spec, sum(costs[1:], costs[0]), algorithm, waiting))
-    best = min(table, key=lambda r: r.seconds)  # raw, the first row, wins ties
+    best = min(table, key=lambda r: r.seconds)  # of equal times the first row wins, so raw is preferred
     why = _why(best, table, world_size)
     if weights:
         why += " Measured on weights: call advise() again once the model has gradients."

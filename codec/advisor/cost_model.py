@@ -29,7 +29,7 @@ def _number(name: str, value: Any, bounds: str, least: float, most: float) -> fl
         number = math.nan if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not least <= number <= most:  # rejects NaN as well
+    if not least <= number <= most:  # this form also rejects NaN
         raise ArgumentError(f"{name} must be {bounds}, got {shown(value)}")
     return number
 
@@ -131,7 +131,7 @@ class Cost:
 class _Model:
     """Formulas of an algorithm, functions of a tensor's cost and the number of ranks: see :func:`predict_seconds`."""
 
-    nbytes: Callable[[Cost, int], float]  # bytes that each rank sends, for 2 or more ranks
+    nbytes: Callable[[Cost, int], float]  # bytes that each rank sends, with 2 or more ranks
     seconds: Callable[[Cost, int], float]  # seconds of compute per rank
     round_trips: Callable[[int], int]  # consecutive round trips, including those for requests and verdicts
 

@@ -36,7 +36,7 @@ def uneven_of(model: Any) -> set[Any]:
     """Return the weights of embeddings, and of output heads with as many outputs as an embedding has rows."""
     nn: Any = sys.modules["torch"].nn
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    vocabularies = {w.shape[0] for w in embeddings if w.shape[0] > w.shape[1]}  # leaves out position embeddings
+    vocabularies = {w.shape[0] for w in embeddings if w.shape[0] > w.shape[1]}  # not position embeddings
     heads = {m.out_features: m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     return embeddings | {heads[n] for n in vocabularies & heads.keys()}
 

@@ -13,7 +13,7 @@ from codec.tensors.wrapper import view
 
 
 def add_commands(commands: Any) -> None:
-    """Add the command to a parser of arguments."""
+    """Add the parser of the command ``advise`` to the parsers of all commands."""
     p = commands.add_parser(
         "advise",
         help="find the fastest codec for a link",

@@ -40,7 +40,7 @@ _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to a parser of arguments."""
+    """Add the parsers of the commands ``compress`` and ``decompress`` to the parsers of all commands."""
     p = commands.add_parser(
         "compress",
         help="compress one array, or a stream of values",
@@ -68,7 +68,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_compress(args: argparse.Namespace) -> int:
-    """Compress an array or raw values."""
+    """Run ``codec compress``: compress a .npy array or raw values."""
     output = args.output or (STANDARD if args.input == STANDARD else args.input + _SUFFIX)
     args.output = output
     check_output(output, args.force, args.input)
@@ -89,7 +89,7 @@ def run_compress(args: argparse.Namespace) -> int:
 
 
 def run_decompress(args: argparse.Namespace) -> int:
-    """Decode a frame, or a stream of frames."""
+    """Run ``codec decompress``: decode a frame, or a stream of frames."""
     output = args.output or (STANDARD if args.input == STANDARD else args.input.removesuffix(_SUFFIX))
     if output == args.input and output != STANDARD:
         raise ArgumentError(f"{printable(args.input)} does not end in {_SUFFIX}: name the output with -o")
@@ -97,7 +97,7 @@ def run_decompress(args: argparse.Namespace) -> int:
     check_output(output, args.force, args.input)
     given, npy = options(threads=args.threads), args.npy or output.endswith(".npy")
     before = after = 0
-    whole: tuple[str, tuple[int, ...]] | None = None  # dtype and shape of all values
+    whole: tuple[str, tuple[int, ...]] | None = None  # dtype and shape of the values of all frames so far
     with _opened(args.input) as source, output_file(output) as file, progress_bar() as progress:
         if npy:
             file.write(bytes(_NPY_HEADER))
@@ -194,7 +194,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _frames(source: BufferedReader) -> Iterator[bytearray]:
     """Read, verify and yield frames one by one; the header of each gives its length."""
-    rest = bytearray()  # first bytes of the next frame
+    rest = bytearray()  # first bytes of the next frame, which were read together with the last bytes of this one
     while frame := rest + source.read(_HEADER - len(rest)):
         nbytes = inspect(frame).nbytes
         frame, rest = frame[:nbytes], frame[nbytes:]
@@ -216,7 +216,7 @@ def _joined(
 
 
 def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the header of a .npy file, padded to the reserved size."""
+    """Return the header of a .npy file, padded to the _NPY_HEADER bytes reserved for it."""
     descr = np.lib.format.dtype_to_descr(numpy_dtype(dtype))
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
     return (

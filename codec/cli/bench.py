@@ -22,7 +22,7 @@ from codec.cli.console import EXIT_CODES, add_json, check_output, print_table, p
 from codec.errors import ArgumentError, CodecError, EngineError
 from codec.tensors.wrapper import view
 
-_PRESETS = ("lossless", "balanced", "small", "smallest")  # "near" needs an optimizer
+_PRESETS = ("lossless", "balanced", "small", "smallest")  # without "near", which needs an optimizer
 _SECONDS = 0.3  # time in seconds for which a measurement is repeated
 _SLOW_MB = 16  # MB; on larger inputs, slow compressors run only with --slow
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def add_commands(commands: Any) -> None:
-    """Add the command to a parser of arguments."""
+    """Add the parser of the command ``bench`` to the parsers of all commands."""
     p = commands.add_parser(
         "bench",
         help="compare sizes and speeds on a file",
@@ -58,7 +58,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Print a table of sizes and speeds."""
+    """Run ``codec bench``: print a table of sizes and speeds."""
     if args.plot is not None:
         check_output(args.plot, args.force, args.file)
         _matplotlib()
@@ -147,7 +147,7 @@ def _length(data: Any) -> int:
 
 
 def _lmzip(path: str) -> Iterator[Row]:
-    """Measure lmzip on the whole file."""
+    """Measure the compressor lmzip on the whole file."""
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as folder:
@@ -247,7 +247,7 @@ def _draw(rows: list[Row], path: str, name: str) -> None:
     axes.set(
         xscale="log", xlabel="decompression, MB/s, one thread", ylabel="size, % of the tensors", title=Path(name).name
     )
-    axes.set_xlim(right=4 * max(row.decompress for row in rows))  # space for the names
+    axes.set_xlim(right=4 * max(row.decompress for row in rows))  # space for the names beside the points
     axes.grid(alpha=0.3)
     try:
         figure.savefig(path, dpi=120)

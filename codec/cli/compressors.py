@@ -97,7 +97,7 @@ def _pcodec() -> Iterator[Compressor]:
     native = {"float16", "float32", "float64", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
 
     def compress(x: Bytes, dtype: str) -> Any:
-        kind = dtype if dtype in native else "u2"  # other dtypes are compressed as 2-byte integers
+        kind = dtype if dtype in native else "u2"  # pcodec compresses other dtypes as 2-byte integers
         values = np.pad(x, (0, len(x) % 2)).view(kind)
         return pcodec.standalone.simple_compress(values, pcodec.ChunkConfig())
 
@@ -117,7 +117,7 @@ def _zipnn() -> Iterator[Compressor]:
     def compress(x: Bytes, dtype: str) -> Any:
         if len(x) < _ZIPNN_LEAST:
             return _RAW + x.tobytes()
-        return b"\1" + made(dtype).compress(bytearray(x))  # ZipNN overwrites its input
+        return b"\1" + made(dtype).compress(bytearray(x))  # compress a copy, because ZipNN overwrites its input
 
     def decompress(data: Any, dtype: str) -> Any:
         return data[1:] if data[:1] == _RAW else made(dtype).decompress(data[1:])

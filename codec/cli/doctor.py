@@ -10,7 +10,7 @@ from codec._c.library import isas
 from codec.cli.console import EXIT_CODES, add_json, print_entries
 from codec.engines import engines
 
-_PACKAGES = {  # by distribution: the feature that needs it
+_PACKAGES = {  # by distribution: the features that need it
     "numpy": "required",
     "cffi": "required",
     "torch": "codec.torch, .pt files",
@@ -28,7 +28,7 @@ _VARIABLES = ("CODEC_NUM_THREADS", "OMP_NUM_THREADS", "CODEC_ISA", "CODEC_LIBRAR
 
 
 def add_commands(commands: Any) -> None:
-    """Add the command to a parser of arguments."""
+    """Add the parser of the command ``doctor`` to the parsers of all commands."""
     p = commands.add_parser(
         "doctor",
         help="print what this installation can do",

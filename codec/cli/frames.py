@@ -18,7 +18,7 @@ _ACCEPTED = "frame, - for standard input, packed model file, update of weights, 
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to a parser of arguments."""
+    """Add the parsers of the commands ``inspect`` and ``verify`` to the parsers of all commands."""
     p = commands.add_parser(
         "inspect",
         help="print the header of a frame, or what a file holds",

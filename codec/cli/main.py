@@ -14,7 +14,7 @@ _GROUPS = (models, arrays, frames, updates, bench, advise, doctor, tools)  # in 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+    """Return the argument parser of the program ``codec`` with all commands."""
     made = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Compression of tensors: model files, arrays, and what training jobs send.",

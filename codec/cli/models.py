@@ -29,7 +29,7 @@ _PACKED, _PLAIN, _INDEX = ".codec.safetensors", ".safetensors", ".index.json"
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to a parser of arguments."""
+    """Add the parsers of the commands ``pack``, ``unpack`` and ``ls`` to the parsers of all commands."""
     p = commands.add_parser(
         "pack",
         help="compress a model file without loss",
@@ -64,7 +64,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    """Compress a model file, or each file of a sharded model."""
+    """Run ``codec pack``: compress a model file, or each file of a sharded model."""
     if args.model.endswith(_INDEX):
         return _each_shard(args, _pack)
     stem = args.model
@@ -75,7 +75,7 @@ def run_pack(args: argparse.Namespace) -> int:
 
 
 def run_unpack(args: argparse.Namespace) -> int:
-    """Restore a model file, or each file of a sharded model."""
+    """Run ``codec unpack``: restore a model file, or each file of a sharded model."""
     if args.model.endswith(_INDEX):
         return _each_shard(args, _unpack)
     output = args.output or (STANDARD if args.model == STANDARD else args.model.removesuffix(_PACKED) + _PLAIN)
@@ -154,7 +154,7 @@ def _report(args: argparse.Namespace, output: str, done: list[tuple[int, int, in
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """List the tensors of a file."""
+    """Run ``codec ls``: list the tensors of a file."""
     with input_file(args.model) as path:
         rows = _tensors(path, args.key)
     if args.json:

@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to a parser of arguments."""
+    """Add the parsers of the commands ``warmup`` and ``completion`` to the parsers of all commands."""
     p = commands.add_parser(
         "warmup",
         help='compile the loops of engine="numba" ahead of use',
@@ -49,13 +49,13 @@ def add_commands(commands: Any) -> None:
 
 
 def run_warmup(args: argparse.Namespace) -> int:
-    """Compile the kernels of the Numba engine for dtypes."""
+    """Run ``codec warmup``: compile the kernels of the Numba engine for the given dtypes."""
     warmup(dtypes=args.dtypes)
     return 0
 
 
 def run_completion(args: argparse.Namespace) -> int:
-    """Print the completion script of a shell."""
+    """Run ``codec completion``: print the completion script of a shell."""
     try:
         shtab: Any = importlib.import_module("shtab")
     except ImportError:
@@ -71,7 +71,7 @@ def run_flags(args: argparse.Namespace) -> int:
         raise CodecError(f"no C headers in {include}: they come with the installed package (pip install)")
     values = {
         "cflags": shlex.quote(f"-I{include}"),
-        "libs": shlex.join([f"-L{lib}", "-lcodec", f"-Wl,-rpath,{lib}"]),  # rpath: finds the library at run time, too
+        "libs": shlex.join([f"-L{lib}", "-lcodec", f"-Wl,-rpath,{lib}"]),  # rpath: found at run time, too
         "pkgconfigdir": str(lib / "pkgconfig"),
         "cmakedir": str(lib / "cmake" / "codec"),
     }

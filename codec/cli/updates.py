@@ -20,7 +20,7 @@ from codec.inspection import verify
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to a parser of arguments."""
+    """Add the parsers of the commands ``delta``, ``apply`` and ``compose`` to the parsers of all commands."""
     p = commands.add_parser(
         "delta",
         help="write the update from one .safetensors file to another",
@@ -56,7 +56,7 @@ def _finish(p: Any, run: Any) -> None:
 
 
 def run_delta(args: argparse.Namespace) -> int:
-    """Write the update between two files."""
+    """Run ``codec delta``: write the update between the weights in two files."""
     from codec.weight_sync.files import diff_files
 
     check_output(args.output, args.force, args.old, args.new)
@@ -68,7 +68,7 @@ def run_delta(args: argparse.Namespace) -> int:
 
 
 def run_apply(args: argparse.Namespace) -> int:
-    """Apply updates to a file."""
+    """Run ``codec apply``: apply updates to the weights in a file."""
     from codec.weight_sync.files import apply_files
     from codec.weight_sync.update import Update
 
@@ -87,7 +87,7 @@ def run_apply(args: argparse.Namespace) -> int:
 
 
 def run_compose(args: argparse.Namespace) -> int:
-    """Merge a chain of updates into one."""
+    """Run ``codec compose``: merge a chain of updates into one update."""
     from codec.weight_sync.files import compose_files
     from codec.weight_sync.update import Update
 

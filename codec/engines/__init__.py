@@ -35,14 +35,14 @@ from codec.tensors.view import refusal
 
 
 class Engine(Protocol):
-    """Functions that every engine module has."""
+    """Interface of engines: functions that every engine module has."""
 
     def why_not(self) -> str | None:
         """Return the reason why the engine cannot be used on this machine; None if it can."""
         ...
 
     def encode(self, r: EncodeRequest) -> bytes | memoryview:
-        """Return the frame of a tensor."""
+        """Encode the tensor of a request, and return the frame."""
         ...
 
     def encode_many(self, requests: Sequence[EncodeRequest]) -> list[bytes]:
@@ -50,7 +50,7 @@ class Engine(Protocol):
         ...
 
     def decode(self, r: DecodeRequest) -> Any:
-        """Return the tensor of a frame."""
+        """Decode the frame of a request, and return the tensor."""
         ...
 
     def decode_many(self, requests: Sequence[DecodeRequest]) -> list[Any]:
@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
     def reduce(self, r: DecodeRequest, op: str) -> Any:
-        """Return the sum, mean or maximum of frames."""
+        """Return the sum, mean or maximum of the tensors in the request's frames."""
         ...
 
     def sum_codes(self, r: DecodeRequest) -> tuple[Any, float]:
@@ -71,7 +71,7 @@ class Engine(Protocol):
 
 
 class DeviceEngine(Engine, Protocol):
-    """Additional functions of an engine for tensors on a device."""
+    """Interface of engines for tensors on a device, with additional functions."""
 
     def encode_async(self, r: EncodeRequest) -> Any:
         """Enqueue the encoding on the tensor's stream, and return a handle with which to wait for the frame."""
@@ -92,7 +92,7 @@ def _module(name: str) -> Engine | None:
     module = f"{__name__}.{name}"
     if importlib.util.find_spec(module) is None:
         return None
-    return cast(Engine, importlib.import_module(module))  # tests/api/typed_calls.py compares modules with Engine
+    return cast(Engine, importlib.import_module(module))  # tests/api/typed_calls.py checks that it is one
 
 
 def _usable(name: str) -> Engine | str:

@@ -37,7 +37,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return self.end - self.begin
 
     @property
@@ -85,7 +85,7 @@ class Header:
 
     @property
     def prefix(self) -> bytes:
-        """First bytes of the file, up to the data section."""
+        """Bytes of the file that precede the data section: the size of the JSON text, and the text."""
         return len(self.text).to_bytes(8, "little") + self.text
 
 

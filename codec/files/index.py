@@ -68,7 +68,7 @@ class Index:
 
     @cached_property
     def by_tensor(self) -> dict[int, list[Part]]:
-        """Parts of each stored tensor, by the tensor's number."""
+        """By number of a stored tensor: the parts that contain its bytes."""
         found: dict[int, list[Part]] = {}
         for part in self.parts:
             for k in part.tensors:

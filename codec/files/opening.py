@@ -135,7 +135,7 @@ class FileBytes:
             done += got
 
     def get(self, at: int, nbytes: int) -> Bytes:
-        """Return `nbytes` bytes from offset `at` on, in new memory."""
+        """Return `nbytes` bytes of the file from offset `at` on, in new memory."""
         out = np.empty(nbytes, np.uint8)
         self.read_into(out, at)
         return out
@@ -153,11 +153,11 @@ class MemoryBytes:
         self.nbytes = len(self._data)
 
     def read_into(self, out: Bytes, at: int) -> None:
-        """Fill `out` with the bytes from offset `at` on."""
+        """Fill `out` with bytes of the file from offset `at` on."""
         out[:] = self._data[at : at + len(out)]
 
     def get(self, at: int, nbytes: int) -> Bytes:
-        """Return `nbytes` bytes from offset `at` on, without a copy."""
+        """Return `nbytes` bytes of the file from offset `at` on, without a copy."""
         return self._data[at : at + nbytes]
 
     def close(self) -> None:

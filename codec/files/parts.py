@@ -44,7 +44,7 @@ class Encoded(NamedTuple):
     """Encoded part: its coding, its bytes, and the digest of the uncompressed bytes."""
 
     coding: str
-    data: Any  # bytes-like
+    data: Any  # encoded bytes, an object with a buffer
     digest: int
 
 

@@ -146,7 +146,7 @@ def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
     try:
         try:
             given = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the file format before torch 1.6, which cannot be mapped
+        except RuntimeError:  # files of torch before 1.6 cannot be mapped to memory
             given = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch's own unpickler raises errors of many kinds
         why = str(e).partition("\n")[0]

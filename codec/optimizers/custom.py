@@ -71,7 +71,7 @@ class Custom:
         def compiled(*values: Any) -> Any:
             try:
                 return np.float32(own(*values))
-            except Exception:  # exceptions cannot propagate through C code
+            except Exception:  # an exception of the user's function cannot propagate through C code
                 return np.float32(np.nan)
 
         t = numba.types

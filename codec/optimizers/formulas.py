@@ -17,7 +17,7 @@ class SGD(Optimizer):
     lr: float = 1e-3
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = theta / lr - weight_decay * theta."""
+        """Return the coefficients of A = theta / lr - weight_decay * theta."""
         return Terms(np.float64(1) / self.lr - self.weight_decay)
 
 
@@ -37,7 +37,7 @@ class Momentum(Optimizer):
     dampening: float = 0
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = (theta - lr mu m) / (lr (1 - tau)) - weight_decay * theta."""
+        """Return the coefficients of A = (theta - lr mu m) / (lr (1 - tau)) - weight_decay * theta."""
         own = np.float64(1 - self.dampening if "m" in state else 1)
         return Terms(1 / (self.lr * own) - self.weight_decay, m=-self.momentum / own)
 
@@ -57,7 +57,7 @@ class Nesterov(Optimizer):
     momentum: float
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = ((1 - lr lambda (1 + mu)) theta - lr mu^2 m) / (lr (1 + mu))."""
+        """Return the coefficients of A = ((1 - lr lambda (1 + mu)) theta - lr mu^2 m) / (lr (1 + mu))."""
         mu = self.momentum
         own = np.float64(self.lr) * (1 + mu)
         return Terms((1 - own * self.weight_decay) / own, m=-mu * mu / (1 + mu))
@@ -82,7 +82,7 @@ class Adagrad(Optimizer):
     step: int = 0
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = theta (sqrt(v) + eps) / decayed lr - weight_decay * theta."""
+        """Return the coefficients of A = theta (sqrt(v) + eps) / decayed lr - weight_decay * theta."""
         lr = np.float64(self.lr) / (1 + self.step * self.lr_decay)
         return Terms(-self.weight_decay, 1 / lr, 1, self.eps)
 
@@ -112,7 +112,7 @@ class RMSprop(Optimizer):
         return not (self.maximize or self.centered or self.momentum)
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = theta (sqrt(alpha v) + eps) / lr - weight_decay * theta."""
+        """Return the coefficients of A = theta (sqrt(alpha v) + eps) / lr - weight_decay * theta."""
         return Terms(-self.weight_decay, np.float64(1) / self.lr, self.alpha, self.eps)
 
 
@@ -170,7 +170,7 @@ def _mu_product(beta1: float, momentum_decay: float, steps: int) -> float:
     product = 1.0
     for t in range(1, steps + 1):
         product *= _mu(beta1, momentum_decay, t)
-        if product < 1e-20:  # 1 - product does not change any more
+        if product < 1e-20:  # smaller products do not change 1 - product
             break
     return product
 
@@ -296,7 +296,7 @@ class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = beta2 m / (1 - beta2)."""
+        """Return the coefficients of A = beta2 m / (1 - beta2)."""
         return Terms(0, m=self.betas[1] / (1 - self.betas[1]))
 
 
@@ -333,6 +333,6 @@ class Muon(Optimizer):
         return self.momentum < 1 and not self.maximize
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = mu^2 m / (1 - mu^2) with Nesterov momentum, mu m / (1 - mu) without."""
+        """Return the coefficients of A = mu^2 m / (1 - mu^2) with Nesterov momentum, or mu m / (1 - mu) without."""
         mu = np.float64(self.momentum**2 if self.nesterov else self.momentum)
         return Terms(0, m=mu / (1 - mu))

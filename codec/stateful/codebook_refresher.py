@@ -89,7 +89,7 @@ class CodebookRefresher:
         joint = self._symbols in (library.lib.CODEC_SYMBOLS_JOINT, library.lib.CODEC_SYMBOLS_JOINT16)
         self._literal = 16 if joint else 8
         self._counts: Counts = np.zeros(257, np.int64)
-        self._latest = -1  # highest step that current() was called with
+        self._latest = -1  # highest step for which current() was called
         self._books: dict[int, Codebook | None] = {0: None}  # the last two codebooks, by the first step of their use
 
     def count(self, x: Any, spec: BoundSpec | None = None) -> None:

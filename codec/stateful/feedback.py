@@ -261,7 +261,7 @@ class ErrorFeedback:
         try:
             at = layout_of([(key, v.nbytes // ITEMSIZE[v.dtype])])
             error = self.begin(at)
-            once = replace(settings_of(options), verify_first=False)  # `error` is a copy
+            once = replace(settings_of(options), verify_first=False)  # `error` is a copy, dropped after an error
             how: Any = {"out": out, "codebook": codebook, "stream": stream, "options": once}
             bound = self.spec if spec is None else spec
             frame = cast(bytes | memoryview, encode(x, bound, residual=error, feedback=True, **how))

@@ -29,11 +29,11 @@ class Memory:
     """Allocator for the arrays of a store, here in host memory. Subclasses allocate elsewhere, such as on a GPU."""
 
     def empty(self, n: int) -> Array:
-        """Return an uninitialized array of `n` values."""
+        """Return an uninitialized float32 array of `n` values in this memory."""
         return np.empty(n, np.float32)
 
     def zeros(self, n: int) -> Array:
-        """Return an array of `n` zeros."""
+        """Return a float32 array of `n` zeros in this memory."""
         return np.zeros(n, np.float32)
 
     def has(self, array: Any) -> bool:
@@ -95,7 +95,7 @@ def _layout_of_segments(names: tuple[str, ...], segments: Records) -> Layout:
     return _checked_layout(tuple((name, prod(shape)) for name, shape in zip(names, shapes, strict=True)))
 
 
-@lru_cache(1024)  # every step has the same buckets, with hundreds of parameters
+@lru_cache(1024)  # a cache, because every step has the same buckets, with hundreds of parameters
 def _checked_layout(given: tuple[Any, ...]) -> Layout:
     found: list[Range] = []
     for item in given:

@@ -115,7 +115,7 @@ def _evenly(stores: list[Store], share: int) -> dict[str, Any]:
 
 
 def _among_servers(stores: list[Store], world_size: int, owned: Callable[[int], Any] | None) -> list[Store]:
-    """Return the store of each new server."""
+    """Distribute the residuals of old servers; return the store of each new server."""
     if (twice := shared(_ranges(stores))) is not None:
         raise StateError(f"two of the old servers have {shown(twice)}")
     if owned is None:

@@ -36,7 +36,7 @@ class TensorView(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    data: Any  # C pointer, on the tensor's device
+    data: Any  # C pointer to memory of the tensor's device
     nbytes: int
     owner: object  # keeps the memory alive
     device: str = "cpu"
@@ -44,7 +44,7 @@ class TensorView(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Address of the first value."""
+        """Address of the tensor's first value, in host or device memory."""
         return int(ffi.cast(_UINTPTR, self.data))
 
     def first(self, nbytes: int) -> "TensorView":
@@ -315,7 +315,7 @@ def _hint(x: object) -> str:
 
 
 def view_bytes(frame: Any) -> TensorView:
-    """Return a view of a frame as bytes."""
+    """Return a view of a frame, which may have any type of tensor or buffer, as uint8."""
     if type(frame) is memoryview and frame.nbytes and frame.c_contiguous:
         # use an array instead of the memoryview: CPython crashes if the garbage collector clears a memoryview whose
         # buffer is in use, for example after an error whose traceback refers to itself
@@ -401,7 +401,7 @@ def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
     name = _by_dtype.get(array.dtype)
     if name is not None and array.ndim <= _MAX_RANK:
         try:
-            data = ffi.from_buffer(_CHARS, array, True)  # contiguous and writable
+            data = ffi.from_buffer(_CHARS, array, True)  # fails unless the array is contiguous and writable
         except (ValueError, BufferError, TypeError):
             pass
         else:

@@ -17,7 +17,7 @@ from codec._ownership import writable_by_others
 
 _MAX_NBYTES = 64 << 20  # maximum bytes read from a file; kernels take less than 1 MiB
 _DIGEST = hashlib.sha256().digest_size
-_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links, do not wait for a pipe
+_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK  # flags of os.open: do not follow links, and do not wait for a pipe
 
 
 def cache_folder() -> Path | None:
@@ -60,7 +60,7 @@ def load_cached(key: str) -> bytes | None:
             with open(fd, "rb", closefd=False) as f:
                 digest, data = f.read(_DIGEST), f.read(_MAX_NBYTES)
             return data if hashlib.sha256(data).digest() == digest else None
-    except Exception:  # the caller then compiles the kernel
+    except Exception:  # any error: the caller then compiles the kernel
         return None
 
 

@@ -22,7 +22,7 @@ from codec.errors import EngineError
 from codec.tensors.view import TensorView, is_torch, view
 
 _PINNED = 1 << 16  # maximum bytes of an upload from pinned memory; the host waits during larger ones
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED = 2  # value of CU_STREAM_CAPTURE_MODE_RELAXED
 # cudaDevAttrMultiProcessorCount, ComputeCapabilityMajor and Minor, which CuPy does not name
 _PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
 _OLDEST = 8  # minimum major compute capability: the first with single-instruction warp reductions
@@ -218,7 +218,7 @@ class Gpu:
         if (kernel, name) not in self._constants:
             self.prepare([kernel])
             module = self._functions[kernel].module
-            side = self._cupy.cuda.Stream(non_blocking=True)  # not the current stream, which may be captured
+            side = self._cupy.cuda.Stream(non_blocking=True)  # a new stream, because the current one may be captured
             data = self._download(module.get_global_var(name), 8 * count, side)
             self._constants[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
         return self._constants[kernel, name]
@@ -280,7 +280,7 @@ def _bytes_at(memory: Any, nbytes: int) -> memoryview:
 
 
 def _address(data: Any) -> int:
-    """Return the address of a buffer."""
+    """Return the address of a buffer in host memory."""
     return int(ffi.cast("uintptr_t", ffi.from_buffer(data)))
 
 

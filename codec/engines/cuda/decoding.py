@@ -24,11 +24,11 @@ from codec.specs import BoundSpec
 from codec.tensors.view import TensorView, view_base
 
 _FOUND = struct.Struct("<QQII3Q")  # codec_found of native/cuda/frame/decode.cuh
-_DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I 2Q")  # codec_decoding
+_DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I 2Q")  # codec_decoding of native/cuda/frame/decode.cuh
 _NONE = 2**64 - 1
 FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
 NOTHING_FOUND = _FOUND.pack(_NONE, *[0] * 6)
-_LISTS = struct.Struct("<2Q")  # codec_lists
+_LISTS = struct.Struct("<2Q")  # codec_lists of native/cuda/frame/decode.cuh
 # LISTED_SHARE of native/cuda/delta/decode.cuh, and the maximum number of changes that one byte of a frame can code.
 _LISTED_SHARE, _CHANGES = 8, 4
 _GROUP = 1024  # number of values in a group of native/cuda/delta/decode.cuh
@@ -201,7 +201,7 @@ class Frame:
 
     @property
     def _shared(self) -> bool:
-        """True if levels are computed from a shared optimizer state."""
+        """True if the receiver computes levels from its own copy of the optimizer state."""
         spec = self.info.spec
         return (
             spec.codec == lib.CODEC_TRUNCATE and spec.variant == lib.CODEC_LEVEL_CODING_SHARED and self.info.nblocks > 0
@@ -234,7 +234,7 @@ class Frame:
         check(lib.codec_decode(frame.data, frame.nbytes, t, call.context, call.scratch(size), size), call.fault)
 
     def verify(self) -> None:
-        """Raise FrameError if the frame is invalid."""
+        """Copy the frame to host memory, and raise FrameError if it is invalid."""
         frame = self.on_host()
         check(lib.codec_verify(frame.data, frame.nbytes))
 

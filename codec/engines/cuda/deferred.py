@@ -181,7 +181,7 @@ class DeferredCalls:
                     self._check_finite(work, to, n, each.explain)
 
     def _launch(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
-        """Launch all steps, and register their verdict."""
+        """Launch all steps that decode these frames, and register a verdict for them."""
         batch = BatchDecode(work, frames, steps)
         for i in range(len(steps)):
             batch.begin(i)
@@ -198,7 +198,7 @@ class DeferredCalls:
             work.launched()
 
     def _release(self) -> None:
-        """Report all kept memory as released."""
+        """Report all memory that calls kept as released."""
         nbytes, self._kept_nbytes = self._kept_nbytes, 0
         if nbytes:  # do not call on_memory from a garbage collection if there is nothing to report
             self._on_memory(-nbytes, 0)
@@ -270,6 +270,6 @@ class DeferredCalls:
 
 
 def _refuse_nonfinite(found: bytes) -> None:
-    """Raise ArgumentError if the flag of check_finite is set."""
+    """Raise ArgumentError if the bytes of the kernel's flag are not all 0: a result contains NaN or Inf."""
     if any(found):
         check(int(Status.NONFINITE))

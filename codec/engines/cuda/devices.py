@@ -16,7 +16,7 @@ class Device(Protocol):
     processors: int  # number of multiprocessors
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
-        """Make this device and ``stream`` current in the context."""
+        """Return a context in which this device and ``stream`` are current."""
         ...
 
     def capturing(self) -> bool:
@@ -75,11 +75,11 @@ class Device(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait for the current stream."""
+        """Make the host wait until the current stream has completed all work."""
         ...
 
     def copy(self, to: int, at: int, nbytes: int) -> None:
-        """Copy bytes within the device."""
+        """Copy `nbytes` bytes from device address `at` to device address `to`."""
         ...
 
     def clear(self, at: int, nbytes: int) -> None:

@@ -56,7 +56,7 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
         encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
         begin(work, [encoding.job for encoding in encodings])
         first = min(encoding.job.written for encoding in encodings)
-        written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # adjacent structs
+        written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # the structs are adjacent
         at = [encoding.job.written - first for encoding in encodings]
         frames = [at_item(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
         if any(encoding.copied for encoding in encodings):

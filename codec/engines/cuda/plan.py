@@ -108,7 +108,7 @@ class Plan:
 
     def _scratch(self, device: Device) -> Need:
         """Return the scratch memory that the encoding kernel needs."""
-        if self._family == "topk":  # a unit is a buffer for one coded block
+        if self._family == "topk":  # a scratch unit is a buffer for one coded block
             return Need(self._region)
         v, size = self.view, device.constant(self.kernel, *self._room)
         if self._family == "lossless":
@@ -129,7 +129,7 @@ class Plan:
         if not v.nblocks:
             return []
         scans = self._family == "topk" and v.row_sums.count
-        if self._family in ("delta", "topk") and not scans:  # the encoding kernel makes decisions for each block
+        if self._family in ("delta", "topk") and not scans:  # the encoding kernel chooses parameters by block
             return [(self.kernel, grid)]
         steps = [(f"choose_{self._family}", other_grid), (self.kernel, grid)]
         scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
@@ -148,7 +148,7 @@ _plans: dict[tuple[Any, ...], Plan] = {}  # cache of plans, for requests without
 
 def plan_of(r: EncodeRequest) -> Plan:
     """Return the plan of a request's frame."""
-    if r.levels is not None:  # a plan with levels depends on the optimizer
+    if r.levels is not None:  # not cached: a plan with levels depends on the optimizer
         return Plan(r)
     with_residual = None if r.residual is None else r.verify_first
     key = r.spec, r.x.dtype, r.x.shape, r.segments, r.codebook, with_residual

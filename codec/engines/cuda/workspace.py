@@ -48,7 +48,7 @@ class Work:
         return self.device.on(self._stream)
 
     def wait(self) -> None:
-        """Wait for the stream."""
+        """Make the host wait until the call's stream has completed all work."""
         self.device.wait()
 
     def sibling(self) -> "Work":
@@ -56,7 +56,7 @@ class Work:
         return Work(self.device, self._stream, self._like)
 
     def new(self, nbytes: int) -> int:
-        """Return the address of uninitialized bytes, a multiple of 256."""
+        """Allocate uninitialized device memory as long as this object lives; return its address, a multiple of 256."""
         address, owner = self.allocate(nbytes)
         self._keep.append(owner)
         self.kept_nbytes += nbytes
@@ -82,7 +82,7 @@ class Work:
         (self._brief if brief else self._keep).append(owner)
 
     def zeros(self, nbytes: int) -> int:
-        """Return the address of zeroed bytes."""
+        """Allocate zeroed device memory, and return its address."""
         address = self.new(nbytes)
         self.device.clear(address, nbytes)
         return address

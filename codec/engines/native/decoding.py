@@ -113,7 +113,7 @@ def refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) ->
     """Raise the error of a frame that is truncated, has trailing bytes, or declares a tensor above the size limit."""
     tensor_nbytes: int = call.info.tensor_nbytes
     call.context.max_nbytes = most = 0 if r.out is not None else r.limit()
-    if most or r.out is not None:  # in the C library, 0 means no limit
+    if most or r.out is not None:  # a limit of 0 cannot be passed to the C library, in which it means no limit
         t = call.fill_tensor(like)
         check(lib.codec_decode(frame.data, frame.nbytes, t, call.context, _NULL, 0), call.fault)
     r.check_limit(tensor_nbytes)

@@ -33,22 +33,22 @@ def _calls() -> Any:
 
 
 def encode(r: EncodeRequest) -> bytes | memoryview:
-    """Return the frame of a tensor."""
+    """Encode the tensor of a request, and return the frame."""
     return native.encode(r, _calls().encode_filled)
 
 
 def encode_many(requests: Sequence[EncodeRequest]) -> list[bytes]:
-    """Return the frames of several tensors."""
+    """Encode the tensors of requests, and return the frames."""
     return native.encode_many(requests, _calls().encode_filled)
 
 
 def decode(r: DecodeRequest) -> Any:
-    """Return the tensor of a frame."""
+    """Decode the frame of a request, and return the tensor."""
     return native.decode(r, _calls().decode_prepared)
 
 
 def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
-    """Return the tensors of several frames."""
+    """Decode the frames of requests, and return the tensors."""
     return native.decode_many(requests, _calls().decode_prepared)
 
 
@@ -58,7 +58,7 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
 
 
 def reduce(r: DecodeRequest, op: str) -> Any:
-    """Return the sum, mean or maximum of frames."""
+    """Return the sum, mean or maximum of the tensors in the request's frames."""
     return native.reduce(r, op, _calls().reduce_into)
 
 

@@ -47,7 +47,7 @@ def close_bits(bits, out):
 
 @jit
 def put_bits(bits, out, x, n):
-    """Append the ``n`` <= 64 bits of ``x``."""
+    """Append the lower ``n`` <= 64 bits of ``x`` to the stream."""
     have = bits.at[0] % WORD
     bits.at[0] += n
     bits.word[0] |= x << U64(have)
@@ -73,7 +73,7 @@ def put_rice(bits, out, x, k, full):
 
 @jit
 def put_gamma(bits, out, x):
-    """Append the gamma code of ``x`` >= 1."""
+    """Append the Elias gamma code of ``x`` >= 1 to the stream."""
     n = bit_length(x) - 1
     put_bits(bits, out, U64(0), n)
     put_bits(bits, out, U64(1), 1)
@@ -99,7 +99,7 @@ def rice_nbits(x, k, full):
 
 @jit
 def _zeros(bits, frame, end, most):
-    """Skip zeros, at most ``most``, and return their number."""
+    """Skip zero bits of the stream, at most ``most``, and return their number."""
     n = 0
     while n < most:
         at = bits.at[0]
@@ -112,7 +112,7 @@ def _zeros(bits, frame, end, most):
 
 @jit
 def get_bits(bits, frame, end, n):
-    """Read ``n`` <= 64 bits."""
+    """Read ``n`` <= 64 bits of the stream, and return them as an integer."""
     x = U64(0)
     for i in range(n):
         at = bits.at[0] + i
@@ -135,7 +135,7 @@ def get_rice(bits, frame, end, k, full):
 
 @jit
 def get_gamma(bits, frame, end):
-    """Read a gamma code; return 0 if it is 2^64 or more."""
+    """Read an Elias gamma code, and return the number; 0 if the number is 2^64 or more."""
     n = _zeros(bits, frame, end, 64)
     if n == 64:
         return U64(0)

@@ -53,7 +53,7 @@ def _encode_new(call: Call, s: Any, r: EncodeRequest, room: int, threads: int) -
         n = blockwise.encode(loops, call, s, ffi.cast("uint8_t *", new.address), times * room, threads)
         if n is not None:
             return new.finish(n)
-    return encoding.encode_filled(call, s, r, threads)  # frames over 32 GiB: the C library stores the tensor
+    return encoding.encode_filled(call, s, r, threads)  # over 32 GiB: the C library stores the tensor
 
 
 def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads: int) -> bytes | memoryview:

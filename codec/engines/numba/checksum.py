@@ -7,7 +7,7 @@ from codec.engines.numba.jit import jit
 
 U32, U64 = np.uint32, np.uint64
 GOLDEN = U64(0x9E3779B97F4A7C15)
-REGION, PLANE, STATE, VALUES = 0x300, 0x400, 0x500, 0x600  # seeds of digests, by kind of data
+REGION, PLANE, STATE, VALUES = 0x300, 0x400, 0x500, 0x600  # by kind of data: seed of its digests
 PAIRS = 128  # pairs of 32-bit words in a chunk
 LOWER = U64(0xFFFFFFFF)
 
@@ -26,7 +26,7 @@ EVEN, ODD = _keys()[::2].astype(U64), _keys()[1::2].astype(U64)
 
 @jit
 def mix(x):
-    """Return a 64-bit word mixed by a bijective function."""
+    """Return the 64-bit word ``x`` after the mixing function of format.md, section 13, a bijection."""
     x ^= x >> U64(30)
     x *= U64(0xBF58476D1CE4E5B9)
     x ^= x >> U64(27)

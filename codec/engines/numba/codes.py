@@ -138,7 +138,7 @@ def _sign_values(code, above, below, y):
 
 @jit
 def _float8_values(variant, code, scale, y):
-    """Dequantize codes of Float8."""
+    """Dequantize codes of Float8 into ``y``."""
     mbits, bias, last = (2, 15, 0x7B) if is_e5m2(variant) else (3, 7, 0x7E)
     u = y.view(U32)
     for i in range(len(u)):
@@ -156,7 +156,7 @@ def _scaled(ratio, scale):
 
 @jit
 def _other_values(job, code, scale, y):
-    """Dequantize codes of Ternary, Float4 and Quantize."""
+    """Dequantize codes of Ternary, Float4 and Quantize (without zero points) into ``y``."""
     u = y.view(U32)
     if job.codec == TERNARY:
         for i in range(len(u)):
@@ -177,7 +177,7 @@ def _other_values(job, code, scale, y):
 
 @jit
 def _affine_values(bits, code, half, middle, y):
-    """Dequantize codes of Quantize with zero points."""
+    """Dequantize codes of Quantize with zero points into ``y``."""
     u, levels = y.view(U32), I32((1 << bits) - 1)
     for i in range(len(u)):
         ratio = F32(F32(I32(I32(I32(code[i]) * I32(2)) - levels)) / F32(levels))

@@ -14,7 +14,7 @@ from codec.engines.numba.bitstream import Bits
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64, U8, U16, U32, U64, copy
 
-SAME, STEPS, RAW, PATCHES = 0, 1, 2, 3  # modes of a region
+SAME, STEPS, RAW, PATCHES = 0, 1, 2, 3  # modes in which a region codes the changes of a block
 BIAS, CLASSES, MORE, GAP_BITS, MAX_GAP_K = 16, 8, 8, 20, 18  # constants of format.md, section 10.3
 _MBITS = MANTISSA_BITS | {
     "float64": 52,
@@ -35,14 +35,14 @@ class Kind(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Buffers of one thread."""
+    """Buffers of one thread that encodes or decodes blocks of Delta."""
 
     kind: Kind
     region: Any
     base: Any  # bits of the base's values in the block
     new: Any  # bits of the tensor's values in the block
     bytes: Any  # bytes of decoded values
-    at: Any  # indices of changed values in the block
+    at: Any  # indices of the changed values of the block
     exponent: Any
     member: Any  # class of each value
     bins: Any  # by exponent: numbers of sampled values and of codes, and sum of steps
@@ -51,7 +51,7 @@ class Work(NamedTuple):
 
 
 def work_of(job):
-    """Allocate the buffers for a job's blocks."""
+    """Allocate one thread's buffers for the blocks of a Delta job."""
     name, size, m = DTYPE_NAMES[job.dtype], job.size, min(job.block, job.n)
     mbits = _MBITS.get(name, 0)
     last = (1 << 8 * size - 1 - mbits) - 1 if mbits else 0
@@ -140,5 +140,5 @@ def class_of(exponent, scale):
 
 @jit
 def small_k(kind, exponent, scale):
-    """Return the Rice parameter for the step of a value of class 0."""
+    """Return the Rice parameter with which the step of a value of class 0 is coded."""
     return min(scale - I64(exponent), kind.w - 2)

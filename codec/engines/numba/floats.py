@@ -23,7 +23,7 @@ from codec.engines.numba.words import (
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES["float32"], DTYPES["bfloat16"], DTYPES["float16"]
 STORE, ADD, MAXIMUM = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX
-NOWHERE = 101  # value of Sink.into: check the frame without decoding values
+NOWHERE = 101  # value of Sink.into: validate the frame without decoding values
 
 
 @jit
@@ -101,7 +101,7 @@ class Sink(NamedTuple):
     divide: Any  # float32 divisor of the result; 0: none
     unscaled: bool  # True: ternary values are 0, 1 and -1, without their scale
     rescale: bool  # True: multiply the result by the part's scale
-    data: Any  # bytes of the destination
+    data: Any  # memory of the destination, as bytes
 
 
 @jit

@@ -109,7 +109,7 @@ def enter_floats(saved: Any) -> None:
     The previous floating-point environment is stored in ``saved``, a buffer of 64 bytes.
     """
     _fegetenv(saved.ctypes.data)
-    _fesetenv(-1)  # FE_DFL_ENV
+    _fesetenv(-1)  # the constant FE_DFL_ENV: the default floating-point environment
 
 
 @jit

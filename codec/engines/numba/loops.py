@@ -27,7 +27,7 @@ def _family(job: Job) -> Any:
 
 
 def _base(context: Any) -> Array:
-    """Return the bytes of Delta's base."""
+    """Return the bytes of the base that Delta's context contains."""
     return memory_of(context.base.data, context.base.nbytes)
 
 
@@ -105,14 +105,14 @@ def _sink(j: Job, context: Any, dst: Any) -> Sink:
 def codec_decode_check(
     frame: Any, nbytes: int, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int
 ) -> int:
-    """Validate a range of blocks without decoding their values."""
+    """Replace the C function: validate a range of blocks of a frame without decoding their values."""
     return _step(frame, nbytes, None, context, job, blocks, work, work_nbytes)
 
 
 def codec_decode_blocks(
     frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int
 ) -> int:
-    """Decode a range of blocks to a destination."""
+    """Replace the C function: decode a range of blocks of a frame to ``dst``."""
     return _step(frame, nbytes, dst, context, job, blocks, work, work_nbytes)
 
 
@@ -164,7 +164,7 @@ def _step(frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any
 
 
 def into(i: int, op: int) -> int:
-    """Return the CODEC_INTO value for the i-th frame of a reduction."""
+    """Return the CODEC_INTO value with which frame i of a reduction is combined with the result so far."""
     if i == 0:
         return lib.CODEC_INTO_FLOAT32
     return lib.CODEC_INTO_MAX if op == lib.CODEC_REDUCE_MAX else lib.CODEC_INTO_ADD

@@ -38,7 +38,7 @@ from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy
 PRUNED = 1 << 16  # flag in a region's head: planes other than plane 0 do not contain the bytes of +0 values
 
 
-MANY = 64  # values are pruned if at least one in 64 is +0
+MANY = 64  # +0 values of a block are pruned if at least one value in 64 is +0
 
 
 @jit
@@ -169,7 +169,7 @@ def _put_block(job, planes, m, room, low, region):
 
 
 class Work(NamedTuple):
-    """Buffers of one thread."""
+    """Buffers of one thread that encodes or decodes blocks of Lossless."""
 
     coder: Any
     planes: Any
@@ -187,7 +187,7 @@ class Work(NamedTuple):
 
 
 def work_of(job):
-    """Allocate the buffers for a job's blocks."""
+    """Allocate one thread's buffers for the blocks of a Lossless job."""
     planes = np.empty((8, PLANE_ROOM), U8)
     return Work(
         coder_room(job, BLOCK),

@@ -20,7 +20,7 @@ ROW_BLOCK, TRITS_BLOCK = 16384, 81920  # maximum number of values per block, for
 RUN, TILE = 2560, 10240  # values processed together; multiples of 40, so that codes of any width begin at a byte
 LEAF, LANES = 4096, 32  # number of values per leaf of the pairwise sum, and of interleaved partial sums in a leaf
 TIE = 3  # temporary ternary code: the first 16 random bits do not decide
-MIN_CODED = 512  # minimum bytes of a block's codes for entropy coding
+MIN_CODED = 512  # a block's codes are entropy-coded only if they have at least this many bytes
 
 
 @jit
@@ -37,7 +37,7 @@ def code_bits(job):
 
 @jit
 def has_entropy(job):
-    """Return True if codes are entropy-coded."""
+    """Return True if the codes in a job's frame are entropy-coded."""
     return (job.codec == TERNARY and job.variant == 2) or (job.codec == FLOAT8 and job.options & ENTROPY != 0)
 
 

@@ -12,7 +12,7 @@ PLANE_ROOM = BLOCK + ROW  # size of a plane's buffer in bytes
 
 @jit
 def _split2(x, offset, is_float, p0, p1):
-    """Split values of 2 bytes into planes."""
+    """Split 2-byte values ``x`` into the byte planes ``p0`` and ``p1``."""
     n = len(x)
     if is_float:
         for i in range(n):
@@ -25,7 +25,7 @@ def _split2(x, offset, is_float, p0, p1):
 
 @jit
 def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
-    """Split values of 4 bytes into planes. ``upper`` is a buffer of 16 bits for each value."""
+    """Split 4-byte values ``x`` into byte planes ``p0`` to ``p3``. ``upper`` is a buffer of 16 bits for each value."""
     n = len(x)
     if is_float:
         for i in range(n):  # a separate loop: vectors of the next loop then have twice as many lanes, of 16 bits
@@ -40,7 +40,7 @@ def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
 
 @jit
 def _split8(x, offset, is_float, upper, half, planes):
-    """Split values of 8 bytes into planes. ``half`` is a buffer of 32 bits for each value."""
+    """Split 8-byte values ``x`` into byte planes. ``half`` is a buffer of 32 bits for each value."""
     n = len(x)
     for i in range(n):
         half[i] = U32(x[i] >> U64(32))
@@ -56,7 +56,7 @@ def _split8(x, offset, is_float, upper, half, planes):
 
 @jit
 def split_values(job, data, offset, upper, half, planes):
-    """Split values into planes; ``data``: bytes of the values."""
+    """Split values into byte planes. ``data``: bytes of the values."""
     is_float = job.octave > 0
     if job.size == 1:
         copy(planes[0], data)
@@ -70,7 +70,7 @@ def split_values(job, data, offset, upper, half, planes):
 
 @jit
 def _merge2(p0, p1, offset, is_float, x):
-    """Merge planes to values of 2 bytes."""
+    """Merge the byte planes ``p0`` and ``p1`` to 2-byte values ``x``."""
     n = len(x)
     if is_float:
         for i in range(n):
@@ -82,7 +82,7 @@ def _merge2(p0, p1, offset, is_float, x):
 
 @jit
 def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
-    """Merge planes to values of 4 bytes."""
+    """Merge the byte planes ``p0`` to ``p3`` to 4-byte values ``x``."""
     n = len(x)
     _merge2(p0, p1, offset, is_float, upper[:n])  # a separate loop: its vectors have twice as many lanes, of 16 bits
     for i in range(n):
@@ -91,7 +91,7 @@ def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
 
 @jit
 def _merge8(p0, p1, p2, p3, p4, p5, p6, p7, offset, is_float, upper, half, x):
-    """Merge planes to values of 8 bytes."""
+    """Merge the byte planes ``p0`` to ``p7`` to 8-byte values ``x``."""
     n = len(x)
     for i in range(n):
         y = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))

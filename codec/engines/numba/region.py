@@ -19,7 +19,7 @@ from codec.errors import Status
 
 OK, SHORT_OUTPUT, LIMIT = 0, int(Status.SHORT_OUTPUT), int(Status.LIMIT)
 BAD_DIRECTORY, BAD_REGION, CHECKSUM = int(Status.BAD_DIRECTORY), int(Status.BAD_REGION), int(Status.CHECKSUM)
-CONSTANT, RAW, CODED, ROWS = 0, 1, 2, 3  # modes of a plane
+CONSTANT, RAW, CODED, ROWS = 0, 1, 2, 3  # modes in which a byte plane is stored in a region
 BLOCK = 16384  # maximum number of values per block, for codecs without rows
 STATE = 22  # byte offset in a coded plane of the tails: the bits of each lane that do not fill a word
 
@@ -37,7 +37,7 @@ class Room(NamedTuple):
 
 
 def coder_room(job, n):
-    """Allocate buffers for planes of ``n`` bytes, and fill the pair tables of the job's codebooks."""
+    """Allocate buffers for planes of ``n`` bytes, and fill tables of symbol pairs for the job's codebooks."""
     rows = (n + ROW - 1) // ROW
     planes = job.coded.bit_length()
     pairs = np.empty((planes, 1 << 16 if job.encoding else 1 << PAIR_BITS), U32)
@@ -265,12 +265,12 @@ def get_coded(frame, job, p, k, room, wanted, symbol, c, fault):
     copy(words.view(U8), frame[c[0] : c[0] + 4 * most])
     words[most : LANES * rows + LANES + 1] = U32(0)
     for lane in range(LANES):
-        tail = U64(2) * bits[lane] + U64(1)  # append the marker bit
+        tail = U64(2) * bits[lane] + U64(1)  # append the marker bit 1 to the lane's tail
         bits[lane] = U64(words[lane]) << U64(32) | tail << (U64(31) - have[lane])
     c[0] += 4 * nwords
     padding, escape = ROW * rows - k, table[512]
     args = room.pairs[p], table[:256], table[256:512], escape, words[LANES:], rows, bits
-    if wanted or padding:  # decode, since padding symbols are checked below
+    if wanted or padding:  # padding symbols are checked below, so they must be decoded
         taken = decode_lanes(*args, symbol[: ROW * rows].view(U32), escaped)
     else:
         taken = decode_lanes(*args, None, escaped)
@@ -290,7 +290,7 @@ def get_coded(frame, job, p, k, room, wanted, symbol, c, fault):
 
 @jit
 def pass_literals(escaped, k, c, fault):
-    """Skip literals of one byte each."""
+    """Skip the literals of escaped symbols, which have one byte each."""
     total = 0
     for n in escaped[: (k + ROW - 1) // ROW]:
         total += np.int64(n)

@@ -73,7 +73,7 @@ from codec.engines.numba.words import ABS, F32, I64, INF, U8, U16, U32, U64, bit
 
 
 class Work(NamedTuple):
-    """Buffers of one thread."""
+    """Buffers of one thread that encodes or decodes blocks of row codecs."""
 
     coder: Any
     codes: Any  # packed codes before or after the entropy coder
@@ -89,18 +89,18 @@ class Work(NamedTuple):
     row_middle: Any  # Quantize with zero points: middle of each row
     ends: Any  # smallest and largest value of a row
     half: Any  # 16 random bits for each value
-    keys: Any  # Philox keys
+    keys: Any  # keys of the random generator Philox
     sums: Any  # partial sums in float32
     sums64: Any  # partial sums in float64
     levels: Any  # pairwise summation tree: sums of 2^i leaves
     total: Any
-    c: Any  # read position in a region and its end
+    c: Any  # read position in a region, and end of the region
     fault: Any
     floats: Any  # saved floating-point environment of the thread
 
 
 def work_of(job):
-    """Allocate the buffers for a job's blocks, and fill the random generator's keys."""
+    """Allocate one thread's buffers for the blocks of a row codec's job, and compute the random generator's keys."""
     most = 16 + 8 * ROW_BLOCK + ROW_BLOCK * 2
     work = Work(
         coder_room(job, ROW_BLOCK),
@@ -371,7 +371,7 @@ def _store_residuals(job, work, data, feedback, residual, part, first, m, region
 
 @jit
 def _get_bytes(job, work, frame, n, c, fault):
-    """Decode entropy-coded codes to ``work.codes``."""
+    """Decode the entropy-coded bytes of a block's packed codes to ``work.codes``."""
     mode = load32(frame, c[0])
     c[0] += 4
     codes = work.codes

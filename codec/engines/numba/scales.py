@@ -133,7 +133,7 @@ def _push(levels, count, total):
 
 @jit
 def _sum_of(levels, count):
-    """Return the sum of ``count`` leaves in the tree."""
+    """Return the sum of all ``count`` leaves in the pairwise summation tree ``levels``."""
     total, some = 0.0, False
     for i in range(64):
         if count >> i & 1:

@@ -4,12 +4,12 @@
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import U8, U64
 
-ONES = U64(0x0101010101010101)  # 1 in each byte
+ONES = U64(0x0101010101010101)  # a word with 1 in each byte
 
 
 @jit
 def is_constant(plane):
-    """Return True if all bytes are equal."""
+    """Return True if all bytes of a plane are equal."""
     n = len(plane)
     if not n:
         return True
@@ -28,7 +28,7 @@ def is_constant(plane):
 
 @jit
 def largest(p):
-    """Return the largest byte; 0 for an empty array."""
+    """Return the largest byte of an array; 0 if it is empty."""
     most = U8(0)
     for i in range(len(p)):
         most = max(most, p[i])
@@ -49,7 +49,7 @@ def first_above(p, most):
 
 @jit
 def count_from(p, least):
-    """Return the number of bytes that are at least ``least``."""
+    """Return the number of bytes in ``p`` that are at least ``least``."""
     n = 0
     for at in range(0, len(p), 128):  # in pieces of 128 bytes, so that a uint8 can count
         some = U8(0)

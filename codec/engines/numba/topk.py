@@ -40,7 +40,7 @@ from codec.errors import Status
 NONFINITE = int(Status.NONFINITE)
 STOCHASTIC = lib.CODEC_OPTION_STOCHASTIC
 GAP_BITS = 20
-DIGIT_BITS = 11  # bits of a key per histogram
+DIGIT_BITS = 11  # number of bits of a key that one histogram covers
 HALF = U16(0x8000)  # replaces the random bits for rounding to nearest
 
 
@@ -56,14 +56,14 @@ class Kind(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Buffers of one thread."""
+    """Buffers of one thread that encodes or decodes blocks of TopK."""
 
     kind: Kind
     region: Any
     x: Any  # values of a chunk
     at: Any  # positions of kept values
     code: Any
-    count: Any  # histogram of a digit of the keys
+    count: Any  # histogram of one digit (DIGIT_BITS bits) of the keys
     range: Any  # magnitudes of the lowest and the highest level of a chunk
     keys: Any  # Philox keys of the random bits
     bits: Bits
@@ -72,7 +72,7 @@ class Work(NamedTuple):
 
 
 def work_of(job):
-    """Allocate the buffers for a job's blocks."""
+    """Allocate one thread's buffers for the blocks of a TopK job."""
     chunk, kept, bits = 1 << (job.group_size >> 16), job.group_size & 0xFFFF, job.bits
     rice_k = max((2 * chunk // (3 * kept)).bit_length() - 1, 0)
     kind = Kind(chunk, kept, rice_k, bits, 1 if bits == 1 else 2, (1 << bits - 1) - 1)

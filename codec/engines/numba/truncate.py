@@ -63,11 +63,11 @@ FLOAT16 = DTYPES["float16"]
 BASE = 96  # exponents 97 to 159 (float16: 1 to 31, base 0) have joint symbols of exponent and level
 PIECES = 4  # number of pieces into which a field of sign and mantissa is divided
 _PIECES = {"float32": (6, 6, 6, 6), "bfloat16": (2, 2, 2, 2), "float16": (3, 3, 2, 3)}
-TILE = 1024  # number of values to which residuals are added at once
+TILE = 1024  # number of values to which residuals are added per step
 
 
 class Work(NamedTuple):
-    """Buffers of one thread."""
+    """Buffers of one thread that encodes or decodes blocks of Truncate."""
 
     coder: Any
     kind: Kind
@@ -89,7 +89,7 @@ class Work(NamedTuple):
 
 
 def work_of(job):
-    """Allocate the buffers for a job's blocks."""
+    """Allocate one thread's buffers for the blocks of a Truncate job."""
     name = DTYPE_NAMES[job.dtype]
     mbits, bits = MANTISSA_BITS[name], 8 * job.size
     last = (1 << bits - 1 - mbits) - 1
@@ -257,7 +257,7 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
     at = c[0]
     if mode == CODED:
         status = get_coded(frame, job, 0, m, work.coder, True, symbol, c, fault)
-        at = c[0]  # end of the coder's words
+        at = c[0]  # end of the words of the entropy coder
         if not status and not joint:
             status = get_literals(frame, escape, escaped, m, symbol, work.coder.none, c, fault)
         if status:

@@ -75,7 +75,7 @@ def cut_patterns(kind, nearest, drop, x, e):
 
 @jit
 def exponents_of(kind, x, e):
-    """Extract the exponents of patterns."""
+    """Extract the exponents ``e`` of bit patterns ``x``."""
     mbits, last = U32(kind.mbits), U32(kind.last)
     for i in range(len(x)):
         e[i] = U8(U32(x[i] >> mbits) & last)
@@ -83,7 +83,7 @@ def exponents_of(kind, x, e):
 
 @jit
 def levels_of(kind, drop, level):
-    """Convert numbers of dropped bits to levels."""
+    """Convert the number of dropped bits of each value to its level."""
     k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
     for i in range(len(drop)):
         level[i] = U8(U8(drop[i] >= k1) + U8(drop[i] >= k2) + U8(drop[i] >= k3))
@@ -91,7 +91,7 @@ def levels_of(kind, drop, level):
 
 @jit
 def drops_at(kind, level, drop):
-    """Convert levels to numbers of dropped bits."""
+    """Convert the level of each value to its number of dropped bits."""
     k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
     for i in range(len(level)):
         k = U8(level[i])
@@ -108,7 +108,7 @@ def widths_of(e, drop, total, most, width):
 
 @jit
 def fields_of(kind, x, f):
-    """Extract the fields of sign and mantissa; ``f`` may be ``x``."""
+    """Extract the fields (sign and mantissa) ``f`` of bit patterns ``x``. ``f`` may be ``x``."""
     mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
     for i in range(len(x)):
         f[i] = U32(U32(x[i] & mask) | U32(U32(x[i] >> sign) << mbits))

@@ -66,7 +66,7 @@ class Job(NamedTuple):
     clip: Any
     size: int  # size of a value in bytes
     octave: int  # bit patterns (upper 16 bits) from x to 2x; 0: dtype without scale model
-    tables: Array  # uint8, 514 items for each plane
+    tables: Array  # by plane: 514 uint8 of its code table
     parts: Array  # parts of the scale model
     offsets: Array  # int8 offsets of rows and columns
     row_parts: Array

@@ -37,7 +37,7 @@ def lower(p, offset, zero):
 
 @jit
 def raise_(u, offset, zero):
-    """Return the pattern that :func:`lower` maps to ``u``."""
+    """Return the bit pattern that :func:`lower` maps to ``u``: the inverse function."""
     s = U16(u + offset)
     p = U16((s & U16(0x7FFF)) + (zero if s >= U16(0x8000) else U16(0)))
     return p if u >= zero else u
@@ -176,5 +176,5 @@ def over_of(scale, n):
 
 @jit
 def over(x, up, by):
-    """Return ``x`` times both factors of :func:`over_of`."""
+    """Return ``x`` times the factors ``up`` and ``by`` of :func:`over_of`, that is, n x / scale."""
     return F32(F32(x * up) * by)

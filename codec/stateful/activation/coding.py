@@ -11,7 +11,7 @@ from codec.reducing import accumulate
 from codec.specs import Spec
 from codec.stateful.activation.entries import Floats
 
-_UNVERIFIED = CallOptions(verify_first=False)  # m is a copy, so an error may leave it undefined
+_UNVERIFIED = CallOptions(verify_first=False)  # m is a copy, which an error may leave undefined
 
 
 def encode_delta(a: Floats, m: Floats, spec: Spec, stream: int, options: CallOptions | None) -> Any:

@@ -25,11 +25,11 @@ class Store(Protocol):
         ...
 
     def delete(self, sample: int) -> None:
-        """Remove an entry, if there is one."""
+        """Remove the entry of a sample, if there is one."""
         ...
 
     def entry(self, sample: int) -> Bytes | None:
-        """Return the bytes of an entry; None if the entry is damaged."""
+        """Return the bytes of a sample's entry; None if the entry is damaged."""
         ...
 
     def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
@@ -37,7 +37,7 @@ class Store(Protocol):
         ...
 
     def prefetch(self, samples: Iterable[int]) -> None:
-        """Start to read entries in the background."""
+        """Start to read the entries of samples in the background."""
         ...
 
     def flush(self) -> None:
@@ -90,7 +90,7 @@ class Ledger:
         self._retention = Retention(budget)
         self._consistent = False  # False if an interrupt may have left different samples in _retention and _entries
         self._buffers: list[Floats] = []  # buffers to which staged rows may refer
-        self._spare: list[Floats] = []  # unused buffers
+        self._spare: list[Floats] = []  # unused buffers, which later messages reuse
         self._reconcile()
 
     @property
@@ -100,7 +100,7 @@ class Ledger:
 
     @property
     def entries(self) -> dict[int, Entry]:
-        """Committed entries by sample."""
+        """By sample id: metadata of the committed entries."""
         return self._entries
 
     @property
@@ -154,7 +154,7 @@ class Ledger:
         self._reconcile()
         self._consistent = False
         for sample, (entry, row) in self._staged.items():
-            self._entries.pop(sample, None)  # no entry until the store has the new m
+            self._entries.pop(sample, None)  # an interrupt must not leave an old entry with a new m
             try:
                 self.store.write(sample, entry, row)
             except ArgumentError:  # NaN or Inf, which entries of dtype "8bit" cannot represent
@@ -167,13 +167,13 @@ class Ledger:
         self.rollback()
 
     def rollback(self) -> None:
-        """Drop all staged samples."""
+        """Drop the staged m of all samples."""
         self._staged = {}
         if self._buffers:
             self._spare, self._buffers = self._buffers, []
 
     def forget(self, samples: Iterable[int]) -> None:
-        """Remove the entries of samples, committed and staged."""
+        """Remove the committed and the staged m of samples."""
         self._reconcile()
         for sample in samples:
             self._staged.pop(sample, None)
@@ -182,7 +182,7 @@ class Ledger:
                 self._retention.remove(sample)
 
     def everything(self) -> list[int]:
-        """Return all samples, committed and staged."""
+        """Return the ids of all samples with a committed or a staged m."""
         return [*self._entries, *self._staged]
 
     def check_size(self, n: int) -> None:

@@ -26,18 +26,18 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Kind(IntEnum):
-    """Kind of a message."""
+    """Kind of a message: its contents, as a number in its head."""
 
     RAW = 0  # activations of all samples, none as a delta
     DELTA = 1  # deltas of all samples
     MIXED = 2  # activations of some samples, deltas of the others
     POISON = 3  # no values: the gradient on the sender contains NaN or Inf
-    DIRECT = 4  # activations without sample ids, such as for evaluation
+    DIRECT = 4  # activations without sample ids, such as in an evaluation, which do not use m
     GRADIENT = 5  # gradient of activations
 
 
 class Head(NamedTuple):
-    """Fields of a message that precede the table."""
+    """Fields at the beginning of a message, before the table of samples."""
 
     kind: Kind
     dtype: str  # dtype of the activations
@@ -81,7 +81,7 @@ def next_checks(checksum: int, checks: Checks) -> Checks:
 
 
 def build(head: Head, samples: Ids, checks: Checks, raw: Any = b"", delta: Any = b"") -> bytes:
-    """Build the bytes of a message."""
+    """Return the bytes of a message with the given head, table of samples and frames."""
     numbers = (DTYPES[head.dtype], ENTRY_CODES.index(head.entries), head.edge, head.session, head.number)
     start = HEAD.pack(MAGIC, VERSION, head.kind, *numbers, len(samples), len(raw), len(delta), 0, 0)
     table = samples.astype("<i8").tobytes() + checks.astype("<u8").tobytes()

@@ -54,7 +54,7 @@ class Retention:
         return evicted
 
     def remove(self, sample: int) -> None:
-        """Remove a sample; ignore an unknown one."""
+        """Remove a sample from the samples that have an entry; ignore an unknown sample."""
         nbytes = self._sizes.pop(sample, None)
         if nbytes is None:
             return

@@ -27,7 +27,7 @@ class _Part(NamedTuple):
 
     rows: Any  # indices of the rows in the message, ascending
     frame: Any
-    m: Floats  # new m of each row
+    m: Floats  # new m of the sample in each row
 
 
 class Sender:

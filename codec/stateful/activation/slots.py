@@ -43,7 +43,7 @@ def slot_file(folder: Path, n: int) -> Path:
 
 
 class SlotHead(NamedTuple):
-    """Head of a slot that contains an entry."""
+    """Head of a slot that contains the entry of a sample."""
 
     sample: int
     check: int
@@ -93,7 +93,7 @@ class SlotFile:
             raise
         self.count = -(-size // self.slot_nbytes)
         self._free: list[int] = []
-        self.close = weakref.finalize(self, os.close, self._fd)  # also called when this object is collected
+        self.close = weakref.finalize(self, os.close, self._fd)  # also called on garbage collection
 
     def sync(self) -> None:
         """Wait until all written data are on the disk."""
@@ -111,7 +111,7 @@ class SlotFile:
         self._free.append(slot)
 
     def write(self, slot: int, sample: int, check: int, visits: int, entry: Bytes) -> None:
-        """Write an entry and its head to a slot."""
+        """Write the entry of a sample, and a head that describes it, to a slot."""
         head = _SLOT_HEAD.pack(sample, check, visits, len(entry), zlib.crc32(entry.data))
         parts: list[Any] = [head + _CRC.pack(zlib.crc32(head)), entry.data]
         at, rest = self._at(slot), _HEAD + len(entry)
@@ -134,7 +134,7 @@ class SlotFile:
         if head is None or (head.sample, head.check) != (sample, check) or head.nbytes > len(memory):
             return None
         if self._dtype != "8bit" and head.nbytes != largest_nbytes(self._dtype, self.n):
-            return None  # a shorter entry would leave the end of m undefined
+            return None  # the entry is too short, and would leave the end of m undefined
         entry = memory[: head.nbytes]
         while got < _HEAD + head.nbytes:
             more = os.preadv(self._fd, [entry[got - _HEAD :].data], self._at(slot) + got) if got >= _HEAD else 0

@@ -31,7 +31,7 @@ class _Write(NamedTuple):
     sample: int
     place: _Place
     future: Future[None]
-    entry: Bytes  # part of `memory`
+    entry: Bytes  # part of `memory` with the entry's bytes
     memory: Bytes
 
 
@@ -76,7 +76,7 @@ class FileStore:
         self._lock = _Lock(path)
         self._files: dict[int, SlotFile] = {}
         self._places: dict[int, _Place] = {}
-        self._writes: deque[_Write] = deque()  # oldest first
+        self._writes: deque[_Write] = deque()  # queued writes, oldest first
         self._pending: dict[int, _Write] = {}  # latest unfinished write of each sample
         self._ahead: dict[int, _Ahead] = {}  # prefetched entry of each sample
         self._waiting = self._reading = 0  # total bytes of `_writes` and of `_ahead`

@@ -33,7 +33,7 @@ class Traffic:
         """Begin a new session, and forget all sessions of the peer."""
         self._session, self._sent = int.from_bytes(os.urandom(8), "little"), 0
         self._peer: int | None = None
-        self._last = 0  # number of the peer's last message
+        self._last = 0  # number of the last message received from the peer
         self._retired: dict[int, None] = {}
 
     def next_head(self, dtype: str) -> Head:

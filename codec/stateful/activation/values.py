@@ -120,7 +120,7 @@ def ids_of(samples: Iterable[Any]) -> list[int]:
         items: Any = list(samples) if to_list is None else to_list()
     except TypeError:
         raise ArgumentError(f"samples must be a sequence of sample ids, got {shown(samples)}") from None
-    if not isinstance(items, list):  # an array of rank 0 yields a scalar
+    if not isinstance(items, list):  # tolist() of an array of rank 0 returns a scalar
         raise ArgumentError(f"samples must be a sequence of sample ids, got {shown(samples)}")
     return [
         i if type(i) is int and 0 <= i <= _MAX_ID else whole("a sample id", i, -_MAX_ID - 1, _MAX_ID)
