@@ -40,7 +40,7 @@ _FRAME_ERRORS: dict[int, type[errors.FrameError]] = {
 def check(status: int, fault: Any = None) -> None:
     """Raise the exception for a status code; return if it is 0.
 
-    ``fault`` is a C struct ``codec_fault``, such as the offset of a wrong field; its contents are added to the message.
+    ``fault`` is a C struct ``codec_fault``, which locates the error in a frame; its contents are added to the message.
     """
     if status == 0:
         return

@@ -145,7 +145,10 @@ class Adam(Optimizer):
         return not (self.maximize or self.amsgrad)
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = (theta (sqrt(v^) + eps) (1 - beta1^t) - lr beta1 m) / (lr (1 - beta1)) - weight_decay * theta."""
+        """Return the coefficients of A.
+
+        A = (theta (sqrt(v^) + eps) (1 - beta1^t) - lr beta1 m) / (lr (1 - beta1)) - weight_decay * theta.
+        """
         (beta1, beta2), t = self.betas, self.step + 1
         theta_v = (1 - beta1**t) / (np.float64(self.lr) * (1 - beta1))
         return Terms(-self.weight_decay, theta_v, beta2 / (1 - beta2**t), self.eps, -beta1 / (1 - beta1))
@@ -159,7 +162,10 @@ class AdamW(Adam):
     weight_decay: float = 0.01
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = (theta (sqrt(v^) + eps) (1 - beta1^t) (1 - lr lambda) - lr beta1 m) / (lr (1 - beta1))."""
+        """Return the coefficients of A.
+
+        A = (theta (sqrt(v^) + eps) (1 - beta1^t) (1 - lr lambda) - lr beta1 m) / (lr (1 - beta1)).
+        """
         t = Adam.terms(self, state)
         return Terms(0, t.theta_v * (1 - self.lr * self.weight_decay), t.v, t.eps, t.m)
 
@@ -210,7 +216,9 @@ class NAdam(Optimizer):
     step: int = 0
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = (theta (sqrt(v^) + eps) (1 - lr lambda) - lr b m) / (lr a) with decoupled weight decay.
+        """Return the coefficients of A.
+
+        A = (theta (sqrt(v^) + eps) (1 - lr lambda) - lr b m) / (lr a) with decoupled weight decay.
 
         Without decoupled weight decay, lambda is 0 in this formula, and weight_decay * theta is subtracted from A as in
         Adam.
@@ -258,7 +266,9 @@ class Adafactor(Optimizer):
     step: int = 0
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = theta (1 - lr lambda) sqrt(beta^2 v / (beta + 4 (1 - beta))) / min(lr, t^-0.5); beta = 1 - t^beta2_decay.
+        """Return the coefficients of A.
+
+        A = theta (1 - lr lambda) sqrt(beta^2 v / (beta + 4 (1 - beta))) / min(lr, t^-0.5); beta = 1 - t^beta2_decay.
 
         Dividing beta^2 v by beta + 4 (1 - beta) keeps A a lower bound even if the mean of row_var grows in this step.
         """

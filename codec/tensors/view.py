@@ -150,7 +150,7 @@ def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
         _check_rank(len(shape))
     try:
         data = ffi.from_buffer(x)
-    except (ValueError, BufferError, TypeError):  # not contiguous, or a dtype without a buffer format, as bfloat16
+    except (ValueError, BufferError, TypeError):  # not contiguous, or a dtype without a buffer format
         if not x.flags.c_contiguous:
             x = x.copy(order="C")
         data = _pointer(x.__array_interface__["data"][0])

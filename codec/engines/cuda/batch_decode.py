@@ -36,7 +36,7 @@ class Step(NamedTuple):
     summing: int = 0
 
     def launches(self, device: Device) -> list["Launch"]:
-        """Return the launches of kernels, each with the frames that it decodes."""
+        """Return the kernel launches that this step needs, each with the frames that it decodes."""
         count = self.summing or 1
         if len(self.items) == count:
             kernel, grid = self._kernel(self.items, device)
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Launch of a kernel for adjacent structs; see :class:`Step`."""
+    """Launch of one kernel for several frames or sums, whose structs are adjacent in device memory."""
 
     kernel: str
     grids: list[int]  # number of thread blocks for each frame, or for each sum

@@ -87,7 +87,7 @@ class Gpu:
         self.processors = self._cupy.cuda.runtime.deviceGetAttribute(_PROCESSORS, index)
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
-        self._now = threading.local()  # fields during `on`: `stream`, and `captured` (is it captured?)
+        self._now = threading.local()  # fields during `on`: `stream`, and bool `captured`
         self._constants: dict[tuple[str, str], tuple[int, ...]] = {}
         self._sent = deque[list[Any]]()  # [source, event or None] of uploads in flight; the event marks completion
         self._sending = threading.Lock()
@@ -169,7 +169,7 @@ class Gpu:
         return kept
 
     def _drop_sent(self) -> None:
-        """Release the sources of completed uploads, up to the first one still in flight."""
+        """Release the host buffers of completed uploads, up to the first upload that is still in flight."""
         with self._sending:
             while self._sent and (event := self._sent[0][1]) is not None and event.done:
                 self._sent.popleft()
@@ -304,7 +304,7 @@ class CupyBackend:
         return reason
 
     def _look(self) -> str | None:
-        """Search for a usable GPU; return None if there is one, otherwise the reason."""
+        """Search for a usable GPU; return None if there is one, otherwise the reason why there is none."""
         if importlib.util.find_spec("cupy") is None:
             return f"CuPy is not installed: {_INSTALL}"
         try:

@@ -18,7 +18,7 @@ class Need(NamedTuple):
 
     nbytes: int  # bytes per unit; 0: the frame needs no scratch memory
     units: int = 1  # units per warp that let all warps run at once
-    most: int = 1  # maximum units that a warp may take, if fewer warps run at once
+    most: int = 1  # maximum units that a warp may take; with more than `units`, fewer warps run at once
 
 
 class Scratch:

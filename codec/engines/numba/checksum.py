@@ -36,7 +36,7 @@ def mix(x):
 
 @jit
 def _product(x, i):
-    """Return the keyed product of words 2 i and 2 i + 1 of a chunk; ``x`` contains both words."""
+    """Return the sum of words 2 i and 2 i + 1 of a chunk, each multiplied by its key; ``x`` contains both words."""
     return (x & LOWER) * EVEN[i] + (x >> U64(32)) * ODD[i]
 
 

@@ -33,7 +33,7 @@ from codec.engines.numba.words import (
 
 @jit
 def float8_codes(variant, x, scale, random, half, code):
-    """Convert values to float8 codes; values are multiplied by ``scale``."""
+    """Multiply values by ``scale``, and round them to codes of float8."""
     mbits, bias = (2, 15) if is_e5m2(variant) else (3, 7)
     top = bits_of(F32(57344) if is_e5m2(variant) else F32(448))
     u = x.view(U32)
@@ -46,7 +46,7 @@ def float8_codes(variant, x, scale, random, half, code):
 
 @jit
 def float4_codes(x, scale, random, half, code):
-    """Convert values to e2m1 codes (sign and three bits); values are divided by ``scale``."""
+    """Divide values by ``scale``, and round them to codes of e2m1, which have a sign and three bits."""
     u = x.view(U32)
     for i in range(len(u)):
         d = scale[i] if scale[i] > F32(0) else float_of(INF)
@@ -57,7 +57,7 @@ def float4_codes(x, scale, random, half, code):
 
 @jit
 def level_codes(odd, levels, x, up, by, half, code):
-    """Convert values to level indices, rounded with random bits. The factor ``by`` is 0 in rows of zeros."""
+    """Round values to level indices of Quantize with random bits. The factor ``by`` is 0 in rows of zeros."""
     n, top = F32(levels), U8(levels)
     u = x.view(U32)
     if odd:
@@ -74,7 +74,7 @@ def level_codes(odd, levels, x, up, by, half, code):
 
 @jit
 def affine_codes(bits, x, up, by, middle, half, code):
-    """Convert values to indices of levels around ``middle``. The factor ``by`` is 0 in rows whose values are equal."""
+    """Round values to indices of levels around ``middle``. The factor ``by`` is 0 in rows of equal values."""
     n = F32((1 << bits) - 1)
     half_n = F32(n * F32(0.5))
     for i in range(len(x)):

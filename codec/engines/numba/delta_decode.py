@@ -39,7 +39,7 @@ def _get_small(kind, work, m, scale, room, frame, end):
 
 @jit
 def _get_class(kind, work, m, r, room, frame, end):
-    """Read the codes of class ``r``; return the number of changes, or -1 if the stream is invalid."""
+    """Read the codes for values of class ``r``; return the number of changes, or -1 if the stream is invalid."""
     bits, i, count, zeros, negative = work.bits, -1, 0, MORE, U64(0)
     codes = get_gamma(bits, frame, end)
     if not codes or bits.at[0] > end or codes - U64(1) > U64(end - bits.at[0]):

@@ -35,7 +35,7 @@ SAMPLE, TOTAL = 31, U64(1 << 40)  # every 31st value is sampled; a step above 2^
 
 @jit
 def _codes_of(size):
-    """Return the number of codes for a change of ``size`` steps, in a class above 0."""
+    """Return the number of codes that a change of ``size`` steps takes, for a value of a class above 0."""
     return min(I64(min(size, U64(MORE + 1))), MORE + 1)
 
 
@@ -133,7 +133,7 @@ def _put_patches(kind, work, count, k, steps, out):
 
 @jit
 def _put_class(kind, work, m, count, r, out, limit):
-    """Write the codes of class ``r``; return False if the stream exceeds ``limit`` bits."""
+    """Write the codes for values of class ``r``; return False if the stream exceeds ``limit`` bits."""
     codes = 0
     for c in range(count):
         i = work.at[c]

@@ -56,7 +56,7 @@ def _pays(halved, lengths, plane):
 
 @jit
 def _put_rows(plane, out, at):
-    """Encode a plane in mode ROWS, and return the end: a bit for each run of 128 bytes, then the nonzero runs.
+    """Encode a plane in mode ROWS (a bit for each run of 128 bytes, then the nonzero runs); return the end in ``out``.
 
     Return 0 if this does not make the plane smaller.
     """
@@ -81,7 +81,7 @@ def _put_rows(plane, out, at):
 
 @jit
 def _put_plane(job, i, memory, k, room, low, out, at):
-    """Encode plane ``i``, the first ``k`` bytes of ``memory``, in the best mode; return the mode and the end."""
+    """Encode plane ``i``, the first ``k`` bytes of ``memory``, in the best mode; return mode, and end in ``out``."""
     plane, end = memory[:k], 0
     if is_constant(plane):
         out[at] = plane[0]
@@ -333,7 +333,7 @@ def _check_pruned(frame, job, first, m, planes, fault):
 
 @jit
 def _get_block(frame, job, work, first, m, merges, fault):
-    """Decode a region to planes; without ``merges``, decode only as much as validation needs."""
+    """Decode a region to planes; if ``merges`` is False, decode only as much as validation needs."""
     c, planes, mode = work.c, work.planes, work.mode
     head = np.int64(load32(frame, c[0]))
     status = _read_head(job, head, c[0], mode, fault)

@@ -137,7 +137,7 @@ def _load_patterns(job, work, data, feedback, first, x):
 
 @jit
 def _put_symbols(job, work, m, out, at):
-    """Encode the symbols of a block in the mode that takes the fewest bytes; return the mode and the end."""
+    """Encode the symbols of a block in the mode that takes the fewest bytes; return mode, and end in ``out``."""
     kind, joint = work.kind, job.variant == CODED_LEVELS
     symbol, e = work.symbol[:m], work.e[:m]
     lowered, outside = work.kept[:m] if joint else symbol, 0
@@ -165,7 +165,7 @@ def _put_symbols(job, work, m, out, at):
 
 @jit
 def _put_pieces(job, work, m, out, at):
-    """Write the kept bits of each value's field; return bits to set in the region's head, and the end."""
+    """Write the kept bits of each value's field; return bits to set in the region's head, and the end in ``out``."""
     kind, head = work.kind, 0
     total, f, width = kind.mbits + 1, work.pattern[:m], work.width[:m]
     fields_of(kind, f, f)

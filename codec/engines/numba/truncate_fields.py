@@ -182,7 +182,7 @@ def move_exponents(e, offset, shift, last, back, moved):
 
 @jit
 def join(lowered, level, base, pair, symbol):
-    """Combine exponents and levels to pairs and joint symbols; return the number of pairs that have no symbol."""
+    """Combine exponents and levels to pairs, and pairs to joint symbols; return the number without a symbol."""
     outside = 0
     for i in range(len(pair)):
         both = U16(U16(U16(lowered[i]) << U16(2)) | U16(level[i])) if lowered[i] else U16(0)

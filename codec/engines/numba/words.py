@@ -29,7 +29,7 @@ def float_of(u):
 
 @jit
 def lower(p, offset, zero):
-    """Subtract an offset from a bit pattern, cyclically (format, section 5.2); patterns below ``zero`` stay."""
+    """Subtract an offset from a bit pattern, cyclically (format.md, section 5.2); patterns below ``zero`` stay."""
     d = U16(p - zero - offset)
     u = U16((d & U16(0x7FFF)) + (zero if d < U16(0x8000) else U16(0)))
     return u if p >= zero else p
@@ -45,7 +45,7 @@ def raise_(u, offset, zero):
 
 @jit
 def turn(x, offset, s):
-    """Convert the upper 16 bits of a float to its bytes in planes 0 and 1, with the pattern lowered (section 3)."""
+    """Lower the upper 16 bits of a float, and return its bytes in planes 0 and 1 (format.md, section 3)."""
     u = lower(U16(x & U16(0x7FFF)), offset, U16(1 << s))
     top = U16(U16(U16(u >> U16(s)) & U16(0xFF)) << U16(8))
     above = U16(U16(u >> U16(s + 8)) << U16(s + 1))
