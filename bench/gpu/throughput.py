@@ -215,7 +215,7 @@ def decoding(frame: Any, back: Any, **given: Any) -> Callable[[], Any]:
 
 
 def nvcomp(x: Any, rate: float) -> dict[str, Any] | None:
-    """Return the row of nvCOMP's ANS in its own chunks, by the host's clock, since its calls cannot be captured."""
+    """Measure nvCOMP's ANS in its own chunks by the host's clock (its calls cannot be captured); return its row."""
     import cupy
 
     try:
@@ -254,7 +254,7 @@ def timed_torch(call: Callable[[], Any], times: int = 20) -> float:
 
 
 def compiled_by_torch(codec_name: str, log2: int, rate: float) -> dict[str, Any] | None:
-    """Return the row of Float8's or Sign's arithmetic as torch.compile generates it: codes and scales, no frame."""
+    """Measure Float8's or Sign's arithmetic as torch.compile generates it (codes and scales, no frame); return its row."""
     try:
         import torch
     except ImportError:

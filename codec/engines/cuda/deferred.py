@@ -190,7 +190,7 @@ class DeferredCalls:
         self._verdicts.append(_Verdict(work, batch.found, batch.found_nbytes, batch.conclude))
 
     def _launched(self, *works: Work, more: int = 0) -> None:
-        """Release temporary memory of launched `works`, and report the bytes that they keep, plus `more` kept elsewhere."""
+        """Release temporary memory of launched `works`; report the bytes that they keep plus `more`, kept elsewhere."""
         kept = more + sum([work.kept_nbytes for work in works])
         self._kept_nbytes += kept
         self._on_memory(kept, more + sum([work.allocated_nbytes for work in works]))

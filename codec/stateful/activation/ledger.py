@@ -140,7 +140,8 @@ class Ledger:
     def stage(self, parts: Iterable[Staging]) -> None:
         """Stage the new m of a message for the next commit. Samples that are already staged are ignored.
 
-        If an interrupt (an exception in a signal handler) stops this method, either all of `parts` are staged or none is.
+        If an interrupt (an exception in a signal handler) stops this method, either all of `parts` are staged or
+        none is.
         """
         found = dict(self._staged)
         for samples, checks, rows, visits in parts:
