@@ -254,7 +254,7 @@ def timed_torch(call: Callable[[], Any], times: int = 20) -> float:
 
 
 def compiled_by_torch(codec_name: str, log2: int, rate: float) -> dict[str, Any] | None:
-    """Measure Float8's or Sign's arithmetic as torch.compile generates it (codes and scales, no frame); return its row."""
+    """Measure Float8's or Sign's arithmetic as torch.compile generates it (codes and scales only); return its row."""
     try:
         import torch
     except ImportError:

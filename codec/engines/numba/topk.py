@@ -153,7 +153,7 @@ def _load16(data, at):
 
 @jit
 def _put_scales(kind, x, at, kept, least, most, region, to):
-    """Write a chunk's scales to ``region[to]``: with 1 bit the mean kept magnitude, else the least and the largest."""
+    """Write scales of a chunk to ``region[to]``: the mean kept magnitude for 1 bit, otherwise smallest and largest."""
     if kind.bits > 1:
         _store16(region, to, to_bfloat16(least))
         _store16(region, to + 2, to_bfloat16(most))
