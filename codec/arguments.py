@@ -23,7 +23,7 @@ def shown(value: object) -> str:
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return `value` as an int; raise ArgumentError unless it is an integer of any type within bounds."""
+    """Return `value` as an int; raise ArgumentError unless it is an integer, of any type, within the limits."""
     try:
         number = operator.index(value)
     except TypeError:

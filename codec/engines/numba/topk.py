@@ -103,7 +103,7 @@ def _kept_of(kind, n):
 
 @jit
 def _threshold(x, kept, count):
-    """Return the key of the ``kept``-th largest magnitude, and how many values with exactly this key are kept."""
+    """Return the key of the ``kept``-th largest magnitude, and the number of kept values that have exactly this key."""
     u, high, shift, rank = x.view(U32), U32(0), 31, kept
     while shift:
         bits = min(shift, DIGIT_BITS)
