@@ -259,8 +259,8 @@ class Float8(Spec):
         tensor of rank 1 has rows of 1,024. A scale takes 32 bits. MXFP8 always has groups of 32.
     rounding : {"nearest", "stochastic"}, default "nearest"
         "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias. MXFP8:
-        "stochastic" computes scales as ``scale="rceil"`` does; with "nearest", values above 1.75 times the largest
-        power of two in a group saturate unless `scale` is "rceil".
+        "stochastic" computes scales as ``scale="rceil"`` does; with "nearest", values above 1.75 * 2^e saturate unless
+        `scale` is "rceil". 2^e is the power of two at or below the group's largest magnitude.
     nonfinite : {"error", "propagate"}, default "error"
         "error" refuses NaN and Inf; "propagate" decodes both as NaN and leaves other values of the group unaffected.
     scale : float or "rceil", optional
@@ -503,7 +503,7 @@ class Truncate(Spec):
     guard : int or {"exact", "near", "feedback", "max"}, default -8
         Safety margin in bits, -128 to 126; not used if `level` is an int. 0 drops the gradient bits whose contribution
         to the step is less than the last mantissa bit of the updated parameter. A positive number keeps that many more
-        bits; a negative number drops more. "exact" (4; 6 with granularity "bit") leaves nearly all parameters
+        bits; a negative number drops that many more. "exact" (4; 6 with granularity "bit") leaves nearly all parameters
         bit-identical to training without compression. "near" is -8. "feedback" (-11) is for error feedback
         (``residual=``). "max" means ``level=3``. With momentum mu, a gradient bit also contributes to later steps: add
         log2(1 / (1 - mu)) to keep bits that matter only in the sum of these contributions.
