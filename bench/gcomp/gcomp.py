@@ -1,4 +1,4 @@
-"""Figures of GComp (SoCC 2024, doi 10.1145/3698038.3698541) for this library, on small models that train here.
+"""Figures of GComp (SoCC 2024, doi 10.1145/3698038.3698541) for this library, on small models.
 
     python bench/gcomp/gcomp.py --figures sizes deviations            # without root
     sudo python bench/gcomp/gcomp.py --json gcomp.json --plots docs   # all figures: about half an hour

@@ -38,7 +38,7 @@ class SafetensorsSource:
         self.header = read_header(self._file)
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
-        """Return bytes of a tensor, as :class:`Source` says."""
+        """Return bytes of a tensor, see :meth:`Source.read`."""
         at = len(self.header.prefix) + self.header.tensors[k].begin + begin
         self._file.read_into(out[: end - begin], at)
         return out[: end - begin]
@@ -68,7 +68,7 @@ class MemorySource:
         return cls([(name, *_described(name, x), _bytes_of(x)) for name, x in tensors.items()], metadata)
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
-        """Return bytes of a tensor, as :class:`Source` says."""
+        """Return bytes of a tensor, see :meth:`Source.read`."""
         return self._values[k][begin:end]
 
 
@@ -85,7 +85,7 @@ class ArraySource:
         self.header = compose(found, {})
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
-        """Return bytes of a tensor, as :class:`Source` says."""
+        """Return bytes of a tensor, see :meth:`Source.read`."""
         with self._lock:
             if k not in self._loaded:
                 x = _bytes_of(self._read(self.header.tensors[k].name))

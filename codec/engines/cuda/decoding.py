@@ -217,7 +217,7 @@ class Frame:
     def _refuse(self, call: Call, v: TensorView) -> None:
         """Raise the error that the C library finds in the header, side section or directory.
 
-        If the C library finds no error there, it goes on to decode the blocks, and so needs the optimizer state. That
+        If the C library finds no error in them, it also decodes the blocks, and so needs the optimizer state. That
         happens if head= belongs to another frame, or if the frame has changed since its head was read.
         """
         frame, info, source = self.on_host(), self.info, self.levels

@@ -56,7 +56,7 @@ class Work:
         return Work(self.device, self._stream, self._like)
 
     def new(self, nbytes: int) -> int:
-        """Allocate uninitialized device memory as long as this object lives; return its address, a multiple of 256."""
+        """Allocate uninitialized device memory that this object owns; return its address, a multiple of 256."""
         address, owner = self.allocate(nbytes)
         self._keep.append(owner)
         self.kept_nbytes += nbytes
