@@ -369,10 +369,10 @@ typedef struct codec_metric {
  */
 #define CODEC_INTO_STORE 0     /**< store, in the frame's dtype */
 #define CODEC_INTO_ADD 1       /**< out = out + weight * value, rounded twice; the payload of a NaN is unspecified */
-#define CODEC_INTO_MAX 2       /**< out = the larger of out and value; NaN if either is */
+#define CODEC_INTO_MAX 2       /**< out = the larger of out and value; NaN if either is NaN */
 #define CODEC_INTO_FLOAT32 3   /**< store, as float32 */
 #define CODEC_INTO_CODES 4     /**< TERNARY: store -1, 0 or 1, the value divided by the scale, as an integer */
-#define CODEC_INTO_ADD_CODES 5 /**< TERNARY: out = out + that integer */
+#define CODEC_INTO_ADD_CODES 5 /**< TERNARY: out = out + c, where c is -1, 0 or 1: the value divided by the scale */
 /** @} */
 
 /** Optional arguments of a call. NULL, or 0 in all fields after struct_nbytes, means defaults. */
@@ -384,13 +384,13 @@ typedef struct codec_context {
 	uint64_t max_nbytes;             /**< decode: largest tensor accepted, in bytes; 0: no limit */
 	const codec_segment *segments;   /**< encode: ascending, disjoint; values in gaps are one-dimensional */
 	uint64_t nsegments;              /**< number of segments */
-	const codec_codebook *codebooks; /**< encode: the one to use; decode: those that frames may name */
+	const codec_codebook *codebooks; /**< encode: codebook to use; decode: codebooks that frames may name */
 	uint64_t ncodebooks;             /**< number of codebooks */
 	codec_fault *fault;              /**< decode: set if the status is 12, 16, 30 to 60, or 62; else unchanged */
-	uint64_t stream;            /**< encode: random stream id; streams are independent. From rank, step, tensor */
-	float *residual;            /**< encode: see codec_encode */
-	float weight;               /**< decode, CODEC_INTO_ADD: factor of decoded values */
-	float divide;               /**< decode, not CODEC_INTO_STORE: divide results by this; 0: do not */
+	uint64_t stream; /**< encode: id of the random stream, from rank, step, tensor; ids give independent bits */
+	float *residual; /**< encode: see codec_encode */
+	float weight;    /**< decode, CODEC_INTO_ADD: factor of decoded values */
+	float divide;    /**< decode, not CODEC_INTO_STORE: divide results by this; 0: do not */
 	const codec_metric *metric; /**< TRUNCATE: for encoding, and for decoding shared levels */
 	const uint8_t *levels;      /**< TRUNCATE, encode: level 0..3 of each value, in place of a metric */
 	const codec_tensor *base;   /**< DELTA: tensor of the frame's dtype and shape that the changes apply to */
@@ -455,14 +455,14 @@ typedef struct codec_info {
 	uint64_t tensor_nbytes;    /**< size of the tensor: n times the element size */
 	uint64_t frame_nbytes;     /**< size of the whole frame, which decoding needs */
 	uint64_t checksum;         /**< checksum of the whole frame */
-	uint64_t side_offset;      /**< side section: codebooks and scale model */
-	uint64_t side_nbytes;      /**< 0: no side section */
-	uint64_t directory_offset; /**< directory: end and digest of each block */
-	uint64_t directory_nbytes; /**< 8 bytes per block */
-	uint64_t planes_offset;    /**< planes that are raw in every block */
-	uint64_t planes_nbytes;    /**< 0: no such planes */
-	uint64_t regions_offset;   /**< contents of blocks; stored: the tensor */
-	uint64_t regions_nbytes;   /**< size up to the frame's end */
+	uint64_t side_offset;      /**< offset of the side section: codebooks and scale model */
+	uint64_t side_nbytes;      /**< size of the side section; 0: none */
+	uint64_t directory_offset; /**< offset of the directory: end and digest of each block */
+	uint64_t directory_nbytes; /**< size of the directory: 8 bytes per block */
+	uint64_t planes_offset;    /**< offset of the planes that are raw in every block */
+	uint64_t planes_nbytes;    /**< size of these planes; 0: none */
+	uint64_t regions_offset;   /**< offset of the blocks' contents; stored: of the tensor */
+	uint64_t regions_nbytes;   /**< size of the blocks' contents, up to the frame's end */
 	uint32_t fixed_planes;     /**< bit p: plane p is in the section at planes_offset */
 	uint32_t coded_planes;     /**< bit p: plane p has a codebook */
 	uint64_t codebook_id;      /**< id of the agreed codebook; 0: the frame carries its own */

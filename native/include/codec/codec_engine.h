@@ -27,15 +27,15 @@
 extern "C" {
 #endif
 
-/** Sizes and block counts of a job, set by the function that opens, plans or starts it. */
+/** Sizes in bytes and block counts of a job, set by the function that opens, plans or starts the job. */
 typedef struct codec_plan {
 	uint64_t nblocks;      /**< number of blocks; 0: the frame (encode) or the tensor (decode) is complete */
 	uint64_t job_nbytes;   /**< size of a job, in bytes */
 	uint64_t work_nbytes;  /**< size of one thread's work buffer, in bytes */
 	uint64_t region_bound; /**< upper bound of one block's region, in bytes */
 	uint64_t regions_at;   /**< offset of the first region in the frame */
-	uint64_t nscans;       /**< encode: number of pieces to scan before codec_encode_start; 0: skip both */
-	uint64_t room;         /**< encode: bytes per block between ranges, see codec_encode_blocks */
+	uint64_t nscans;       /**< encode: number of pieces for codec_encode_scan; 0: no scan and no start */
+	uint64_t room; /**< encode: bytes of the frame to reserve per block of a range, see codec_encode_blocks */
 } codec_plan;
 
 /** Range of blocks that one step processes: [first, first + count). The caller sets `first`, `count` and `at`. */
@@ -64,9 +64,9 @@ CODEC_API codec_status codec_encode_room(const codec_spec *spec, const codec_ten
  * Open a job that encodes `src`: sample it and choose the model and the codebooks. If plan->nscans is not 0,
  * codec_encode_start makes these choices. `dst` is not written. plan->nblocks is 0 if the tensor will be stored.
  *
- * With a residual, codecs whose values share scales write it together with the blocks. `capacity` must then hold the
- * largest frame, for which codec_bound_segments is enough; otherwise CODEC_SHORT_OUTPUT is returned before anything is
- * written.
+ * If the context has a residual, codecs whose values share scales write the residual together with the blocks.
+ * `capacity` must then hold the largest frame, for which codec_bound_segments is enough; otherwise CODEC_SHORT_OUTPUT
+ * is returned before anything is written.
  */
 CODEC_API codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
@@ -86,10 +86,10 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
  * Encode the blocks of *range into consecutive regions that begin at dst[range->at], at least plan->regions_at. Set
  * range->end and range->checksum, for codec_encode_close.
  *
- * Ranges of blocks must not overlap in dst. A range needs at most count * plan->region_bound bytes. If capacity is less
- * than that for all ranges, begin each at plan->regions_at + first * plan->room and limit its `capacity` to the
- * beginning of the next. A range rarely exceeds that limit. If one does, CODEC_SHORT_OUTPUT is returned, and the tensor
- * must be encoded with codec_encode. If plan->room is 0, encode the tensor with codec_encode from the start.
+ * Ranges of blocks must not overlap in dst. A range needs at most count * plan->region_bound bytes. If dst is too small
+ * to give each range that many bytes, begin each range at plan->regions_at + first * plan->room, and pass the beginning
+ * of the next range as `capacity`. A range rarely exceeds that limit. If one does, CODEC_SHORT_OUTPUT is returned, and
+ * the tensor must be encoded with codec_encode. If plan->room is 0, encode the tensor with codec_encode from the start.
  *
  * Results of the blocks that the side section needs, such as scales, are stored in the job, at addresses that no other
  * range writes.
@@ -116,7 +116,7 @@ CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, si
 
 /**
  * Open a job that decodes a frame: check header, side section and directory, and build the tables. A stored tensor is
- * decoded here, after its checksum. CODEC_VERIFY_FIRST and CODEC_CHECK_ONLY return CODEC_BAD_ARGUMENT: use
+ * decoded here, after its checksum was verified. CODEC_VERIFY_FIRST and CODEC_CHECK_ONLY return CODEC_BAD_ARGUMENT: use
  * codec_decode_check.
  */
 CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
@@ -130,7 +130,7 @@ CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec
 CODEC_API codec_status codec_decode_check(const void *frame, size_t nbytes, const codec_context *with, const void *job,
 					  codec_range *range, void *work, size_t work_nbytes);
 
-/** Decode the blocks of *range. Set range->checksum; the sum over all ranges is for codec_decode_close. */
+/** Decode the blocks of *range. Set range->checksum; pass the sum over all ranges to codec_decode_close. */
 CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst,
 					   const codec_context *with, const void *job, codec_range *range, void *work,
 					   size_t work_nbytes);
@@ -148,8 +148,9 @@ typedef struct codec_reduction {
 
 /**
  * Reduce the blocks of *range, of all frames. Jobs must be opened with CODEC_INTO_FLOAT32, or CODEC_INTO_CODES for
- * CODEC_REDUCE_CODES. Set checksums[i] to the sum of the checksums of frame i's blocks; the sum over all ranges is for
- * closing job i. CODEC_BAD_ARGUMENT: blocks of the frames do not match; decode the frames one after the other.
+ * CODEC_REDUCE_CODES. Set checksums[i] to the sum of the checksums of frame i's blocks; pass the sum over all ranges to
+ * codec_decode_close of job i. CODEC_BAD_ARGUMENT: the frames are cut into different blocks; decode them one after the
+ * other.
  */
 CODEC_API codec_status codec_reduce_blocks(const codec_reduction *reduction, codec_tensor *dst,
 					   const codec_context *with, const codec_range *range, uint64_t *checksums,
@@ -168,10 +169,10 @@ typedef struct codec_model_part {
 	uint64_t count;      /**< number of values */
 	uint32_t row;        /**< values per row; 0: part of kind 0 */
 	uint32_t nibbles_at; /**< half an index into codec_view.offsets: rows (an even number), then columns */
-	uint16_t base;       /**< base in eighths of an octave, as in the format */
+	uint16_t base;       /**< base in eighths of an octave (an octave is a factor of 2) */
 	uint16_t mean;       /**< encode: mean pattern of the rows (docs/spec/encoder.md, section 4.2) */
-	uint8_t kind;        /**< kind as in the format */
-	uint8_t shifts;      /**< shifts as in the format */
+	uint8_t kind;        /**< kind of the segment's record, as in the format */
+	uint8_t shifts;      /**< shifts of row and column offsets, as in the format */
 } codec_model_part;
 
 /** Part of the tensor whose blocks and groups do not extend into other parts (docs/spec/format.md, section 8). */
@@ -186,15 +187,15 @@ typedef struct codec_row_part {
 
 /** Sums over one piece of codec_encode_scan, as in docs/spec/encoder.md, section 7.2. */
 typedef struct codec_row_sums {
-	double sum[2]; /**< sums of |v|; or of v^2 and v; two_mean: of |v| where the sign bit is 0, and where it is 1 */
-	uint32_t negative; /**< two_mean: number of values with a sign bit */
+	double sum[2];     /**< of |v|; or of v^2 and v; two_mean: of |v| where the sign bit is 0, and where it is 1 */
+	uint32_t negative; /**< two_mean: number of values whose sign bit is 1 */
 	uint32_t max;      /**< bit pattern of the largest |v|, as float32 */
 } codec_row_sums;
 
 /** Block of a DELTA frame: its contribution to the digests of the side section, and its number of changes. */
 typedef struct codec_delta_block {
-	uint64_t base;    /**< part of the base's digest */
-	uint64_t result;  /**< part of the result's digest */
+	uint64_t base;    /**< the block's contribution to the base's digest */
+	uint64_t result;  /**< the block's contribution to the result's digest */
 	uint32_t changes; /**< number of values that differ from the base */
 	uint32_t state;   /**< decode: 0 until both digests are set; an engine then sets 1, before it writes values */
 	uint32_t reserved[4]; /**< decode: used by the C library; an engine leaves them unchanged */
@@ -215,13 +216,13 @@ typedef struct codec_view {
 	uint64_t n, block_nvalues, nblocks, frame_nbytes;
 	/** @} */
 	/** @{ */
-	/** Offsets and sizes of sections; plane_stride: bytes per fixed plane. */
+	/** Offsets and sizes in bytes of the frame's sections; plane_stride: bytes per fixed plane. */
 	uint64_t side_offset, side_nbytes, directory_offset, planes_offset, plane_stride, regions_offset;
 	/** @} */
 	/** @{ */
 	/**
-	 * Encode, codecs 2 to 6: key of the random bits, the caller's scale, clipping limit; 0: none. scale -1: the
-	 * caller's scale is 0, and any value but 0 returns CODEC_BAD_SCALE.
+	 * Encode, codecs 2 to 6: seed of the random bits; the caller's scale and clipping limit, 0 if not given. scale
+	 * -1: the caller's scale is 0, and encoding any value but 0 returns CODEC_BAD_SCALE.
 	 */
 	uint32_t seed;
 	float scale, clip;
@@ -230,16 +231,17 @@ typedef struct codec_view {
 	/** @} */
 	codec_array lengths; /**< code lengths of each plane in `coded`: symbols 0..255, escape */
 	/**
-	 * Lookup tables of the codebooks: 256 + 256 + 2 bytes per plane. Encode: codes, right-justified; code lengths,
-	 * with bit 7 set for the escape; a symbol without a code, if there is one; the symbol of the first code.
-	 * Decode, indexed by the next 8 bits: symbols; code lengths; the symbol that stands for the escape; the symbol
-	 * of the first code.
+	 * Lookup tables of the codebooks: per plane, two tables of 256 bytes and two single bytes. Encode, indexed by
+	 * symbol: codes, right-justified; code lengths, with bit 7 set for the escape. Decode, indexed by the next 8
+	 * bits: symbols; code lengths. The single bytes: a symbol without a code (decode: it stands for the escape),
+	 * and the symbol of the first code.
 	 */
 	codec_array tables;
 	codec_array model_parts; /**< codec_model_part; empty: all offsets are 0 */
 	/**
-	 * int8, in eighths of an octave. Encode: for a part of more than 1,024 rows, whoever encodes the block in which
-	 * a row begins stores the row's offset here, before codec_encode_close or codec_encode_head.
+	 * Offsets of rows and columns: int8, in eighths of an octave. Encode: in a part of more than 1,024 rows, the
+	 * engine that encodes the block in which a row begins stores the row's offset here, before codec_encode_close
+	 * or codec_encode_head.
 	 */
 	codec_array offsets;
 	codec_array row_parts; /**< codec_row_part */
@@ -255,13 +257,14 @@ typedef struct codec_view {
 	uint64_t codebook_id; /**< id of the agreed codebook that the frame names; 0: none */
 } codec_view;
 
-/** Describe a job of either direction, in any state. */
+/** Fill *view with a description of the job, which may be for encoding or decoding, in any state. */
 CODEC_API codec_status codec_job_view(const void *job, codec_view *view);
 
 /**
  * Plan a job for a tensor whose values are elsewhere, for example on a device, where an engine makes all choices that
  * depend on values. The parts of the scale model are set, but not their bases. The lookup tables of an agreed codebook
- * are built. plan->nblocks is 0 if the tensor is stored for any values; codec_encode_head then writes only the header.
+ * are built. plan->nblocks is 0 if the tensor is stored whatever its values are; codec_encode_head then writes only the
+ * header.
  */
 CODEC_API codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with,
 					 void *job, size_t job_nbytes, codec_plan *plan);
@@ -286,7 +289,7 @@ CODEC_API codec_status codec_encode_final_head(const void *job, uint64_t frame_n
  *
  * The engine must do the remaining checks: compare the destination with the frame, check the directory, the padding of
  * fixed planes and the blocks, and call codec_decode_close with the sum of the blocks' checksums and the directory's
- * digest (stored: that of the values as block 0).
+ * digest. In a stored frame, the values count as block 0, and there is no directory.
  */
 CODEC_API codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbytes, const codec_context *with,
 					 void *job, size_t job_nbytes, codec_plan *plan);

@@ -25,7 +25,10 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
 			loop(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, ahead);
 }
 
-/* Open the next blocks, at most two. Returns how many were opened; *behind is the status of the block after them. */
+/*
+ * Open blocks b, b + 1, at most two before `end`. Return how many were opened; *behind is the status of the block after
+ * the last one opened.
+ */
 static size_t open_pair(const struct block_steps *steps, const uint8_t *frame, const codec_context *with,
 			const struct job *j, uint64_t b, uint64_t end, uint64_t *checksum, struct work *w,
 			struct block *open, codec_status *behind)

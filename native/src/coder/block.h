@@ -4,7 +4,7 @@
 
 #include "plane.h"
 
-/* State of a block being decoded. */
+/* State of a block while it is decoded. */
 struct block {
 	struct cursor c;
 	struct stream top; /* if `coded`: plane that the lane decoder decodes together with another block's */
@@ -12,16 +12,17 @@ struct block {
 	uint32_t head;
 	uint8_t mode[WIRE_MAX_PLANES];
 	int coded;
-	int countable; /* 1: to check the block it suffices to count the escapes of `top`, without decoding it */
+	int countable; /* 1: to check the block it suffices to count the escapes of plane `top`, without decoding it */
 	int counted;   /* 1: the escapes were counted: `top` has their number, but no symbols */
 };
 
 /*
- * Steps of decoding a block. `open` reads the region up to plane `top`, the lane decoder then decodes `top` of one or
- * two blocks, and `close` does the rest. Two blocks may be open: each has its own memory for `top`, but w is shared.
+ * Steps of decoding a block. `open` reads the block's region up to the coded plane `top`, the lane decoder then decodes
+ * `top` of one or two blocks, and `close` decodes the rest of the region. Two blocks may be open: each has its own
+ * buffers for `top`, but they share the work buffers w.
  */
 struct block_steps {
-	/* Read the region up to `top`, after block_begin. */
+	/* Read the block's region up to plane `top`; block_begin was called before. */
 	codec_status (*open)(const struct job *j, struct block *o, codec_fault *f);
 	/* Decode the values, with non-temporal stores if requested. values is NULL: only check the block. */
 	void (*ahead)(const struct job *j, const struct block *o, size_t count, struct ahead *ahead);

@@ -1,7 +1,7 @@
 /* codebook.c - check and load agreed codebooks. */
 #include "codebook.h"
 
-/* Check that the header's dtype and layout have exponents, the only symbols that agreed codebooks code. */
+/* Return CODEC_OK if frames of this header's dtype and layout code exponents, the only symbols of agreed codebooks. */
 codec_status has_exponents(const struct header *h)
 {
 	if (!family_of(h)->symbols)

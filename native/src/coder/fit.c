@@ -100,7 +100,7 @@ static void prefetch_values(const struct source *src, const struct dtype *d, uin
 		__builtin_prefetch((const void *)(at + b));
 }
 
-/* Prefetch the samples that row_mean reads. */
+/* Prefetch the samples of row r that row_mean will read. */
 static void prefetch_row(const struct source *src, const struct dtype *d, const struct segment *s, uint64_t r)
 {
 	uint64_t first = s->start + r * s->row;
@@ -140,7 +140,7 @@ static int8_t fit_row(const struct source *src, const struct kernels *k, const s
 	return (int8_t)choose_offset(eighths, s->shifts & 15);
 }
 
-/* Return 1 if opening the job computes the offsets of all rows of a segment, rather than encoding its blocks. */
+/* Return 1 if the offsets of all rows of a segment are computed when the job is opened; 0: when blocks are encoded. */
 static int is_fitted(const struct segment *s)
 {
 	return segment_rows(s) <= CHOOSE_ROWS;
@@ -200,7 +200,7 @@ static void fit_cols(const struct source *src, const struct kernels *k, struct j
 	s->shifts |= (uint8_t)(shift << 4);
 }
 
-/* Compute the offsets of rows [r, end). Many short rows are loaded at once, because they are adjacent. */
+/* Compute the offsets of rows [r, end). Rows are adjacent, so one load reads many short rows. */
 static void fit_whole(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
 		      uint64_t r, uint64_t end, int8_t *rows)
 {
@@ -275,15 +275,15 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 }
 
 /*
- * Clear the bins. With one bin per symbol there are two sets of 256 bins, used for alternate values, because counting
- * one symbol repeatedly in one bin is limited by the latency of the store.
+ * Clear the bins of a histogram. With one bin per symbol there are two sets of 256 bins, used for alternate values,
+ * because incrementing the same bin repeatedly is limited by the latency of the store.
  */
 static void open_bins(uint32_t *bins, int parts)
 {
 	memset(bins, 0, (parts == 1 ? 512 : 256 * (size_t)parts) * sizeof *bins);
 }
 
-/* Count the symbols of n patterns in bins. */
+/* Add the symbols of n patterns to the histogram `bins`. */
 static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, int parts, uint32_t *bins)
 {
 	int shift = parts == 1 ? dtype_shift(d) : eighth_log2(d), mask = 256 * parts - 1;
@@ -310,7 +310,10 @@ static void close_bins(uint32_t *bins, int parts)
 		bins[e] += bins[256 + e];
 }
 
-/* Count the symbols of every `stride`-th quad row of a segment: of raw patterns, and (unless NULL) of lowered ones. */
+/*
+ * Add the symbols of a segment to two histograms: of raw patterns, and (unless NULL) of patterns lowered by their
+ * offsets. Reads 128 values of every `stride` * 128.
+ */
 static void count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
 			  uint64_t stride, int parts, uint32_t *raw, uint32_t *lowered)
 {
@@ -385,7 +388,7 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 		zeros += (uint32_t)(n - k->count(plane[0], 1, n));
 		sampled += (uint32_t)n;
 	}
-	/* Only zeros have byte 0 in plane 1. If zeros are frequent and all +0, blocks prune them. */
+	/* Only zeros have byte 0 in plane 1. If zeros are frequent and all +0, blocks omit them from the plane. */
 	if (d->form == FORM_FLOAT8 && choose_prunes(zeros, sampled) && !other_zeros)
 		s->counts[1][0] = 0;
 }
@@ -398,8 +401,8 @@ static void base_alone(struct segment *s, uint16_t base)
 }
 
 /*
- * Choose a segment's base and, unless `flat`, its offsets if they make the frame smaller. Store the segment's sampled
- * symbols in s->raw, and add those of the lowered patterns to s->all.
+ * Choose a segment's base and, unless `flat`, its offsets if they make the frame smaller. Store the histogram of the
+ * segment's sampled symbols in s->raw, and add the histogram after lowering to s->all.
  */
 static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
 			   uint64_t stride, int flat, int finest, int parts, struct sample *s)
@@ -432,7 +435,7 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 		return;
 	}
 	base_alone(g, centre);
-	if (d->form == FORM_FLOAT8) { /* symbols wrap around after 256, not after the circle's 2047 */
+	if (d->form == FORM_FLOAT8) { /* symbols wrap around after 256, patterns only after 2047 symbols */
 		count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
 		choose_add_lowered(s->lowered, parts, 0, s->all);
 	} else {

@@ -11,10 +11,10 @@
 struct segment {
 	uint64_t start, count;
 	uint32_t row;         /* values per row; 0: part of kind 0 */
-	uint32_t nibbles_at;  /* nibbles of rows, then columns: bytes after the records; half an index into offsets */
-	uint16_t base;        /* in eighths of an octave, as all offsets */
+	uint32_t nibbles_at;  /* bytes from records to nibbles of rows, then columns; half an index into offsets */
+	uint16_t base;        /* in eighths of an octave (an octave is a factor of 2), as all offsets */
 	uint16_t mean;        /* encode: mean pattern of the rows */
-	uint8_t kind, shifts; /* as in the record */
+	uint8_t kind, shifts; /* as in the segment's record in the frame */
 };
 
 /* Encode: a range of values for which row offsets were computed. */
@@ -47,8 +47,8 @@ struct sample {
 	uint8_t has_zero_run; /* bit p: a sampled run of 128 bytes of plane p is all zero */
 	uint8_t is_constant;  /* bit p: all sampled bytes of plane p are equal */
 	/*
-	 * Counts of plane 0's symbols in bins (choose.h). raw, lowered: of one segment, before and after subtracting
-	 * offsets; all: of all segments, as encoded.
+	 * Histograms of plane 0's symbols (bins: choose.h). raw, lowered: of one segment, before and after its offsets
+	 * are subtracted; all: of all segments, as encoded.
 	 */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], all[CHOOSE_BINS];
 };
@@ -63,9 +63,9 @@ struct delta_block {
 	uint64_t origin; /* first block of the range in which the block was checked */
 };
 
-/* Direction and state of a job. Steps out of order, or of the other direction, return CODEC_BAD_ARGUMENT. */
+/* Direction of a job. Encode steps of a decode job return CODEC_BAD_ARGUMENT, and vice versa. */
 enum { JOB_ENCODE = 0x4a454e43, JOB_DECODE = 0x4a444543 };
-/* JOB_PLANNED: opened without a frame or destination; another engine processes the blocks. */
+/* Progress of a job. JOB_PLANNED: opened without a frame or destination; another engine processes the blocks. */
 enum { JOB_OPEN, JOB_SCANNING, JOB_READY, JOB_CLOSED, JOB_PLANNED };
 
 /*
@@ -83,7 +83,7 @@ struct job {
 	uint64_t nparts, nsums, nscans, parts_at, sums_at,
 		work_at; /* codecs of rows; *_at: offsets in bytes from the job's start */
 	struct philox key;
-	float scale, clip;       /* given by the caller; 0: none; scale -1: the caller gave 0 */
+	float scale, clip;       /* codec_spec.scale and clip; 0: none; scale -1: the caller's scale is 0 */
 	uint8_t residual;        /* codecs of rows: enum residual */
 	uint8_t no_verify_first; /* encode: CODEC_NO_VERIFY_FIRST is set */
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
@@ -134,7 +134,7 @@ static inline struct delta_block *job_delta_blocks(const struct job *j)
 	return (struct delta_block *)((char *)j + j->parts_at);
 }
 
-/* Return the job in a caller's memory, aligned. */
+/* Return the job in a caller's memory: the first aligned address. */
 static inline struct job *job_place(void *memory)
 {
 	return (struct job *)ALIGN8((uintptr_t)memory);

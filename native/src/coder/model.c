@@ -27,7 +27,10 @@ uint64_t model_job_nbytes(const struct header *h)
 {
 	if (!dtype_of(h->dtype)->octave)
 		return 0;
-	/* A matrix with sides of at least 64 has at most count / 32 rows and columns; both are padded to pairs. */
+	/*
+	 * A matrix of m values with sides of at least 64 has at most m / 32 rows and columns in total. The numbers of
+	 * rows and of columns are padded to even ones.
+	 */
 	return ALIGN8(WIRE_MAX_PARTS(h->n) * (sizeof(struct segment) + 2) + h->n / 32 + 64);
 }
 
@@ -177,7 +180,7 @@ static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j
 	return CODEC_OK;
 }
 
-/* Read n nibbles at frame[*p], and advance *p. */
+/* Read n offsets, each the nibble at frame[*p] << shift, and advance *p. */
 static codec_status read_nibbles(const uint8_t *frame, uint64_t *p, uint64_t n, int shift, int8_t *offset,
 				 codec_fault *f)
 {

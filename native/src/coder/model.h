@@ -5,7 +5,7 @@
 #include "job.h"
 #include "sink.h"
 
-/* Number of values whose offsets are computed at once; the offsets fit the first-level cache. */
+/* Number of values whose offsets are computed at once; these offsets fit the first-level cache. */
 #define OFFSETS 4096
 
 /* Return log2 of the number of patterns in an eighth of an octave. */

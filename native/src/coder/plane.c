@@ -12,8 +12,8 @@
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
 /*
- * Pack 32 fields of width[l] bits (NULL: 5) at p, most significant bit first. Returns the end. unpack_bits is the
- * inverse.
+ * Pack 32 fields, field l of width[l] bits (width NULL: 5 bits each), at p, most significant bit first. Return the end
+ * of the packed bytes. unpack_bits is the inverse.
  */
 static uint8_t *pack_bits(uint8_t *p, const uint32_t *field, const uint32_t *width)
 {
@@ -44,9 +44,9 @@ static uint64_t words_at(uint64_t tail_bits)
 }
 
 /*
- * Finish encoding a plane. Each lane's bit sequence begins with 32 bits and a tail. Store the 32 bits of each lane
- * before the words at `first`, leave the tail in s->part, and set *tail_bits to the total size of the tails in bits.
- * Returns the address of the stored words.
+ * Finish encoding a plane. Each lane's bit sequence begins with 32 bits and a tail of 0 to 31 bits. Store the 32 bits
+ * of each lane before the words at `first`, leave the tail in s->part, and set *tail_bits to the total size of the
+ * tails in bits. Return the address of the stored words.
  */
 static uint32_t *take_state(lanes *s, uint32_t *first, uint64_t *tail_bits)
 {

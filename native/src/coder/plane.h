@@ -23,8 +23,8 @@ static inline int is_constant(const uint8_t *p, uint64_t n)
 }
 
 /*
- * Return the index of the first of n bytes above `most`. Callers have seen such a byte, but another thread may have
- * changed the frame since: return n - 1 if there is none.
+ * Return the index of the first of n bytes that exceeds `most`. Callers have seen such a byte, but another thread may
+ * have changed the frame since: return n - 1 if there is none.
  */
 static inline uint64_t first_above(const uint8_t *p, uint64_t n, uint8_t most)
 {
@@ -48,9 +48,9 @@ struct literals {
 };
 
 /*
- * Encode m symbols. Their buffer has padded(m) bytes; the padding is filled in here. Returns the size in bytes of the
- * coded plane at dst, or 0 if it would exceed `most`. Writes nothing past dst + most. from.byte may be `symbol`. Uses
- * w->words and w->top[0].
+ * Encode m symbols into a coded plane. The buffer `symbol` has padded(m) bytes; encode_plane fills in the padding.
+ * Return the size in bytes of the coded plane at dst, or 0 if it would exceed `most`. Nothing is written past dst +
+ * most. from.byte may be `symbol`. The buffers w->words and w->top[0] are used.
  */
 uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
 		      struct literals from, uint64_t most, uint8_t *dst);
@@ -58,19 +58,22 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 /*
  * Decode a coded plane in steps, so that two planes can be decoded together. open_plane reads the plane up to the end
  * of its words, and stores the words' address and the lanes' initial state in *s, whose buffers the caller has set.
- * After the rows are decoded, close_plane checks that no bits are left and that the last row is padded correctly.
- * read_literals then reads the escaped values.
+ * After the symbols are decoded, close_plane checks that no bits are left and that the padding of the last 128 symbols
+ * is correct. read_literals then reads the escaped values.
  */
 codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f);
 codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
 			 codec_fault *f);
 /*
- * Decode a plane of m symbols in one call to `symbol`, which has padded(m) bytes. Bits of w->top[0].escaped mark
+ * Decode a plane of m symbols to `symbol`, which has padded(m) bytes, in one call. Bits of w->top[0].escaped mark
  * escapes.
  */
 codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
 			  uint64_t m, uint8_t *symbol, codec_fault *f);
-/* Read the literals, which follow the words, into the escaped positions. */
+/*
+ * Read the literals of escaped symbols, which follow the words, into the positions in `symbol` whose bit in `escaped`
+ * is set.
+ */
 codec_status read_literals(const uint32_t *escaped, struct cursor *c, uint8_t *symbol, uint64_t m, codec_fault *f);
 codec_status skip_literals(uint64_t n, struct cursor *c, codec_fault *f);
 codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint16_t *literal, uint64_t m,
@@ -79,8 +82,8 @@ codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint1
 codec_status close_region(const struct cursor *c, codec_fault *f);
 
 /*
- * Encode the n bytes in w->plane[0], for codecs of rows with an entropy stage. Returns the size in bytes stored at dst,
- * at most 4 + n. decode_bytes is the inverse; it sets *bytes to an address in the frame or to w->symbol.
+ * Encode the n bytes of codes in w->plane[0], for row codecs with an entropy stage. Return the size in bytes stored at
+ * dst, at most 4 + n. decode_bytes is the inverse; it sets *bytes to an address in the frame or to w->symbol.
  */
 uint64_t encode_bytes(const struct job *j, const struct kernels *k, struct work *w, uint64_t n, uint8_t *dst);
 codec_status decode_bytes(const struct job *j, const struct kernels *k, struct work *w, struct cursor *c, uint64_t n,

@@ -52,7 +52,7 @@ const void *load_native(const struct kernels *k, const struct source *s, uint64_
 	return buffer;
 }
 
-/* Store or accumulate decoded values. */
+/* Store n decoded values y at `first`, or accumulate them, as s->into specifies. */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y)
 {
 	uint8_t *at = (uint8_t *)s->dst->data + first * dtype_of(s->dst->dtype)->nbytes;
@@ -88,8 +88,8 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 }
 
 /*
- * Store or accumulate decoded values [first, first + n), unless the destination has the values' own dtype. `wire`: the
- * values are in the frame's byte order.
+ * Convert n values of `dtype` to float32, and store or accumulate them at dst[first], as with->into specifies. `wire`:
+ * the values are in the frame's byte order.
  */
 void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
 		 const codec_context *with, const codec_tensor *dst)

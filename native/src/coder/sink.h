@@ -28,7 +28,10 @@ static inline const float_any *load_floats(const struct kernels *k, uint32_t dty
 /* Flags of codec_context with which `residual` is also an input. */
 #define READS_RESIDUAL (CODEC_FEEDBACK | CODEC_DIFFERENCE)
 
-/* Values to encode: a tensor; plus the residual if CODEC_FEEDBACK is set, minus it if CODEC_DIFFERENCE is set. */
+/*
+ * Values to encode: a tensor, plus the residual if CODEC_FEEDBACK is set, or minus the residual if CODEC_DIFFERENCE is
+ * set.
+ */
 struct source {
 	uint32_t dtype;
 	const void *data;
@@ -68,8 +71,8 @@ static inline const float_any *load_values(const struct kernels *k, const struct
 const void *load_native(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n, void *buffer);
 
 /*
- * Destination of decoded values y. `into` is a CODEC_INTO_*; or SINK_RESIDUAL, which stores x - y; or SINK_NONE, which
- * stores nothing, to check codes and scales.
+ * Destination of decoded values y. `into` is a CODEC_INTO_*, or SINK_RESIDUAL, which stores the encoding error x - y,
+ * or SINK_NONE, which stores nothing, to check codes and scales.
  */
 struct sink {
 	int into;
@@ -84,8 +87,9 @@ struct sink {
 #define SINK_NONE 101
 
 /*
- * Return a pointer into dst if a kernel may write float32 values there directly, or add to them; NULL: use a temporary
- * buffer. `adds`: the kernel can accumulate. `streams`: it can do non-temporal stores at multiples of 16 bytes.
+ * Return a pointer into dst if a kernel may store float32 values there directly, or add to the values there; NULL: use
+ * a temporary buffer. `adds`: the kernel can accumulate. `streams`: the kernel can do non-temporal stores at multiples
+ * of 16 bytes.
  */
 static inline float_any *sink_room(const struct sink *s, uint64_t first, int adds, int streams)
 {
@@ -114,12 +118,15 @@ static inline void sink_put_codes(const struct kernels *k, const struct sink *s,
 	k->sum_codes(code, n, s->into == CODEC_INTO_ADD_CODES, nbytes, (char *)s->dst->data + first * nbytes);
 }
 
-/* Store or accumulate n decoded values y. y NULL: the kernel has written or added the values at sink_room() before. */
+/*
+ * Store or accumulate n decoded values y. y NULL: the kernel has already stored or added the values at the address from
+ * sink_room().
+ */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
 
 /*
- * Store or accumulate values of a tensor (`wire`: of a frame) as with->into specifies, unless dst has the values' own
- * dtype.
+ * Convert n values of `dtype` to float32, and store or accumulate them at dst[first], as with->into specifies. Not for
+ * CODEC_INTO_STORE. `wire`: the values are in the frame's byte order.
  */
 void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
 		 const codec_context *with, const codec_tensor *dst);

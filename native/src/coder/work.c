@@ -9,8 +9,8 @@ uint64_t largest_block(uint64_t n)
 }
 
 /*
- * Return an upper bound of a coded plane's size: every value escaped under a code of 8 bits, with literals of two
- * bytes.
+ * Return an upper bound of the size in bytes of a coded plane of m symbols: every symbol is an escape code of 8 bits,
+ * with a literal of two bytes.
  */
 static uint64_t coded_bound(uint64_t m)
 {
@@ -22,7 +22,7 @@ uint64_t region_room(const struct dtype *d, uint64_t m)
 	return ALIGN8(16 + m * d->nbytes + coded_bound(m) + 64);
 }
 
-/* Return the size of a region's buffer. Rows of a single value add a scale per value. */
+/* Return the size in bytes of the buffer for a region of m values. Rows of a single value add a scale per value. */
 static uint64_t region_buffer(const struct header *h, const struct dtype *d, uint64_t m)
 {
 	return region_room(d, m) + (codec_is_rows(h->codec) ? 4 * m : 0);
@@ -33,7 +33,7 @@ static uint64_t words_room(uint64_t m)
 	return LANES_SLACK + WIRE_LANES + padded(m) / 4 + 16;
 }
 
-/* Return the dtype whose planes the lane coder encodes. For codecs of rows with an entropy stage these are bytes. */
+/* Return the dtype whose planes the lane coder encodes: the frame's, but bytes for row codecs with an entropy stage. */
 static const struct dtype *coded_dtype(const struct header *h)
 {
 	return dtype_of(codec_is_rows(h->codec) ? CODEC_UINT8 : h->dtype);
@@ -104,9 +104,9 @@ uint64_t region_bound(const struct job *j)
 }
 
 /*
- * Return an upper bound of the side section, the directory and the regions' overhead over their values, while ranges of
- * blocks leave gaps between each other. TRUNCATE's true bound is larger, but its regions are rarely larger than their
- * values.
+ * Return the bytes that a frame may need beyond its values while it is encoded: for the side section, the directory,
+ * the overhead of regions, and gaps between ranges of blocks. TRUNCATE's true bound is larger, but its regions are
+ * rarely larger than their values.
  */
 uint64_t region_gaps(const struct header *h)
 {

@@ -4,7 +4,7 @@
 
 #include "job.h"
 
-#define STATE_NBYTES 22 /* bytes before the tails of a coded plane: u16 and 32 x 5 bits */
+#define STATE_NBYTES 22 /* bytes of a coded plane before the tails: u16 number of words, 32 x 5 bits of lengths */
 
 static inline uint64_t padded(uint64_t n)
 {
@@ -12,7 +12,7 @@ static inline uint64_t padded(uint64_t n)
 }
 
 /*
- * Codecs of rows: number of values processed at once, a multiple of 40. The values, their codes and their random bits
+ * Row codecs: number of values processed at once, a multiple of 40. These values, their codes and their random bits
  * together fit the first-level cache.
  */
 #define ROW_CHUNK 2560
@@ -23,11 +23,11 @@ static inline uint64_t padded(uint64_t n)
  */
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES]; /* m + 64 bytes each: kernels may read or write 64 more bytes than they use */
-	uint8_t *symbol, *high;          /* m + 64, m / 2 + 64 bytes: a plane being coded or decoded */
+	uint8_t *symbol, *high;          /* m + 64, m / 2 + 64 bytes: symbols and high nibbles of a plane */
 	uint8_t *region;  /* encode: the block's region; points into the frame if region_bound bytes are free there */
-	uint16_t *offset; /* OFFSETS offsets */
+	uint16_t *offset; /* scale model's offsets of OFFSETS values */
 	struct fitted fitted; /* encode: row offsets of the block */
-	/* Codecs of rows: a chunk's values, scales and random bits; codes of a tile. */
+	/* Row codecs: values, scales and random bits of ROW_CHUNK values; codes of a tile. */
 	float *x, *y, *scale, *scale_below;
 	uint32_t *max;
 	uint16_t *half;
@@ -40,22 +40,22 @@ struct work {
 	float *candidate;
 	uint64_t stream_nbytes;
 	/*
-	 * TRUNCATE, per value: joint symbols; patterns; fields or pieces of fields; exponents, exponents of A, number
-	 * of bits dropped, number of bits kept; levels.
+	 * TRUNCATE, one element per value: joint symbols; patterns; fields or pieces of fields; exponents, exponents of
+	 * the metric A, number of bits dropped, number of bits kept; levels.
 	 */
 	uint16_t *exponent;
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
 	const codec_metric *metric; /* metric at which the search for the next value's metric begins */
-	char *values; /* decode: values of a block not decoded into the tensor; shares memory with `region` */
+	char *values; /* decode: a block's values if not decoded straight into dst; same memory as `region` */
 	uint32_t *words, *words_end;
 	struct delta_buffers delta; /* DELTA; decoded changes are listed in delta.at and values */
-	uint64_t *sums[2];          /* DELTA: checksum sums of a block's chunks: [0] base, [1] result */
+	uint64_t *sums[2];          /* DELTA: sums that checksum_of_chunk mixes, per chunk: [0] base, [1] result */
 	struct stream top[2];       /* buffers for plane 0 of two blocks; plane[0] is the first block's */
 	struct ahead ahead;
 };
 
-/* Return the number of values of the largest block of a tensor of n values, padded to quad rows. */
+/* Return the number of values of the largest block of a tensor of n values, rounded up to a multiple of 128. */
 uint64_t largest_block(uint64_t n);
 /* Return the buffer size in bytes for a region of m values, all of whose bytes may be coded and escaped. */
 uint64_t region_room(const struct dtype *d, uint64_t m);

@@ -1,7 +1,8 @@
 /*
  * bits.h - functions on single words: bit positions, mixing, rounded quotients. C, C++ and NVRTC.
  *
- * Every function maps words to words and accesses no memory. Each engine has its own loops over tensors.
+ * Every function maps words to words and accesses no memory. Each engine (C, CUDA, Numba) has its own loops over
+ * tensors.
  */
 #ifndef CODEC_BITS_H
 #define CODEC_BITS_H
@@ -32,7 +33,8 @@ typedef unsigned long long uint64_t;
 
 /*
  * Lower a float's pattern p (the 15 bits below its sign) by an offset < WIRE_CIRCLE(zero). Patterns of at least `zero`
- * rotate around a circle; smaller patterns are unchanged. bits_raise is the inverse. Offset 0 is the identity.
+ * wrap around, from `zero` to the largest pattern; smaller patterns are unchanged. bits_raise is the inverse. Offset 0
+ * changes nothing.
  */
 BITS_FN uint16_t bits_lower(uint16_t p, uint16_t offset, uint16_t zero)
 {
@@ -51,9 +53,9 @@ BITS_FN uint16_t bits_raise(uint16_t u, uint16_t offset, uint16_t zero)
 }
 
 /*
- * Rearrange the upper 16 bits of a float into plane 0 (high byte) and plane 1 (low byte). Patterns of at least 1 << s
- * are lowered first. The result has, from the top: bits s to s + 7 of the pattern (plane 0), the bits above them, the
- * sign, and the bits below them. bits_unturn is the inverse.
+ * Rearrange x, the upper 16 bits of a float, into plane 0 (high byte) and plane 1 (low byte). Patterns (the 15 bits
+ * below the sign) of at least 1 << s are lowered by `offset` first. The result has, from the top: bits s + 7 to s of
+ * the pattern (plane 0), the bits above them, the sign, and the bits below them. bits_unturn is the inverse.
  */
 BITS_FN uint16_t bits_turn(uint16_t x, uint16_t offset, int s)
 {
@@ -100,8 +102,9 @@ BITS_FN uint32_t bits_pattern(uint32_t f, uint8_t e, int mbits, int sign)
 }
 
 /*
- * Combine a lowered exponent and its level into one number; 0 if the exponent is 0. bits_pair_symbol returns the
- * number's symbol, or 0 if the exponent is 0 or too far from `base`. In the latter case the number must be escaped.
+ * TRUNCATE: combine a lowered exponent and its level (0..3) into one number; 0 if the exponent is 0. bits_pair_symbol
+ * returns the number's symbol, or 0 if the exponent is 0 or too far from `base`. In the latter case the number must be
+ * escaped.
  */
 BITS_FN uint16_t bits_pair(uint8_t e, uint8_t level)
 {

@@ -2,8 +2,9 @@
  * book.h - length-limited Huffman codebooks: build code lengths from counts and codes from lengths; serialize books. C,
  * C++ and NVRTC.
  *
- * A book gives a byte value a code of 1..max_code_length bits or no code, and always contains an escape code. All
- * arithmetic is on integers, and ties are resolved by symbol, so equal counts give equal books on every engine.
+ * A book (codebook) assigns a byte value a code of 1..max_code_length bits or no code, and always contains an escape
+ * code. All arithmetic is on integers, and ties are resolved by symbol, so equal counts give equal books on every
+ * engine.
  */
 #ifndef CODEC_BOOK_H
 #define CODEC_BOOK_H
@@ -18,12 +19,12 @@ typedef struct codebook {
 	uint8_t length[257];
 } codebook;
 
-/* Codes by byte value. Values without a code have the escape code. */
+/* Encoding table: codes by byte value. Values without a code have the escape code. */
 typedef struct book_codes {
 	uint8_t code[256];
-	uint8_t length[256]; /* code length in bits; bit 7: escaped */
+	uint8_t length[256]; /* bits 0..6: code length in bits; bit 7: the value is escaped */
 	uint8_t escape;      /* largest value without a code, which marks escapes in decoded symbols */
-	uint8_t pad;         /* value of the first canonical code, which fills the last quad row */
+	uint8_t pad;         /* value of the first canonical code; pads the symbols to a multiple of 128 */
 } book_codes;
 
 /* Decoding table, indexed by the next 8 bits of a lane. */
@@ -34,7 +35,7 @@ typedef struct book_lookup {
 	uint8_t pad;
 } book_lookup;
 
-/* Return 1 if a value gets a code: 1280 * count > total. Rarer values are cheaper as escapes. */
+/* Return 1 if a byte value that occurs `count` times among `total` gets a code. Rarer values are cheaper as escapes. */
 BITS_FN int book_keeps(uint32_t count, uint64_t total)
 {
 	return 1280 * (uint64_t)count > total;
@@ -74,8 +75,9 @@ BITS_LARGE_FN void book_drop_leaf(book_leaves *t)
 }
 
 /*
- * Compute the leaves' code lengths, at most `max_code_length` bits, by package-merge (Larmore and Hirschberg 1990). A
- * leaf precedes a package of equal weight. The sum of all weights is below 2^24, so that every sum fits 32 bits.
+ * Compute the leaves' code lengths, at most `max_code_length` bits, by package-merge (Larmore and Hirschberg 1990). Of
+ * a leaf and a package of equal weight, the leaf comes first. The sum of all weights is below 2^24, so that every sum
+ * fits 32 bits.
  */
 BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int max_code_length)
 {
@@ -116,8 +118,8 @@ BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int max_code_le
 }
 
 /*
- * Build the codebook of `counts`. Counts are halved until their sum is below 2^24. Keeps at most 2^max_code_length - 1
- * values, because one of the 2^max_code_length codes is the escape's.
+ * Build the codebook for symbols that occur counts[i] times. Counts are halved until their sum is below 2^24. At most
+ * 2^max_code_length - 1 values get codes, because one of the 2^max_code_length codes is the escape's.
  */
 BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int max_code_length)
 {
@@ -149,7 +151,7 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 	book_merge(b, &t, max_code_length);
 }
 
-/* Return a non-zero number if any of eight values has a code. */
+/* Return a non-zero number if any of eight byte values has a code, given their code lengths. */
 BITS_FN int book_any(const uint8_t length[8])
 {
 	uint8_t any = 0;
@@ -160,8 +162,8 @@ BITS_FN int book_any(const uint8_t length[8])
 }
 
 /*
- * List the values that have codes, in ascending order, and return their number. Functions of a book loop over this
- * list, because most values have no code.
+ * List the byte values that have codes, in ascending order, and return their number. Functions loop over this list,
+ * because most byte values have no code.
  */
 BITS_LARGE_FN int book_values(const codebook *b, uint8_t value[256])
 {
@@ -193,7 +195,7 @@ BITS_LARGE_FN int book_valid(const codebook *b)
 	return escape && escape <= WIRE_MAX_CODE_LENGTH && n && n < 256 && kraft == 256;
 }
 
-/* Return the largest value without a code. */
+/* Return the largest byte value without a code, which marks escapes among decoded symbols. */
 BITS_FN uint8_t book_escape(const codebook *b)
 {
 	int i = 255;
@@ -204,8 +206,9 @@ BITS_FN uint8_t book_escape(const codebook *b)
 }
 
 /*
- * Compute the first code of each length, for n values and the escape. Codes are canonical, most significant bit first:
- * ordered by length, then by value. The escape is the last of its length: its code is next[length + 1] / 2 - 1.
+ * Compute next[l], the first code of l bits, for n byte values with codes and the escape. Codes are canonical, most
+ * significant bit first: ordered by length, then by value. The escape is the last code of its length l: next[l + 1] / 2
+ * - 1.
  */
 BITS_LARGE_FN void book_first_codes(const codebook *b, const uint8_t *value, int n,
 				    uint32_t next[WIRE_MAX_CODE_LENGTH + 2])
@@ -278,7 +281,9 @@ BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], 
 	return bits;
 }
 
-/* Find the smallest and the largest non-zero value with a code. If only value 0 has a code, *first is 1 and *last 0. */
+/*
+ * Find the smallest and largest non-zero byte value with a code. If only value 0 has a code, *first is 1 and *last 0.
+ */
 BITS_LARGE_FN void book_span(const codebook *b, int *first, int *last)
 {
 	int lo = 1, hi = 255;
@@ -305,8 +310,9 @@ BITS_LARGE_FN int book_nbytes(const codebook *b)
 }
 
 /*
- * Pack a book: a byte with the escape's length and, << 4, value 0's length; bytes `first` and `last`; then one nibble
- * per value in first..last. Returns the size in bytes.
+ * Pack a book: a byte with the code length of the escape in its low nibble, and of value 0 in its high nibble; the
+ * bytes `first` and `last` of book_span; then one nibble, a code length, per value in first..last. Return the size in
+ * bytes.
  */
 BITS_LARGE_FN int book_pack(const codebook *b, uint8_t *dst)
 {
@@ -325,8 +331,8 @@ BITS_LARGE_FN int book_pack(const codebook *b, uint8_t *dst)
 }
 
 /*
- * Unpack a book. Returns the number of bytes read, or 0 if the bytes are not a valid book. Each book has exactly one
- * encoding: if only value 0 has a code, first is 1 and last 0.
+ * Unpack a book. Return the number of bytes read, or 0 if the bytes are not a valid book. Each book has exactly one
+ * encoding: if only value 0 has a code, bytes `first` and `last` must be 1 and 0.
  */
 BITS_LARGE_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
 {

@@ -3,7 +3,7 @@
  *
  * Bytes are cut into chunks of 1 KiB, the last one padded with zeros. The sum of a chunk is sum(word[i] *
  * CHECKSUM_KEY[i]) mod 2^64 over its little-endian 32-bit words. Keys are odd and below 2^32, so that a change of a
- * single word always changes the sum. A bijection mixes that sum with the chunk's number and gives the chunk's digest.
+ * single word always changes the sum. A bijection maps that sum, mixed with the chunk's number, to the chunk's digest.
  * Digests of planes, blocks and the frame are plain sums of chunk digests, which any number of threads may add in any
  * order.
  */
@@ -50,13 +50,16 @@
 	0x1f9f383du, 0xfc791c05u, 0x5af7370fu, 0xf93e3ea9u, 0xf9ffcdf5u, 0x0a768019u, 0xac1fc015u, 0xc95f5437u, \
 	0xd4f76f6bu, 0xc5576129u, 0xb1fb7cc1u, 0xaa3a9c5du, 0x904aa4b9u, 0xcea2a54fu, 0x6c63d583u, 0x4570315fu,
 
-/* Return the digest of a chunk, given the sum of its words times keys. */
+/* Return the digest of chunk number `chunk`, given the sum of its words times their keys. */
 BITS_FN uint64_t checksum_of_chunk(uint64_t sum, uint32_t seed, uint64_t chunk)
 {
 	return bits_mix64(sum + ((uint64_t)seed << 40 | chunk) * CHECKSUM_GOLDEN);
 }
 
-/* Return a block's contribution to the frame's checksum. `digest`: digest of the block's region and fixed planes. */
+/*
+ * Return the contribution of block number `block` to the frame's checksum. `digest`: digest of its region and fixed
+ * planes.
+ */
 BITS_FN uint64_t checksum_of_block(uint64_t digest, uint64_t block)
 {
 	return bits_mix64(digest ^ (block + 1) * CHECKSUM_GOLDEN);

@@ -1,7 +1,7 @@
 /*
  * choose.h - an encoder's decisions, computed from shapes and from sums over samples. C, C++ and NVRTC.
  *
- * Decoders make no such decisions. All encoders must take the same decisions to produce equal bytes. Sample positions
+ * Decoders make no such decisions. All encoders must make the same decisions to produce equal bytes. Sample positions
  * depend on shapes only, and all arithmetic is on integers. `eighth` is log2 of the number of patterns in an eighth of
  * an octave.
  *
@@ -14,7 +14,7 @@
 #include "book.h"
 #include "wire.h"
 
-#define CHOOSE_MODEL_MIN 4096   /* fewer values get no scale model */
+#define CHOOSE_MODEL_MIN 4096   /* tensors of fewer values have no scale model */
 #define CHOOSE_SEGMENT_MIN 8192 /* smaller segments, and gaps between segments, are merged into flat segments */
 #define CHOOSE_ROWS 1024        /* rows sampled per segment, to choose its base and the shift of its row offsets */
 #define CHOOSE_COL_ROWS 128     /* rows sampled per segment, to compute column offsets */
@@ -23,18 +23,18 @@
 #define CHOOSE_PARTS_MIN 524288 /* minimum number of values for which bases are tuned to an eighth of an octave */
 #define CHOOSE_PARTS 8
 #define CHOOSE_BINS (256 * CHOOSE_PARTS)
-#define CHOOSE_NONE (-1) /* mean of a row all of whose patterns are below `zero` */
+#define CHOOSE_NONE (-1) /* mean of a row whose patterns are all too small for the scale model */
 
 /*
- * Return the position of sample i of `take` samples among n < 2^32 positions. Samples are spread by the golden ratio,
- * because regular strides alias with 3x3 convolution kernels.
+ * Return the position of sample i among n < 2^32 positions, if `take` samples are taken. Samples are spread by the
+ * golden ratio, because regular strides alias with 3x3 convolution kernels.
  */
 BITS_FN uint64_t choose_spread(uint64_t i, uint64_t take, uint64_t n)
 {
 	return take == n ? i : (i * 0x9e3779b9u & 0xffffffffu) * n >> 32;
 }
 
-/* Return the stride between sampled quad rows for symbol counts, in a tensor of nrows quad rows. */
+/* Return s if symbols are counted in one of every s rows of 128 values, for a tensor of nrows such rows. */
 BITS_FN uint64_t choose_stride(uint64_t nrows)
 {
 	uint64_t few = nrows / 64 < 16 ? nrows / 64 : 16, most = nrows / 2048;
@@ -64,15 +64,15 @@ BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n
 }
 
 /*
- * Return the first value of run i of a row of n > CHOOSE_RUNS * CHOOSE_RUN values. All values of shorter rows are
- * sampled.
+ * Return the index of the first value of sampled run i in a row of n > CHOOSE_RUNS * CHOOSE_RUN values. Of shorter
+ * rows, all values are sampled.
  */
 BITS_FN uint64_t choose_run(uint64_t i, uint64_t n)
 {
 	return i * (n - CHOOSE_RUN) / (CHOOSE_RUNS - 1);
 }
 
-/* Return the number of rows sampled for the columns' offsets. */
+/* Return the number of rows, out of nrows, that are sampled to compute the offsets of columns. */
 BITS_FN uint64_t choose_col_rows(uint64_t nrows)
 {
 	uint64_t half = nrows / 2 < 64 ? 64 : nrows / 2;
@@ -81,13 +81,13 @@ BITS_FN uint64_t choose_col_rows(uint64_t nrows)
 	return nrows < half ? nrows : half;
 }
 
-/* Return the mean of `count` patterns, each at most 2^15, or CHOOSE_NONE if count is 0. */
+/* Return the mean of `count` patterns whose sum is `sum`, each at most 2^15, or CHOOSE_NONE if count is 0. */
 BITS_FN int choose_mean(uint32_t sum, uint32_t count)
 {
 	return count ? (int)((2 * sum + count) / (2 * count)) : CHOOSE_NONE;
 }
 
-/* Return mean - centre, in eighths of an octave. */
+/* Convert mean - centre from patterns to eighths of an octave. `eighth`: log2 of the patterns per eighth. */
 BITS_FN int choose_eighths(int mean, int centre, int eighth)
 {
 	int q = (mean - centre + (1 << eighth >> 1)) >> eighth;
@@ -96,7 +96,7 @@ BITS_FN int choose_eighths(int mean, int centre, int eighth)
 	return mean == CHOOSE_NONE ? 0 : q;
 }
 
-/* Return the mean of `count` differences, in eighths of an octave; 0 if count is 0. */
+/* Return the mean of `count` differences of patterns whose sum is `total`, in eighths of an octave; 0 if count is 0. */
 BITS_FN int choose_mean_eighths(int total, int count, int eighth)
 {
 	int q = count ? bits_mean(total, (int64_t)count << eighth) : 0;
@@ -104,7 +104,7 @@ BITS_FN int choose_mean_eighths(int total, int count, int eighth)
 	return q < -127 ? -127 : q > 127 ? 127 : q;
 }
 
-/* Convert eighths to a nibble, not yet clamped to -8..7. */
+/* Convert an offset in eighths of an octave to units of 2^shift eighths, not yet clamped to a nibble, -8..7. */
 BITS_FN int choose_nibble(int eighths, int shift)
 {
 	return (eighths + (1 << shift >> 1)) >> shift;
@@ -116,8 +116,8 @@ BITS_FN int choose_clamped(int nibble)
 }
 
 /*
- * Return the finest shift, at least `shift`, with which at most one in 32 offsets is clamped. Clamped offsets cost bits
- * but decode correctly.
+ * Return the smallest shift, at least `shift`, with which at most one in 32 of n offsets is clamped. Offsets are stored
+ * as nibbles, in units of 2^shift eighths of an octave. Clamped offsets cost bits but decode correctly.
  */
 BITS_FN int choose_shift(const int8_t *eighths, uint64_t n, int shift)
 {
@@ -135,15 +135,18 @@ BITS_FN int choose_shift(const int8_t *eighths, uint64_t n, int shift)
 	return shift;
 }
 
-/* Return the offset, in eighths of an octave, that a decoder reads from the nibble of `eighths`. */
+/*
+ * Return the offset that a decoder reads back for the offset `eighths`, both in eighths of an octave: rounded and
+ * clamped.
+ */
 BITS_FN int choose_offset(int eighths, int shift)
 {
 	return choose_clamped(choose_nibble(eighths, shift)) * (1 << shift);
 }
 
 /*
- * Return the pattern to which bases move means, so that symbols lie around 128; float64's lie far from their
- * wrap-around.
+ * Return the pattern to which a base moves the mean pattern of a segment: symbols then lie around 128, and symbols of
+ * float64 far from their wrap-around.
  */
 BITS_FN int choose_centre(int octave)
 {
@@ -151,9 +154,9 @@ BITS_FN int choose_centre(int octave)
 }
 
 /*
- * Return the base that moves a mean pattern to the centre, in eighths of an octave, a multiple of 1 << shift. The
- * distribution of exponents falls steeply above its mode. By measurement, symbols are cheapest if the mean lies just
- * below a power of two.
+ * Return the base that moves a mean pattern to choose_centre, in eighths of an octave, a multiple of 1 << shift. The
+ * distribution of exponents falls steeply above its mode. Measured costs are lowest if the mean lies just below a power
+ * of two.
  */
 BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
 {
@@ -164,8 +167,8 @@ BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
 }
 
 /*
- * Shift bins down by a base of `by` bins, and add them to `sum`. Symbols are counted in bins of 1 / parts of a symbol.
- * `parts` is 1, or CHOOSE_PARTS if plane 0 has one symbol per octave and its eighths matter.
+ * Shift a histogram down by a base of `by` bins, and add it to `sum`. A symbol has `parts` bins: 1, or CHOOSE_PARTS if
+ * plane 0 has one symbol per octave and the eighths of an octave matter.
  */
 BITS_LARGE_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t by, uint32_t *sum)
 {
@@ -179,7 +182,7 @@ BITS_LARGE_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t 
 		sum[zeros + circle - low + i] += bins[zeros + i];
 }
 
-/* Sum the bins of each symbol to its count. */
+/* Compute the count of each symbol: the sum of its `parts` bins. */
 BITS_LARGE_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[256])
 {
 	for (int e = 0; e < 256; e++)
@@ -191,8 +194,7 @@ BITS_LARGE_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[
 
 /*
  * Return the coded size in bits of symbols with these counts, under a Huffman code of unlimited length. Values get
- * codes as in book_from_counts. This is faster than building a book, because it is called at least eight times per
- * segment.
+ * codes as in book_from_counts. Called at least eight times per segment, so it must be faster than building a book.
  */
 BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 {
@@ -229,9 +231,9 @@ BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 }
 
 /*
- * Return the number of eighths of an octave by which to raise all bases to minimize the symbols' cost. Replaces
- * `counts`, and their cost *cost in bits, by those under the raised bases. Raising by an eighth moves the first bin of
- * each symbol to the preceding symbol.
+ * Return the number of eighths of an octave by which to raise all bases to minimize the symbols' cost. Replace
+ * `counts`, and their cost *cost in bits, by the counts and the cost under the raised bases. Raising by an eighth moves
+ * the first bin of each symbol to the preceding symbol.
  */
 BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts[256], uint64_t *cost)
 {
@@ -259,8 +261,8 @@ BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts
 }
 
 /*
- * Return 1 if `count` values save more than `bits` bits. `before` and `after` are the costs in bits of `samples` of
- * them.
+ * Return 1 if a change saves more than `bits` bits in `count` values. `before` and `after`: coded size in bits of
+ * `samples` of these values without and with the change.
  */
 BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t bits)
 {
@@ -269,8 +271,8 @@ BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint6
 }
 
 /*
- * Return 1 if a segment's offsets save more bits than they cost. choose_record_pays: the same for the record of a
- * segment without offsets.
+ * Return 1 if the `offsets` offsets of a segment save more bits than they cost. choose_record_pays: return 1 if the
+ * record of a segment without offsets saves more bits than it costs.
  */
 BITS_FN int choose_offsets_pay(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t offsets)
 {
@@ -292,10 +294,11 @@ BITS_FN uint64_t choose_total(const uint32_t counts[256])
 }
 
 /*
- * Return how uneven counts are: the sum of their squares times the number of possible values, minus its expected value
- * for a uniform distribution. Divided by total^2 it is at least ln 2 times the bits per value that a codebook can save,
- * and twice that near the uniform distribution. Computing it is much faster than building a book. Squares are added in
- * 32 bits so that the loop vectorizes; they do not overflow, because a sample of a plane has at most 64 quad rows.
+ * Return how uneven counts are: the sum of their squares times the number of possible values, minus the expected value
+ * of that product for a uniform distribution. Divided by total^2 the result is at least ln 2 times the bits per value
+ * that a codebook can save, and twice that near the uniform distribution. Computing it is much faster than building a
+ * book. Squares are added in 32 bits so that the loop vectorizes; the sum does not overflow, because a sample of a
+ * plane has at most 64 * 128 values.
  */
 BITS_FN uint64_t choose_excess_of(uint32_t squares, uint64_t values, uint64_t total)
 {
@@ -313,22 +316,23 @@ BITS_FN uint64_t choose_excess(const uint32_t counts[256], uint64_t values, uint
 	return choose_excess_of(squares, values, total);
 }
 
-/* Return 1 if the excess is too small for a codebook to save 2%. */
+/* Return 1 if counts with this excess (choose_excess_of) are too even for a codebook to save 2%. */
 BITS_FN int choose_near_uniform(uint64_t excess, uint64_t total)
 {
 	return excess <= total * total / 7;
 }
 
-/* Return the finest shift, given the excess of the mantissas' counts. */
+/* Return the finest shift that a model may have, given the excess (choose_excess_of) of the mantissas' counts. */
 BITS_FN int choose_finest_of(int has_pattern, uint64_t excess, uint64_t total)
 {
 	return has_pattern || !choose_near_uniform(excess, total) ? WIRE_MAX_SHIFT : 0;
 }
 
 /*
- * Return the finest shift that a model may have. Offsets that are not whole octaves change mantissas. Mantissas should
- * remain unchanged if they are worth coding, for example because few of their bits are used. `plane1`: counts of bytes
- * whose lower bits are the sign and, below it, log2(octave) mantissa bits.
+ * Return the finest shift that a model may have: offsets are multiples of 2^shift eighths of an octave. Offsets that
+ * are not whole octaves change mantissas. Mantissas should remain unchanged if they are worth coding, for example
+ * because few of their bits are used. `plane1`: counts of bytes whose lower bits are the sign and, below it,
+ * log2(octave) mantissa bits.
  */
 BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_pattern)
 {
@@ -344,8 +348,8 @@ BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_patter
 }
 
 /*
- * Return the number of quad rows to sample in planes other than the exponent, or of blocks to sample in codecs of rows.
- * choose_even returns the position of sample i.
+ * Return the number of samples to take of `nrows`: rows of 128 values in planes other than the exponent, or blocks in
+ * row codecs. choose_even returns the position of sample i.
  */
 BITS_FN uint64_t choose_plane_rows(uint64_t nrows)
 {
@@ -364,15 +368,15 @@ BITS_FN uint64_t choose_even(uint64_t i, uint64_t take, uint64_t n)
 	return i * n / take;
 }
 
-/* Return 1 if zeros are so frequent among m values that planes should omit them. */
+/* Return 1 if the nzeros zeros among m values are so frequent that planes should omit their bytes. */
 BITS_FN int choose_prunes(uint64_t nzeros, uint64_t m)
 {
 	return 64 * nzeros >= m;
 }
 
 /*
- * Return 1 if coding saves at least 2% of count * raw bits. A smaller saving is not worth the time and lies within the
- * sampling error.
+ * Return 1 if a coded size of `cost` bits is at least 2% below `count` values of `raw` bits. A smaller saving is not
+ * worth the time and lies within the sampling error.
  */
 BITS_FN int choose_saves(uint64_t cost, uint64_t count, uint64_t raw)
 {
@@ -390,19 +394,21 @@ struct choose_sample {
 	int exponent; /* 1: plane 0 of a float */
 	int given;    /* 1: plane 0 has an agreed codebook */
 	int constant; /* 1: all bytes are equal */
-	int by_block; /* 1: 1: has runs of zeros, or zeros that blocks may prune */
+	int by_block; /* 1: has runs of zeros, or zeros that blocks may omit */
 };
 
-/* Return a book's own size in bits, scaled by sample / n to compare it with the cost of a sample. */
+/*
+ * Return the packed size of book b in bits, scaled by sample / n to compare it with the cost of `sample` of n values.
+ */
 BITS_LARGE_FN uint64_t choose_price(const codebook *b, uint64_t sample, uint64_t n)
 {
 	return 8 * (uint64_t)book_nbytes(b) * sample / n;
 }
 
 /*
- * Replace *b by a book of low nibbles if that is cheaper than *cost bits. Returns 1 if *b was replaced. The low bytes
- * of sums of products are more often even than odd; a book of all byte values with codes of at most 8 bits cannot
- * exploit that.
+ * Replace *b by a book of low nibbles if the values then cost fewer than *cost bits. Return 1 if *b was replaced. The
+ * low bytes of sums of products are more often even than odd; a book of all byte values with codes of at most 8 bits
+ * cannot exploit that.
  */
 BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint64_t n, int max_code_length,
 				uint64_t *cost, codebook *b)
@@ -422,13 +428,13 @@ BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint
 	return 1;
 }
 
-/* Return 1 if a book may save bits. `excess` bounds its saving, from which its own size is subtracted. */
+/* Return 1 if a book may save more than its packed size. `excess` (choose_excess_of) bounds the saving. */
 BITS_FN int choose_may_pay(uint64_t excess, uint64_t total, uint64_t n)
 {
 	return excess > total * total / 7 + 5 * BOOK_MAX_NBYTES * total * total / n;
 }
 
-/* Return the treatment of a plane, given the coded size `cost` in bits of `total` sampled values. */
+/* Return CHOOSE_* for a plane, given the coded size `cost` in bits of `total` sampled values. */
 BITS_FN int choose_fate(uint64_t cost, uint64_t total, int halved, struct choose_sample s)
 {
 	if (choose_saves(cost, total, 8))
@@ -436,7 +442,7 @@ BITS_FN int choose_fate(uint64_t cost, uint64_t total, int halved, struct choose
 	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
 }
 
-/* Return the treatment of a plane of n values, and the book in *b if one was built. */
+/* Return CHOOSE_* for a plane of n values, and the book in *b if one was built. */
 BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n, int max_code_length,
 			       codebook *b)
 {
@@ -473,10 +479,13 @@ BITS_FN uint32_t choose_mode(uint64_t n, int constant, uint64_t coded, uint64_t 
 	return bitmap + runs < n ? WIRE_MODE_ROWS : WIRE_MODE_RAW;
 }
 
-/* a block samples every 8th quad row to decide whether coding a plane other than the exponent saves enough */
+/* a block samples one in 8 rows of 128 values to decide if coding a plane other than the exponent saves enough */
 #define CHOOSE_BLOCK_STRIDE 8
 
-/* Return the maximum size in bytes of a coded plane of n values, including escapes; halved: excluding high nibbles. */
+/*
+ * Return the largest size in bytes at which a coded plane of n values is kept, escapes included; halved: without high
+ * nibbles.
+ */
 BITS_FN uint64_t choose_coded_most(uint64_t n, int halved)
 {
 	return (halved ? n / 2 : n) - 1;
@@ -499,8 +508,8 @@ BITS_FN int choose_stored(uint64_t nbytes, uint64_t stored)
 }
 
 /*
- * Return TRUNCATE's guard for the header. It exceeds the spec's guard if parameters have more mantissa bits than the
- * gradient.
+ * Return TRUNCATE's guard for the header, given the spec's guard `asked`. The header's guard is larger if parameters
+ * have more mantissa bits (theta_mbits) than the gradient (mbits).
  */
 BITS_FN int choose_guard(int asked, int theta_mbits, int mbits)
 {

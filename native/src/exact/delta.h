@@ -1,9 +1,9 @@
 /*
  * delta.h - DELTA: ranks, exponents and classes of single values, and the encoder's choice of scale. C, C++ and NVRTC.
  *
- * Values are the w = 8 * item bits of a number, right-justified in 64. The *rank* of a value is its index among all bit
- * patterns of its dtype in ascending order of value, modulo 2^w. Neighbours differ by 1, also -0 and +0; NaN patterns
- * have ranks, too. A *step* is the difference of two ranks, modulo 2^w. docs/spec/format.md, section 10.
+ * A value is the w = 8 * item bits of a number, right-justified in 64 bits. The *rank* of a value is its index among
+ * all bit patterns of its dtype in ascending order of value, modulo 2^w. Neighbours differ by 1, also -0 and +0; NaN
+ * patterns have ranks, too. A *step* is the difference of two ranks, modulo 2^w. docs/spec/format.md, section 10.
  */
 #ifndef CODEC_DELTA_H
 #define CODEC_DELTA_H
@@ -42,7 +42,7 @@ BITS_FN uint64_t delta_mask(uint32_t item)
 	return ~0ull >> (64 - 8 * item);
 }
 
-/* Return the rank of a float, or the float of a rank: the function is its own inverse. */
+/* Return the rank of a float's bits, or the float's bits of a rank: the function is its own inverse. */
 BITS_FN uint64_t delta_rank(uint64_t x, uint32_t item)
 {
 	uint64_t sign = x >> (8 * item - 1) & 1;
@@ -68,13 +68,13 @@ BITS_FN uint64_t delta_apply(const struct delta_kind *q, uint64_t from, uint64_t
 	return delta_rank((delta_rank(from, q->item) + step) & delta_mask(q->item), q->item);
 }
 
-/* Return 1 if a step is negative: the sign bit of w bits. */
+/* Return 1 if a step is negative: its top bit, of 8 * item, is set. */
 BITS_FN uint32_t delta_negative(uint64_t step, uint32_t item)
 {
 	return (uint32_t)(step >> (8 * item - 1) & 1);
 }
 
-/* Return the magnitude of a step, at most 2^(w - 1). */
+/* Return the magnitude of a step of w = 8 * item bits, at most 2^(w - 1). */
 BITS_FN uint64_t delta_magnitude(uint64_t step, uint32_t item)
 {
 	return delta_negative(step, item) ? (0 - step) & delta_mask(item) : step;
@@ -91,7 +91,7 @@ BITS_FN uint64_t delta_unzigzag(uint64_t z, uint32_t item)
 	return (z >> 1 ^ (0 - (z & 1))) & delta_mask(item);
 }
 
-/* Return the exponent of a value: its field, but 1 for 0, because subnormals have the spacing of exponent 1. */
+/* Return a value's exponent field, or 1 if the field is 0, because subnormals have the spacing of exponent 1. */
 BITS_FN uint32_t delta_exponent(const struct delta_kind *q, uint64_t x)
 {
 	uint32_t e = (uint32_t)(x >> q->mbits) & q->last;
@@ -117,7 +117,7 @@ BITS_FN uint32_t delta_small_k(uint32_t exponent, int scale, uint32_t item)
 	return below < most ? below : most;
 }
 
-/* Return the Rice parameter for the gaps between a class's changes. */
+/* Return the Rice parameter for the gaps between the changes of the values of one class. */
 BITS_FN uint32_t delta_class_k(uint32_t class_)
 {
 	return 2 * class_;
@@ -132,7 +132,7 @@ BITS_FN int delta_most_scale(const struct delta_kind *q)
 #define DELTA_SAMPLE 31          /* every 31st value is counted; prime, so that samples do not stay in one column */
 #define DELTA_TOTAL (1ull << 40) /* limit of a step's magnitude in sums */
 
-/* Encoder: statistics of the values of a block that have one exponent. */
+/* Encoder: statistics of the values of a block that have the same exponent. */
 struct delta_bin {
 	uint32_t exponent;
 	uint32_t values; /* number of sampled values */
@@ -164,7 +164,7 @@ BITS_FN uint64_t delta_cost(const struct delta_bin *bin, uint32_t nbins, int sca
 	return cost;
 }
 
-/* Return the scale of least cost, the smallest if several are equal. Search in steps of 8, then around the best.
+/* Return the scale of least cost, the smallest if several cost the same. Search in steps of 8, then around the best.
  */
 BITS_LARGE_FN int delta_scale(const struct delta_kind *q, const struct delta_bin *bin, uint32_t nbins)
 {
@@ -207,7 +207,7 @@ BITS_FN uint32_t delta_length(uint64_t x)
 	return n;
 }
 
-/* Return the Rice parameter of gaps between `changes` of m values: floor(log2(2 m / (3 changes))), or 0. */
+/* Return the Rice parameter for gaps if `changes` of m values change: floor(log2(2 m / (3 changes))), at least 0. */
 BITS_FN uint32_t delta_gap_k(uint64_t m, uint64_t changes)
 {
 	uint32_t k = 0;

@@ -115,7 +115,7 @@ BITS_FN float round_float(uint32_t u)
 	return c.f;
 }
 
-/* Add a residual to a value. The bits of a NaN result are 0x7fc00000, whatever the operands are. */
+/* Add residual e to x. If the sum is NaN, its bits are 0x7fc00000, whatever the operands are. */
 BITS_FN float round_plus(float x, float e)
 {
 	float sum = round_add(x, e);
@@ -123,7 +123,7 @@ BITS_FN float round_plus(float x, float e)
 	return sum != sum ? round_float(0x7fc00000u) : sum;
 }
 
-/* Return the residual x - y; 0 if x is NaN or Inf, which error feedback must not carry on. */
+/* Return the residual x - y; 0 if x is NaN or Inf, which error feedback must not accumulate. */
 BITS_FN float round_minus(float x, float y)
 {
 	float lost = round_sub(x, y);
@@ -131,7 +131,7 @@ BITS_FN float round_minus(float x, float y)
 	return (round_bits(x) & ROUND_ABS) < ROUND_INF ? lost : 0.0f;
 }
 
-/* Accumulate frames: out + weight * y; round_larger: the larger of both, or NaN if either is. */
+/* Accumulate a frame's value y: out + weight * y. round_larger: the larger of out and y, or NaN if either is NaN. */
 BITS_FN float round_weighted(float out, float weight, float y)
 {
 	return round_add(out, round_mul(weight, y));
@@ -143,8 +143,9 @@ BITS_FN float round_larger(float out, float y)
 }
 
 /*
- * Philox4x32-10 (Salmon et al., SC 2011). Element i of a tensor uses half-word i % 8 of the block with counter (i / 8,
- * word) and key (seed, stream). Words 0 and 1 give two independent 16-bit random numbers per element.
+ * Philox4x32-10 (Salmon et al., SC 2011). Element i of a tensor uses the 16-bit number i % 8 of the Philox block with
+ * counter (i / 8, word) and key (seed, stream). The counter's `word`, 0 or 1, selects one of two independent random
+ * numbers per element.
  */
 #define PHILOX_M0 0xd2511f53u
 #define PHILOX_M1 0xcd9e8d57u
@@ -183,7 +184,7 @@ BITS_FN uint16_t philox_half(struct philox key, uint64_t i, uint32_t word)
 	return (uint16_t)(out[i >> 1 & 3] >> 16 * (i & 1));
 }
 
-/* Convert bfloat16 or float16 bits to float32 exactly. NaNs of float16 become quiet, as CPUs do. */
+/* Convert bfloat16 or float16 bits to float32 exactly. NaNs of float16 become quiet, as in CPUs' conversions. */
 BITS_FN uint32_t round_from_bfloat16(uint16_t x)
 {
 	return (uint32_t)x << 16;
@@ -216,7 +217,7 @@ BITS_FN uint16_t round_to_float16(uint32_t x)
 {
 	uint32_t a = x & ROUND_ABS, sign = x >> 16 & 0x8000;
 	uint32_t normal = ((a + 0xfff + (a >> 13 & 1)) >> 13) - (112u << 10);
-	/* below 2^-14, float16's last bit is worth 2^-24, as is that of a float32 sum with 1/2 */
+	/* below 2^-14, float16's last bit is 2^-24, as is the last bit of 1/2 + x in float32 */
 	uint32_t small = round_bits(round_add(round_float(a), 0.5f)) - round_bits(0.5f),
 		 is_small = 0 - (a < 113u << 23);
 	uint32_t finite =
@@ -228,14 +229,14 @@ BITS_FN uint16_t round_to_float16(uint32_t x)
 
 /*
  * Round to a small float with `mbits` mantissa bits and the given bias: e4m3fn 3 and 7, e5m2 2 and 15, e2m1 1 and 1. y
- * is at most the largest value of that type. Stochastic: h has 16 random bits. The result is one of y's two neighbours,
- * and its mean differs from y by at most 2^-17 of the distance between them.
+ * is at most the largest value of that type. Stochastic rounding: h has 16 random bits. The result is one of y's two
+ * neighbours, and its expected value differs from y by at most 2^-17 of the distance between the neighbours.
  */
 BITS_FN uint32_t round_small_nearest(uint32_t y, uint32_t mbits, uint32_t bias)
 {
 	uint32_t a = y & ROUND_ABS, shift = 23 - mbits;
 	uint32_t normal = ((a + (1u << (shift - 1)) - 1 + (a >> shift & 1)) >> shift) - ((127 - bias) << mbits);
-	/* below the normal range: add a power of two whose last bit is worth a step */
+	/* below the normal range: adding a power of two whose last mantissa bit is one step rounds y to steps */
 	uint32_t step = (127 + 23 + 1 - bias - mbits) << 23;
 	uint32_t small = round_bits(round_add(round_float(a), round_float(step))) - step;
 
@@ -254,7 +255,7 @@ BITS_FN uint32_t round_small_stochastic(uint32_t y, uint32_t mbits, uint32_t bia
 }
 
 /*
- * Convert a code below 2^(7 or fewer), without sign, to float32 bits. A subnormal code read as a normal number x is too
+ * Convert a code of at most 7 bits, without sign, to float32 bits. A subnormal code read as a normal number x is too
  * large; its true value is 2x - (smallest normal number). For a normal code, 2x - (smallest normal number) is at least
  * x, so the minimum of both is right for every code.
  */
@@ -349,8 +350,8 @@ BITS_FN float round_over_times(float x, struct over o)
 }
 
 /*
- * Return the position of x among the levels, before rounding. Even: 0 is -amax, n is amax. Odd: position of |x|; 0 is
- * 0, n is amax.
+ * QUANTIZE: return the position of x among the levels, before rounding. Even: position 0 is -amax, position n is amax.
+ * Odd: the position of |x|; position 0 is 0, position n is amax.
  */
 BITS_FN float round_even_place(float x, struct over amax, float n)
 {
@@ -363,9 +364,9 @@ BITS_FN float round_odd_place(float ax, struct over amax, float n)
 }
 
 /*
- * Round a position in 0..255 to one of its neighbours: floor((floor(2^16 place + 1/2) + h) / 2^16), exactly; adding 1/2
- * in floating point would round. Positions outside 0..255, and NaN, occur only if another thread changes the tensor;
- * the result is then any number from 0 to 256.
+ * Round a position in 0..255, stochastically, to one of its neighbours: floor((floor(2^16 place + 1/2) + h) / 2^16),
+ * computed exactly; adding 1/2 in floating point would round. Positions outside 0..255, and NaN, occur only if another
+ * thread changes the tensor; the result is then any number from 0 to 256.
  */
 BITS_FN int round_place(float place, uint32_t h)
 {
@@ -380,8 +381,8 @@ BITS_FN float round_level(int c, float n, float amax)
 }
 
 /*
- * QUANTIZE: return the code of x; odd codes have the sign bit above the magnitude. amax > 0; in rows of zeros all codes
- * are round_level_zero.
+ * QUANTIZE: return the code of x; with an odd number of levels, codes have the sign bit above the magnitude. amax > 0;
+ * in rows of zeros all codes are round_level_zero.
  */
 BITS_FN uint8_t round_level_code(uint32_t x, int odd, int levels, struct over amax, uint32_t h)
 {
@@ -413,7 +414,10 @@ BITS_FN int32_t round_ordered(uint32_t bits)
 	return (int32_t)(bits ^ (uint32_t)((int32_t)bits >> 31) >> 1);
 }
 
-/* Return the code of x in a row with half > 0. Values outside the row's range get the code of the nearer end. */
+/*
+ * QUANTIZE with zero points: return the code of x; half the row's range is > 0. Values outside the range get the code
+ * of its nearer end.
+ */
 BITS_FN uint8_t round_affine_code(float x, int levels, float middle, struct over half, uint32_t h)
 {
 	float place = round_even_place(round_sub(x, middle), half, (float)levels);
@@ -421,7 +425,9 @@ BITS_FN uint8_t round_affine_code(float x, int levels, float middle, struct over
 	return (uint8_t)round_place(place < (float)levels ? place : (float)levels, h);
 }
 
-/* Return middle + ratio * half, clamped to the largest finite value. ratio: level in -1..1. */
+/*
+ * QUANTIZE with zero points: return middle + ratio * half, clamped to the largest finite value. ratio: level in -1..1.
+ */
 BITS_FN float round_affine(float ratio, float half, float middle)
 {
 	float y = round_add(middle, round_mul(half, ratio)), most = round_float(ROUND_MAX);
@@ -435,7 +441,7 @@ BITS_FN uint8_t round_level_zero(int odd, int levels)
 	return (uint8_t)(odd ? levels : 0);
 }
 
-/* Return the level of a code as an integer. Its dequantized value is level * amax / levels. */
+/* QUANTIZE: return the level of a code as an integer. The code's dequantized value is level * amax / levels. */
 BITS_FN int round_level_of(uint32_t code, int odd, int levels)
 {
 	return odd ? (int)code - levels : 2 * (int)code - levels;
@@ -468,9 +474,8 @@ BITS_FN uint8_t round_plus8(uint8_t a, uint8_t b)
 }
 
 /*
- * Return ea - e - guard, clamped to 0..255. `guard` is the header's guard + 127 - the dtype's bias. Arithmetic is on
- * bytes, so that a vector holds more values: saturated at 0, one of the two byte differences is 0, and clamping does
- * not change the result.
+ * Return ea - e - guard, clamped to 0..255. `guard` is the header's guard + 127 - the dtype's bias. The function works
+ * on bytes, of which a vector holds more: it computes ea - e and e - ea saturated at 0, so that one of the two is 0.
  */
 BITS_FN uint8_t round_slack(uint8_t e, uint8_t ea, uint8_t last, short guard)
 {
@@ -498,7 +503,10 @@ BITS_FN uint8_t round_drop_level(uint8_t e, uint8_t ea, uint8_t last, short guar
 	return d >= k3 ? k3 : k;
 }
 
-/* Return the level that drops `drop` bits. round_drop_of_level is the inverse. */
+/*
+ * Return the level, 0..3, that drops `drop` bits; k1 to k3 are the bits that levels 1 to 3 drop. round_drop_of_level is
+ * the inverse.
+ */
 BITS_FN uint8_t round_level_of_drop(uint8_t drop, uint8_t k1, uint8_t k2, uint8_t k3)
 {
 	return (uint8_t)((drop >= k1) + (drop >= k2) + (drop >= k3));
@@ -523,9 +531,9 @@ BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32
 }
 
 /*
- * TernGrad: return |x| / s as a 32-bit fraction in two halves; `over` is round_over(s, 65536). The value is kept if the
- * first 16-bit random number is below `high`, or equal to it and the second one below `low`. It is always kept if |x| =
- * s.
+ * TernGrad: return |x| / s as a 32-bit fraction: the upper 16 bits as the result, the lower ones in *low. `over` is
+ * round_over(s, 65536). x becomes s or -s if a first 16-bit random number is below the upper half, or equal to it and a
+ * second number is below *low; else 0. If |x| = s, it never becomes 0.
  */
 BITS_FN uint32_t round_ternary(float ax, struct over over, uint32_t *low)
 {
@@ -539,12 +547,12 @@ BITS_FN uint32_t round_ternary(float ax, struct over over, uint32_t *low)
 	return (uint32_t)high;
 }
 
-/* code of a value for which the first random number equals `high`, so that the second one decides */
+/* code of a value for which the first random number is a tie, so that the second one decides */
 #define TERNARY_TIE 3
 
 /*
- * Return the code that the first random number h decides: 0 for 0, 1 for s, 2 for -s, or TERNARY_TIE. `top` is the
- * pattern of s > 0; |x| may exceed s.
+ * TERNARY: return the code of x by the first random number h: 0 for 0, 1 for s, 2 for -s, or TERNARY_TIE. `top`: bits
+ * of the scale s > 0; |x| may exceed s.
  */
 BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct over over, uint32_t h)
 {
@@ -555,7 +563,7 @@ BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct over over, u
 	return (uint8_t)(h < high || a == top ? 1 + (x >> 31) : h == high ? TERNARY_TIE : 0);
 }
 
-/* Return the code of a TERNARY_TIE, decided by the second random number h. */
+/* Return the code of x for which round_ternary_code returned TERNARY_TIE, by the second random number h. */
 BITS_FN uint8_t round_ternary_settled(uint32_t x, struct over over, uint32_t h)
 {
 	uint32_t low;

@@ -8,7 +8,7 @@
 #include "round.h"
 #include "wire.h"
 
-#define ROW_ASKED_LAST 0xffffffffu /* requested row length only, never in a frame: rows follow the shape */
+#define ROW_ASKED_LAST 0xffffffffu /* row length in a spec only, never in a frame: rows follow the shape */
 #define ROW_FLAT 1024              /* values per row of a tensor of rank 1 */
 #define ROW_LEAST 64               /* trailing dimensions are joined until a row has this many values */
 
@@ -53,13 +53,13 @@ BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t o
 	return q;
 }
 
-/* Return 1 for MX formats: rows have 32 values, and scales are e8m0 (powers of two). */
+/* Return 1 for MX formats, in which 32 values share a scale of type e8m0 (a power of two). */
 BITS_FN int row_is_mx(struct row_kind q)
 {
 	return q.scale_most > WIRE_MAX_NVFP4;
 }
 
-/* A "row" below is a number: the values that share a scale; 0: all values of a part share one. */
+/* `row` below is the number of values that share a scale; 0: all values of a part share one. */
 
 /* Return 1 if the format allows this row length. */
 BITS_FN int row_allowed(struct row_kind q, uint32_t row)
@@ -73,7 +73,7 @@ BITS_FN int row_allowed(struct row_kind q, uint32_t row)
 	return row <= most && (row || q.codec == WIRE_CODEC_SIGN);
 }
 
-/* Return the row length used for a requested one, in a tensor or part of this shape. */
+/* Return the row length of a tensor or part of this shape if the spec requests `asked`. */
 BITS_FN uint32_t row_in_use(struct row_kind q, uint32_t asked, uint32_t rank, const uint64_t *shape)
 {
 	uint64_t row = asked;
@@ -88,7 +88,7 @@ BITS_FN uint32_t row_in_use(struct row_kind q, uint32_t asked, uint32_t rank, co
 	return (uint32_t)(q.entropy && row > WIRE_ROW_BLOCK ? ROW_FLAT : row);
 }
 
-/* Return 1 if each part stores scales, in addition to or in place of scales per row. */
+/* Return 1 if the frame stores scales for each part, in addition to or in place of scales per row. */
 BITS_FN int row_part_scaled(struct row_kind q, uint32_t row)
 {
 	return row == 0 || q.scale_most == WIRE_MAX_NVFP4;
@@ -99,7 +99,7 @@ BITS_FN uint64_t row_count(uint32_t row, uint64_t n)
 	return row ? (n + row - 1) / row : 0;
 }
 
-/* Return the number of values per block: whole rows of one part; if row is 0, a constant. */
+/* Return the number of values per block: a multiple of `row`; if row is 0, a constant. */
 
 BITS_FN uint64_t row_block(struct row_kind q, uint32_t row)
 {
@@ -116,7 +116,7 @@ BITS_FN uint64_t row_nblocks(struct row_kind q, uint32_t row, uint64_t n)
 	return (n + block - 1) / block;
 }
 
-/* Return the number of values in block b of a part. Its first value is b * row_block. */
+/* Return the number of values in block b of a part of n values. The block's first value is b * row_block. */
 BITS_FN uint64_t row_block_n(struct row_kind q, uint32_t row, uint64_t n, uint64_t b)
 {
 	uint64_t block = row_block(q, row), left = n - b * block;
@@ -148,8 +148,8 @@ BITS_FN uint64_t row_region_nbytes(struct row_kind q, uint32_t row, uint64_t m)
 }
 
 /*
- * Sums, for means: up to WIRE_TREE values are added in 32 float32 lanes, and the lanes are folded by halves. These sums
- * are added in float64 as a binary tree: neighbours, then neighbouring pairs, and so on.
+ * Sums, for means: up to WIRE_TREE values are added in 32 float32 lanes, and the lanes are folded by halves. The
+ * results are added in float64 as a binary tree: neighbours, then neighbouring pairs, and so on.
  */
 BITS_FN float scale_fold(float *lane)
 {
@@ -167,7 +167,7 @@ BITS_FN double scale_fold64(double *lane)
 	return lane[0];
 }
 
-/* Add a sum to a tree of `count` sums. For each set bit i of `count`, level[i] is the total of 2^i sums. */
+/* Add a sum to a binary tree of `count` sums. For each set bit i of `count`, level[i] is the total of 2^i sums. */
 BITS_FN void scale_push(double *level, uint64_t count, double sum)
 {
 	int i = 0;
@@ -177,7 +177,7 @@ BITS_FN void scale_push(double *level, uint64_t count, double sum)
 	level[i] = sum;
 }
 
-/* Return the total of the tree. If `count` is no power of two, the last sums are added without neighbours. */
+/* Return the total of a tree of `count` sums. If `count` is no power of two, the last sums have no neighbours. */
 BITS_FN double scale_total(const double *level, uint64_t count)
 {
 	double total = 0;
@@ -191,7 +191,7 @@ BITS_FN double scale_total(const double *level, uint64_t count)
 	return total;
 }
 
-/* Round a sum to float32, clamped to the dtype's largest finite value, because sums may have overflowed. */
+/* Round a mean or root x to float32, clamped to the dtype's largest finite value, because sums may have overflowed. */
 BITS_FN float scale_of_sum(double x, uint32_t dtype)
 {
 	double most = dtype == WIRE_FLOAT16 ? 65504.0 : dtype == WIRE_BFLOAT16 ? 0x1.fep127 : 0x1.fffffep127;
@@ -216,7 +216,7 @@ BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 
 /*
  * Round a scale to the dtype, upwards if possible, because values above the scale would saturate and be biased. Only
- * sums with a residual need this: their largest magnitude may not be a value of the dtype.
+ * tensors plus a residual need this: their largest magnitude may not be a value of the dtype.
  */
 BITS_FN float scale_above(float x, uint32_t dtype)
 {
@@ -231,8 +231,8 @@ BITS_FN float scale_above(float x, uint32_t dtype)
 }
 
 /*
- * Return 1 if a given scale is 0 or Inf as float32, or in the tensor's dtype (TERNARY). Conversions clamp instead of
- * returning Inf, so compare with the rounding limits.
+ * Return 1 if the caller's scale x is 0 or Inf in float32 or, for TERNARY, in the tensor's dtype. Conversions clamp
+ * instead of returning Inf, so compare with the rounding limits.
  */
 BITS_FN int scale_lost(struct row_kind q, float x)
 {
@@ -246,8 +246,8 @@ BITS_FN int scale_lost(struct row_kind q, float x)
 }
 
 /*
- * Functions for scales of a row or part of n values. `max`: bit pattern of the largest magnitude. `given`: scale from
- * the spec; 0 or less: none.
+ * Functions that compute scales of a row or part of n values. `max`: bit pattern of the largest magnitude. `given`:
+ * scale from the spec; 0 or less: none.
  */
 
 /* SIGN: scale[0] is the scale of positive values. scale[1], of negative values, is used by two_mean only. */
@@ -279,7 +279,7 @@ BITS_FN float scale_ternary(struct row_kind q, uint32_t max, float given, float 
 	return s < limit ? s : limit;
 }
 
-/* TERNARY: return 1 if the largest magnitude exceeds the given scale, without clipping. given -1: the scale 0. */
+/* TERNARY: return 1 if the largest magnitude exceeds the caller's scale, without clipping. given -1: the scale 0. */
 BITS_FN int scale_exceeded(uint32_t max, float given, float clip)
 {
 	return (given > 0 && !(clip > 0) && round_bits(given) < max) || (given < 0 && max > 0);
@@ -294,15 +294,15 @@ BITS_FN float scale_float8(struct row_kind q, uint32_t max, float given)
 }
 
 /*
- * QUANTIZE with zero points: half the range of a row, and its midpoint. `stored`: the row's smallest value in the lower
- * half of the bytes, its largest in the upper half, both in the frame's dtype; 8 bytes, 4 for 16-bit dtypes.
+ * QUANTIZE with zero points: half a row's range, and its midpoint. `stored`: the row's smallest value (lower half of
+ * the bytes) and largest value (upper half), both in the frame's dtype.
  */
 struct row_ends {
 	float half, middle;
 	uint64_t stored;
 };
 
-/* Read a row's stored ends. Returns 0 unless both are finite, in ascending order, and not -0. */
+/* Read a row's smallest and largest value. Return 0 unless both are finite, in ascending order, and not -0. */
 BITS_FN int scale_open_ends(uint64_t stored, uint32_t dtype, struct row_ends *ends)
 {
 	uint32_t width = dtype == WIRE_FLOAT32 ? 32 : 16, a = (uint32_t)stored, b = (uint32_t)(stored >> width);
@@ -344,20 +344,22 @@ BITS_FN struct row_ends scale_ends(float low, float high, uint32_t dtype)
 	return ends;
 }
 
-/* NVFP4: return the scale of a part. */
+/* NVFP4: return the scale of a part, given the bit pattern of its largest magnitude. */
 BITS_FN float scale_nvfp4(uint32_t max)
 {
 	return round_div(round_float(max), 6 * 448.0f);
 }
 
 /*
- * MXFP4, MXFP8: return the exponent that stores a row's scale. The largest magnitude is scaled to the last octave of
- * the elements, where values above the largest element saturate. `up`: choose the scale so that none saturates. The
- * largest element is 1.5 (e2m1) or 1.75 (e4m3, e5m2) times a power of two.
+ * MXFP4, MXFP8: return the exponent that stores a row's scale. The row's largest magnitude is scaled to the last octave
+ * of the element type, where values above the largest element (1.5 or 1.75 times a power of two) saturate. `up`: choose
+ * the scale so that none saturates.
  */
 BITS_FN uint8_t scale_mx(struct row_kind q, uint32_t max, int up)
 {
-	uint32_t last = q.codec == WIRE_CODEC_FLOAT4 ? 2 : q.e5m2 ? 15 : 8; /* log2 of the last octave */
+	uint32_t last = q.codec == WIRE_CODEC_FLOAT4 ? 2
+			: q.e5m2                     ? 15
+						     : 8; /* log2 of the lower end of the last octave */
 	uint32_t top = q.codec == WIRE_CODEC_FLOAT4 ? 0x400000 : 0x600000;
 	uint32_t stored = (max >> 23) + (up && (max & 0x7fffff) > top);
 
@@ -385,7 +387,7 @@ BITS_FN uint8_t scale_byte(struct row_kind q, uint32_t max, float part)
 	return (uint8_t)(stored + (up && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
 }
 
-/* Return the divisor (FLOAT4) or factor (FLOAT8) of values that a stored byte, at most q.scale_most, stands for. */
+/* Return a row's divisor (FLOAT4) or factor (FLOAT8), given its stored byte, at most q.scale_most. */
 BITS_FN float scale_byte_value(struct row_kind q, uint32_t stored, float part)
 {
 	if (q.codec == WIRE_CODEC_FLOAT8)

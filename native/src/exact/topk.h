@@ -12,19 +12,19 @@
 #include "wire.h"
 
 struct topk_kind {
-	uint32_t chunk_log2, kept; /* log2 of the values per chunk; values kept of a whole chunk */
-	uint32_t rice_k;           /* parameter of gaps */
-	uint32_t bits;             /* bits of a kept value: sign and level */
+	uint32_t chunk_log2, kept; /* log2 of the values per chunk; number of values kept of a whole chunk */
+	uint32_t rice_k;           /* Rice parameter of the gaps between kept values */
+	uint32_t bits;             /* bits per kept value: sign and level */
 	uint32_t dtype;
 };
 
-/* Return the header's group_size field, which combines both numbers. */
+/* Return the header's group_size field, which combines chunk_log2 and the number of values kept per chunk. */
 BITS_FN uint32_t topk_group(uint32_t chunk_log2, uint32_t kept)
 {
 	return chunk_log2 << WIRE_TOPK_CHUNK_AT | kept;
 }
 
-/* Return 1 if both numbers in a header's group_size field are in range. */
+/* Return 1 if chunk_log2 and the number of values kept, in a header's group_size field, are in range. */
 BITS_FN int topk_is_group(uint32_t group)
 {
 	uint32_t log2 = group >> WIRE_TOPK_CHUNK_AT, kept = group & WIRE_TOPK_KEPT;
@@ -50,13 +50,13 @@ BITS_FN uint32_t topk_kept(const struct topk_kind *q, uint64_t n)
 	return (uint32_t)((n * q->kept + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
 }
 
-/* Return the number of scales per chunk: 1, or 2 (the magnitudes of the lowest and of the highest level). */
+/* Return the number of scales per chunk: 1, or 2 (magnitude of the lowest level, and of the highest). */
 BITS_FN uint32_t topk_scales(uint32_t bits)
 {
 	return bits == 1 ? 1 : 2;
 }
 
-/* Return the size in bytes of the scales of m values. */
+/* Return the size in bytes of the scales of the chunks of m values. */
 BITS_FN uint64_t topk_scales_nbytes(const struct topk_kind *q, uint64_t m)
 {
 	return 2 * topk_scales(q->bits) * ((m + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
@@ -67,7 +67,7 @@ BITS_FN uint64_t topk_region_nbytes(const struct topk_kind *q, uint64_t m)
 {
 	uint64_t chunk = 1ull << q->chunk_log2, rest = m % chunk, chunks = m / chunk;
 	uint64_t kept = chunks * q->kept + (rest ? topk_kept(q, rest) : 0);
-	/* a gap of q << k takes q bits more than 1 + k; an escape at most twice as many */
+	/* the Rice code of a gap of q << k has 1 + k + q bits; an escape has at most twice as many */
 	uint64_t nbits = kept * (1 + q->rice_k + q->bits) + (2 * m >> q->rice_k);
 
 	return (topk_scales_nbytes(q, m) + (nbits + 7) / 8 + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
@@ -79,7 +79,7 @@ BITS_FN int topk_steps(uint32_t bits)
 	return (1 << (bits - 1)) - 1;
 }
 
-/* Return the level of a magnitude in low..high. h: 16 random bits, or 2^15 to round to nearest. */
+/* Return the level, 0..steps, of a magnitude in low..high. h: 16 random bits, or 2^15 to round to nearest. */
 BITS_FN uint32_t topk_level(float magnitude, float low, float high, int steps, uint32_t h)
 {
 	float range = round_sub(high, low), above = round_sub(magnitude, low);
@@ -90,7 +90,10 @@ BITS_FN uint32_t topk_level(float magnitude, float low, float high, int steps, u
 	return (uint32_t)round_place(round_mul(round_over_times(above, round_over(range, 1.0f)), (float)steps), h);
 }
 
-/* Return the magnitude of a level, before it is rounded to the dtype. */
+/*
+ * Return the magnitude of a level 0..steps, where level 0 is `low` and `steps` is `high`, before it is rounded to the
+ * dtype.
+ */
 BITS_FN float topk_magnitude(uint32_t level, float low, float high, int steps)
 {
 	if (!level)
@@ -98,7 +101,7 @@ BITS_FN float topk_magnitude(uint32_t level, float low, float high, int steps)
 	return round_add(low, round_mul(round_sub(high, low), round_div((float)level, (float)steps)));
 }
 
-/* Return the value of a code, which has the sign in bit 0 and the level above it. A value that rounds to 0 is +0. */
+/* Return the dequantized value of a code: sign in bit 0, level above it. A value that rounds to 0 is +0. */
 BITS_FN float topk_value(uint32_t code, float low, float high, int steps, uint32_t dtype)
 {
 	uint32_t x = round_bits(topk_magnitude(code >> 1, low, high, steps));

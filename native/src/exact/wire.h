@@ -26,7 +26,7 @@
 #define WIRE_MAX_RANK 8
 #define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
 
-/* Numbers of the dtypes with exponents. Lossy codecs accept float32, bfloat16 and float16. */
+/* Numbers of the dtypes that have an exponent. Lossy codecs accept float32, bfloat16 and float16. */
 #define WIRE_FLOAT32 1
 #define WIRE_FLOAT64 2
 #define WIRE_BFLOAT16 3
@@ -51,7 +51,7 @@
 #define WIRE_PARAM_BITS 2 /* TRUNCATE: level of all values */
 #define WIRE_PARAM_MAX_CODE_LENGTH 3
 #define WIRE_PARAM_GROUP_SIZE                                                                                          \
-	4 /* u32: values that share a scale, 0: all of a part; TRUNCATE: guard + WIRE_GUARD;                           \
+	4 /* u32: number of values that share a scale, 0: all of a part; TRUNCATE: guard + WIRE_GUARD;                 \
 	    TOPK: chunk_log2 << WIRE_TOPK_CHUNK_AT | kept */
 #define WIRE_PARAMS_NBYTES 8
 #define WIRE_GUARD 128
@@ -88,8 +88,8 @@
 #define WIRE_OPTION_RCEIL 128u /* MXFP8 to nearest: scales are rounded up where values would saturate */
 
 /*
- * Table of codecs. X(name, family, dtypes, variants, options, largest bits, least max_code_length); the last one is 0
- * if the codec has no max_code_length.
+ * Table of codecs. X(name, family, dtypes, variants, options, largest `bits`, least max_code_length); least
+ * max_code_length is 0 if the codec has no such parameter.
  */
 #define WIRE_CODECS(X)                                                                                                 \
 	X(LOSSLESS, lossless, WIRE_DTYPES_ALL, 3, 0, 0, WIRE_LEAST_MAX_CODE_LENGTH)                                    \
@@ -103,8 +103,8 @@
 	X(DELTA, delta, WIRE_DTYPES_ALL, 1, 0, 0, 0)                                                                   \
 	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, WIRE_OPTION_STOCHASTIC, 8, 0)
 
-#define WIRE_PIECE_ZERO (1u << 8) /* region: the first piece of all mantissas is 0 and omitted; << i: piece i */
-#define WIRE_TAIL_AT 8 /* region head with WIRE_OPTION_BITS: trailing zero bits omitted from all fields; 5 bits */
+#define WIRE_PIECE_ZERO (1u << 8) /* region: piece 0 of all mantissas is 0 and omitted; << i: piece i */
+#define WIRE_TAIL_AT 8 /* region head, WIRE_OPTION_BITS: trailing zero bits omitted from all fields; 5 bits */
 /*
  * WIRE_DROPS_*: mantissa bits dropped at levels 0 to 3. WIRE_PIECES_*: bits of the pieces into which a field is cut,
  * most significant first.
@@ -121,23 +121,20 @@
 #define WIRE_TRITS_BLOCK 81920 /* values per block at most, if 5 values are packed per byte */
 #define WIRE_PART_MIN 4096     /* minimum number of values of a segment that is always a separate part */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
-/*
- * Codecs of rows: up to 64 more parts, so that small segments, and remainders of cut segments, have scales of their
- * own.
- */
+/* Row codecs: up to 64 more parts, so that small segments, and remainders of cut segments, have separate scales. */
 #define WIRE_MAX_ROW_PARTS(n) (WIRE_MAX_PARTS(n) + ((n) < 1024 ? (n) / 16 : 64))
 #define WIRE_MAX_ROW 0x80000000u
-#define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn without sign and NaN */
+#define WIRE_MAX_NVFP4 126 /* largest byte of a row's scale: e4m3fn without sign and NaN */
 /* largest stored exponent of a row's scale: the scale times the largest element, 6, 448 or 57344, is finite */
 #define WIRE_MAX_MXFP4 252
 #define WIRE_MAX_MXFP8_E4M3 246
 #define WIRE_MAX_MXFP8_E5M2 239
-#define WIRE_TREE 4096 /* values summed in float32 lanes; these sums are added pairwise in float64 */
+#define WIRE_TREE 4096 /* number of values summed in float32 lanes; the results are added pairwise in float64 */
 
 #define WIRE_LAYOUT_STORED 0
 #define WIRE_LAYOUT_BLOCKS 1
 
-#define WIRE_FLAG_PRIOR 1u    /* plane 0 is coded with an agreed codebook, named by id */
+#define WIRE_FLAG_PRIOR 1u    /* plane 0 is coded with an agreed codebook; the frame has its id */
 #define WIRE_FLAG_SEGMENTS 2u /* the side section holds a scale model */
 #define WIRE_FLAGS_KNOWN 3u
 
@@ -150,17 +147,17 @@
 
 /*
  * The pattern of a float is the 15 bits below its sign. The scale model does not change patterns below `zero`, the
- * dtype's first non-zero exponent byte; it rotates the others around a circle of WIRE_CIRCLE(zero).
+ * first whose plane 0 is not 0; it adds offsets to the others modulo WIRE_CIRCLE(zero), the number of such patterns.
  */
 #define WIRE_PATTERNS 0x8000
 #define WIRE_CIRCLE(zero) (WIRE_PATTERNS - (zero))
 
 /* Lane coder: 32 interleaved entropy-coded streams. */
 #define WIRE_LANES 32
-#define WIRE_ROW 128 /* values in a quad row: 4 per lane */
+#define WIRE_ROW 128 /* symbols in a quad row of the lane coder: a quad (4 symbols) per lane */
 #define WIRE_LEAST_MAX_CODE_LENGTH 2
 #define WIRE_MAX_CODE_LENGTH 8
-#define WIRE_ESCAPE 256 /* index of the escape, last in canonical order */
+#define WIRE_ESCAPE 256 /* index of the escape, the last code of its length in canonical order */
 
 /* A region begins with a u32 head: 2 bits of mode per plane, then flags. */
 #define WIRE_MODE_CONSTANT 0u
@@ -169,10 +166,10 @@
 #define WIRE_MODE_ROWS 3u
 #define WIRE_REGION_PRUNED (1u << 16)
 
-/* DELTA: blocks, the head of a region, and its codes. */
-#define WIRE_DELTA_MIN_BLOCK_LOG2 10 /* a block is a whole number of chunks of the digest */
+/* DELTA: sizes of blocks, the head of a region, and the codes in it. */
+#define WIRE_DELTA_MIN_BLOCK_LOG2 10 /* a block is a whole number of the digest's chunks of 1 KiB */
 #define WIRE_DELTA_MAX_BLOCK_LOG2 18
-#define WIRE_DELTA_BLOCK_LOG2 17 /* encoders' default */
+#define WIRE_DELTA_BLOCK_LOG2 17 /* default of encoders */
 #define WIRE_DELTA_SIDE_NBYTES 16
 #define WIRE_DELTA_SAME 0u
 #define WIRE_DELTA_STEPS 1u
@@ -185,7 +182,7 @@
 #define WIRE_DELTA_CLASSES 8
 #define WIRE_DELTA_MORE 8 /* consecutive codes 0 before a gamma code */
 #define WIRE_DELTA_MAX_GAP_K 18
-/* Rice codes: zeros before the escape, and bits of an escaped gap. */
+/* Rice codes: number of zeros that begin an escape, and bits of an escaped gap. */
 #define WIRE_RICE_LONGEST 24
 #define WIRE_RICE_GAP_BITS 20
 
@@ -196,12 +193,12 @@
 #define WIRE_TOPK_MIN_CHUNK_LOG2 6
 #define WIRE_TOPK_MAX_BLOCK_LOG2 16
 
-/* Scale model: one record per segment, then nibbles. Parts of codecs of rows use the same record. */
+/* Scale model: one record per segment, then nibbles. Parts of row codecs use the same record. */
 #define WIRE_SEGMENT_NBYTES 16 /* bytes per record; at most WIRE_MAX_PARTS or WIRE_MAX_ROW_PARTS records */
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
 #define WIRE_MAX_SHIFT 3   /* exponent offsets are nibble << shift, in eighths of an octave */
-#define WIRE_FLAT_ROW 512  /* consecutive values that share an exponent offset in a part without columns */
+#define WIRE_FLAT_ROW 512  /* number of consecutive values that share an offset in a part without columns */
 #define WIRE_MATRIX_MIN 64 /* minimum length of the shorter side of a matrix with offsets of rows and columns */
 
 /* Checksum: words per chunk, and seeds of digests. */
@@ -211,7 +208,7 @@
 #define WIRE_SEED_DIRECTORY 0x200u
 #define WIRE_SEED_REGION 0x300u
 #define WIRE_SEED_PLANE 0x400u  /* + plane */
-#define WIRE_SEED_STATE 0x500u  /* exponents of A; their digest is in a region */
+#define WIRE_SEED_STATE 0x500u  /* exponents of TRUNCATE's metric A; a region has their digest */
 #define WIRE_SEED_VALUES 0x600u /* DELTA: values of the base, and of the result */
 
 #endif

@@ -28,7 +28,7 @@ static inline void swap_bytes(uint8_t *p, uint64_t nbytes, uint64_t size)
 }
 #endif
 
-/* Record where and why a frame is rejected. Returns `status`. */
+/* Record in *f where and why a frame is rejected. Return `status`. */
 static inline codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_t found,
 				 uint64_t expected)
 {

@@ -7,10 +7,10 @@
 struct dtype {
 	uint8_t nbytes;
 	uint8_t form;    /* enum form */
-	uint16_t octave; /* number of patterns per octave (between powers of two); 0: no exponent, no scale model */
+	uint16_t octave; /* number of patterns per octave (power of two to the next); 0: the dtype has no exponent */
 };
 
-/* Return the lowest bit of a lowered pattern that belongs to plane 0. */
+/* Return s if plane 0 is bits s to s + 7 of a value's pattern, after its offset is subtracted. */
 static inline int dtype_shift(const struct dtype *d)
 {
 	return d->form == FORM_FLOAT8 ? FORM_SHIFT64 : FORM_SHIFT;
@@ -25,7 +25,7 @@ static inline uint16_t dtype_zero(const struct dtype *d)
 extern const struct dtype dtypes[CODEC_UINT64 + 1]; /* nbytes is 0 for numbers that are not dtypes */
 
 /*
- * Return the dtype's entry, or NULL if the number is not a dtype. Inline, because encoding a small frame calls it
+ * Return the entry of a dtype, or NULL if `number` is not a dtype. Inline, because encoding a small frame calls it
  * dozens of times.
  */
 static inline const struct dtype *dtype_of(uint32_t number)

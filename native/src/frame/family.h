@@ -17,7 +17,7 @@ struct codec_range;
 struct family {
 	int is_rows; /* 1: values share scales, blocks follow rows and parts */
 
-	int never_stored; /* 1: only empty tensors are stored, so blocks can write the residual */
+	int never_stored; /* 1: only empty tensors are stored raw, so the residual can be written with the blocks */
 
 	int is_delta; /* 1: values are encoded against a base; no tensor is stored, and a frame may have no blocks */
 
@@ -26,8 +26,8 @@ struct family {
 	/* params_ask: convert a spec to header fields. */
 	codec_status (*params_ask)(const codec_spec *s, struct header *h);
 	/*
-	 * Return the offset in params of the first invalid value, or -1. The table of codecs has been checked before.
-	 * NULL: no further checks.
+	 * Return the byte offset in the header's params of the first invalid value, or -1. The limits in WIRE_CODECS
+	 * were checked before. NULL: no further checks.
 	 */
 	int (*params_fault)(const struct header *h);
 	/*
@@ -39,9 +39,9 @@ struct family {
 
 	/*
 	 * State that the caller supplies, such as a metric; NULL: the family needs none. check_state checks that the
-	 * state that encoding or decoding needs was supplied. reads returns 1 if a memory range that will be written
-	 * overlaps state that will be read. `in_place`: the range may be exactly a state array, each of whose values is
-	 * read before it is written.
+	 * caller supplied the state that encoding or decoding needs. reads returns 1 if a memory range that will be
+	 * written overlaps state that will be read. `in_place`: the range may be exactly a state array, each of whose
+	 * values is read before it is written.
 	 */
 	codec_status (*check_state)(const struct header *h, const codec_context *with, int encoding);
 	int (*reads)(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
@@ -52,14 +52,17 @@ struct family {
 
 	/*
 	 * bound: return the size in bytes of the largest frame for any segments; bound_segments: for the given
-	 * segments; NULL: that of a stored frame. job_nbytes: return the bytes needed after struct job.
+	 * segments; NULL: the largest frame is a stored one. job_nbytes: return the bytes needed after struct job.
 	 * opens_with_work: return 1 if opening an encode job needs a work buffer; NULL: never.
 	 */
 	uint64_t (*bound)(const struct header *h);
 	uint64_t (*bound_segments)(const struct header *h, const codec_context *with);
 	uint64_t (*job_nbytes)(const struct header *h);
 	int (*opens_with_work)(const struct header *h);
-	/* Return the size in bytes of the family's additional work buffers, and lay them out from *p on. NULL: none. */
+	/*
+	 * work_nbytes: return the size in bytes of the family's additional work buffers; then lay them out from *p on.
+	 * NULL: none.
+	 */
 	uint64_t (*work_nbytes)(const struct header *h);
 	void (*work_place)(const struct header *h, char **p, struct work *w);
 	/* Return an upper bound of a block's region, in bytes. */
@@ -76,7 +79,7 @@ struct family {
 
 	/*
 	 * Encode. begin: set the fields that spec and shape determine, and j->nscans, the number of pieces to scan, in
-	 * any order. The layout remains "stored" if the tensor will be stored. choose: set all fields before the
+	 * any order. The layout remains "stored" if the tensor will be stored raw. choose: set all fields before the
 	 * directory that depend on values, except sizes.
 	 */
 	codec_status (*begin)(struct job *j, const codec_spec *s, const codec_context *with);
@@ -104,8 +107,8 @@ struct family {
 	codec_status (*block_leave)(const struct job *j, const struct kernels *k, const struct source *src,
 				    const uint8_t *frame, uint64_t b, uint64_t at, float *residual, struct work *w);
 	/*
-	 * Codecs that are never stored: return an upper bound in bytes of these blocks' regions; exact for codecs of
-	 * rows without an entropy stage.
+	 * Codecs that are never stored: return an upper bound in bytes of the regions of blocks [first, first + count);
+	 * exact for row codecs without an entropy stage.
 	 */
 	uint64_t (*regions_bound)(const struct job *j, uint64_t first, uint64_t count);
 	/* Write the residual, unless it was written with the blocks. NULL: the codec is lossless. */
@@ -125,11 +128,11 @@ extern const struct family lossless_family, rows_family, truncate_family, delta_
 
 struct codec {
 	const struct family *family;
-	uint32_t dtypes; /* bit d: accepts dtype d */
+	uint32_t dtypes; /* bit d: the codec accepts dtype d */
 	uint8_t nvariants;
 	uint8_t options; /* CODEC_OPTION_* that the codec accepts */
 	uint8_t max_bits;
-	uint8_t least_max_code_length; /* smallest max_code_length; 0: the codec has no such parameter */
+	uint8_t least_max_code_length; /* smallest valid max_code_length; 0: the codec has no such parameter */
 };
 
 extern const struct codec codecs[CODEC_TOPK + 1];
@@ -144,12 +147,12 @@ int codec_takes(uint32_t id, uint32_t dtype);
 
 /* Return the offset in params of the first value that the format forbids, or -1. */
 int params_fault(const struct header *h);
-/* Range of TRUNCATE's guard in a spec. CODEC_OPTION_CUT adds 1, and the sum must fit a byte. */
+/* Range of TRUNCATE's guard in a spec. CODEC_OPTION_CUT adds 1 to the guard, and the sum must fit a signed byte. */
 #define LEAST_GUARD (-128)
 #define MOST_GUARD 126
 void params_spec(const struct header *h, codec_spec *s);
 
-/* Return the family of a header whose codec is known to exist. */
+/* Return the family of a header whose codec has been checked to exist. */
 static inline const struct family *family_of(const struct header *h)
 {
 	return codec_of(h->codec)->family;

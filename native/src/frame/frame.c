@@ -3,7 +3,7 @@
 
 #include "isa/cpu.h"
 
-/* Read and check the header of a frame of `nbytes` bytes, given its first `head_nbytes`. */
+/* Read and check the header of a frame of `nbytes` bytes, given the first `head_nbytes` bytes. */
 codec_status frame_head(const uint8_t *head, size_t head_nbytes, uint64_t nbytes, const codec_context *with,
 			struct header *h)
 {

@@ -31,7 +31,7 @@ uint64_t stored_nbytes(const struct header *h)
 	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + h->n * dtype_of(h->dtype)->nbytes;
 }
 
-/* Replace a header by that of a stored frame, which has the fields requested by the spec and no others. */
+/* Replace *h by the header of a stored frame, which has only the fields that the spec requests, in *asked. */
 codec_status header_store(struct header *h, const struct header *asked)
 {
 	*h = *asked;

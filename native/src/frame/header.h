@@ -9,7 +9,7 @@ struct header {
 	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, halved, flags;
 	uint8_t variant, options, bits, max_code_length; /* variant: model or level coding; bits: TRUNCATE's level */
 	int8_t guard;                                    /* TRUNCATE: guard in use */
-	uint32_t group_size; /* codecs of rows: values per scale (requested until parts are cut); 0: stored, in parts */
+	uint32_t group_size; /* row codecs: values per scale (until parts are cut: as requested); 0: parts, or stored */
 	uint64_t shape[CODEC_MAX_RANK];
 	uint64_t frame_nbytes, checksum;
 	/* derived by header_derive */

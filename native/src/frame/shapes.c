@@ -3,8 +3,8 @@
 
 /*
  * Set *n to the product of the dimensions. Reject products of 2^60 and more. A dimension of 0 makes *n 0; the product
- * of the other dimensions must be below 2^60 nevertheless, because callers that allocate such a tensor may multiply
- * them.
+ * of the other dimensions must be below 2^60 nevertheless, because callers that allocate such a tensor may compute that
+ * product.
  */
 codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
 {

@@ -28,13 +28,13 @@ enum form {
 	FORM_COUNT
 };
 
-/* Lowest of the 8 bits of a float's lowered pattern that plane 0 consists of. */
+/* Plane 0 of a float is 8 bits of its lowered pattern: the bits from this one on. */
 #define FORM_SHIFT 7
 #define FORM_SHIFT64 4 /* for FORM_FLOAT8 */
 
 /*
- * State of the lanes: the next 32 + tail bits of each lane in decoding order. While encoding, `part` has the first
- * `tail` of these bits, right-justified, and `word` the last 32. While decoding, `word` has the first 32 bits and
+ * State of the lane coder: the next 32 + tail[i] bits of each lane i, in decoding order. While encoding, `part` has the
+ * first `tail` of these bits, right-justified, and `word` the last 32. While decoding, `word` has the first 32 bits and
  * `part` the rest, left-justified.
  */
 typedef struct lanes {
@@ -57,11 +57,11 @@ struct ahead {
 
 /*
  * Decoding table for scalar loops, indexed by the next PAIR_BITS bits of a lane; an entry has up to two symbols. The
- * table is part of a thread's work buffer and is rebuilt when the book changes. work_place sets `of` to NULL.
+ * table is part of a thread's work buffer and is rebuilt when the codebook changes. work_place sets `of` to NULL.
  */
 #define PAIR_BITS 12
 struct symbol_pairs {
-	const book_lookup *of; /* book of the table; NULL: none yet */
+	const book_lookup *of; /* codebook for which the table was built; NULL: none yet */
 	uint32_t at[1 << PAIR_BITS];
 };
 
@@ -73,7 +73,7 @@ struct stream {
 	uint8_t *symbol;
 	uint32_t *escaped; /* bit i: symbol i is the book's escape */
 	struct symbol_pairs *pairs;
-	int good;        /* 1: all words were consumed and every lane ended with 32 zero bits */
+	int good;        /* 1: decoding consumed all words, and left 32 zero bits in every lane */
 	size_t nescaped; /* check_lanes only: number of escapes */
 };
 
@@ -99,15 +99,15 @@ struct metric_terms {
 struct truncate_kind {
 	int mbits, sign;     /* number of mantissa bits; bit of the sign */
 	uint32_t bias, last; /* exponent bias; exponent of Inf and NaN */
-	int guard;           /* k bits of g may be dropped if exponent(A) - exponent(g) >= k + guard */
+	int guard;           /* k bits of gradient g may be dropped if exponent(A) - exponent(g) >= k + guard */
 	int by_bit;
 	uint8_t drop[4];  /* mantissa bits dropped at each level */
 	uint8_t width[4]; /* width in bits of each piece of a field, most significant first */
 };
 
 /*
- * Kinds of sums over at most WIRE_TREE values. ABS: of |x|. SQUARES: of x^2, and of x. SIGNS: of |x| over values with a
- * clear sign bit, and over values with a set one.
+ * Kinds of sums over at most WIRE_TREE values. ABS: of |x|. SQUARES: of x^2, and of x. SIGNS: two sums of |x|, one over
+ * values whose sign bit is 0 and one over values whose sign bit is 1.
  */
 enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
 struct row_lanes {
@@ -133,28 +133,28 @@ struct signs {
 	const uint8_t *bits;
 	float negative, positive;
 };
-enum { SIGNS_STORE, SIGNS_ADD, SIGNS_NONTEMPORAL }; /* accumulate; store non-temporally at a multiple of 16 bytes */
+enum { SIGNS_STORE, SIGNS_ADD, SIGNS_NONTEMPORAL }; /* NONTEMPORAL: address is a multiple of 16 bytes */
 enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER };   /* Final operation on results: none; multiply; divide */
 
-/* DELTA: list of a block's changes: `count` entries, in arrays with room for `room`. */
+/* DELTA: positions and new values of a block's changes, `count` of them, in arrays of `room` elements. */
 struct delta_list {
 	uint32_t *at;
 	void *value; /* new values, of `item` bytes each */
 	size_t count, room;
 };
 
-/* DELTA: buffers for a block. Each uint64_t of a mask has one bit per value, for 64 values. */
+/* DELTA: buffers for a block. A mask has one bit per value: 64 values per uint64_t. */
 #define DELTA_PLANES 4
 #define DELTA_CHUNK (4 * WIRE_CHUNK_WORDS) /* bytes of a chunk of the checksum */
 #define DELTA_AHEAD 4096                   /* prefetch distance in bytes; hardware prefetchers stop at pages */
 #define DELTA_SLACK 65                     /* elements past the ends of before, at and sorted that loops may access */
 struct delta_buffers {
 	uint64_t *changed;             /* mask: the value differs from the base's */
-	uint64_t *plane[DELTA_PLANES]; /* masks: bit p of the class of the base's value */
+	uint64_t *plane[DELTA_PLANES]; /* masks: plane p has bit p of the class of the base's value */
 	uint64_t *member;              /* mask: the base's value is in the class being coded */
-	uint32_t *before;              /* number of the class's members before each word; last: in all words */
+	uint32_t *before;              /* number of the class's values before each word of `member`; last: total */
 	uint32_t *at;                  /* encode: positions of changes, ascending */
-	uint32_t *sorted;              /* positions of values of class 0; encode: later, of changes sorted by class */
+	uint32_t *sorted;              /* positions of values of class 0; encode: later of changes, by class */
 	struct delta_bin *bin;         /* encode: statistics, one per exponent */
 };
 
@@ -162,34 +162,38 @@ struct kernels {
 	const char *name;
 
 	/*
-	 * Encode `rows` quad rows of symbols, last row first, and store words downwards from `end`. Up to LANES_SLACK
-	 * more words below them may be overwritten. Sets bit i of `escaped` if symbol i has no code. Returns a pointer
-	 * to the lowest word stored.
+	 * Encode `rows` rows of 128 symbols (four per lane), last row first, and store words downwards from `end`. Up
+	 * to LANES_SLACK more words below the lowest may be overwritten. Set bit i of `escaped` if symbol i has no
+	 * code. Return a pointer to the lowest word stored.
 	 */
 	uint32_t *(*encode_lanes)(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end,
 				  lanes *state, uint32_t *escaped, const struct ahead *ahead);
 	/*
-	 * Decode `rows` quad rows of stream a, and of b unless b is NULL. Decoding two streams together hides latency.
+	 * Decode `rows` rows of 128 symbols of stream a, and of stream b unless it is NULL. Decoding two streams
+	 * together hides latency.
 	 */
 	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			     const struct ahead *ahead);
-	/* Compute `good` as decode_lanes would, and `nescaped`, without storing symbols: code lengths suffice. */
+	/* Compute `good` of each stream, as decode_lanes would, and `nescaped`, without storing symbols. */
 	void (*check_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			    const struct ahead *ahead);
 
 	/*
-	 * split: convert values to byte planes; merge: the inverse. Indexed by enum form. `offset`: one per value, for
-	 * floats only. `nontemporal`: use non-temporal stores.
+	 * split: convert n values to byte planes; merge: the inverse. Indexed by enum form. `offset`: the scale model's
+	 * offset of each value, for floats only. `nontemporal`: use non-temporal stores.
 	 */
 	void (*split[FORM_COUNT])(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane);
 	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,
 				  int nontemporal);
 	void (*stream)(uint8_t *dst, const uint8_t *src, size_t n);
 
-	/* patterns: extract the patterns of floats. lower: lower each pattern by its offset, possibly in place. */
+	/* patterns: extract the 15-bit patterns of floats. lower: lower each pattern by its offset; u may be p. */
 	void (*patterns[FORM_COUNT])(const void *src, size_t n, uint16_t *p);
 	void (*lower)(const uint16_t *p, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *u);
-	/* offset[i] = start + grain * cols[i], modulo the circle; |start| <= circle / 2, |cols| <= 64, grain <= 128 */
+	/*
+	 * offset[i] = (start + grain * cols[i]) mod WIRE_CIRCLE(zero); |start| <= half of that, |cols| <= 64, grain <=
+	 * 128
+	 */
 	void (*offsets)(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *offset);
 
 	/* Compute the sum and the number of the patterns that are at least `zero`. */
@@ -198,8 +202,8 @@ struct kernels {
 	void (*columns)(const uint16_t *p, int row, uint16_t zero, size_t n, struct columns *sums);
 
 	/*
-	 * halve: separate low nibbles (symbols, one per byte) from high nibbles, two per byte: that of value i with
-	 * that of value i + (n + 1) / 2. unhalve is the inverse, in place.
+	 * halve: separate n bytes into low nibbles (symbols, one per byte) and high nibbles, two per byte: the nibble
+	 * of byte i is stored with the nibble of byte i + (n + 1) / 2. unhalve is the inverse, in place.
 	 */
 	void (*halve)(const uint8_t *p, size_t n, uint8_t *symbol, uint8_t *high);
 	void (*unhalve)(uint8_t *symbol, const uint8_t *high, size_t n);
@@ -210,9 +214,10 @@ struct kernels {
 	/* Return the bitwise OR of p[i] over all i with e[i] 0. */
 	uint8_t (*under_zeros)(const uint8_t *e, const uint8_t *p, size_t n);
 	/*
-	 * count: return the number of i with e[i] >= least > 0. prune: pack p[i] of these i to dst, which may be p; up
-	 * to 64 more bytes may be written. unprune: the inverse, with 0 for other i; up to 64 more bytes may be read.
-	 * All three return that number.
+	 * Omit bytes p[i] of values whose exponent e[i] is below `least` > 0. count: count the values with e[i] >=
+	 * least. prune: pack p[i] of these values to dst, which may be p; up to 64 more bytes may be written. unprune:
+	 * the inverse, with 0 for the omitted bytes; up to 64 more bytes may be read. All three return the number of
+	 * values with e[i] >= least.
 	 */
 	size_t (*count)(const uint8_t *e, uint8_t least, size_t n);
 	size_t (*prune)(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst);
@@ -220,16 +225,16 @@ struct kernels {
 	/* Set bit r of bitmap if run r of 128 bytes has a non-zero byte. Returns the number of bytes in such runs. */
 	size_t (*rows)(const uint8_t *p, size_t n, uint8_t *bitmap);
 
-	/* row_loops.h. Convert to float32, and back to nearest even. [0]: bfloat16, [1]: float16. */
+	/* row_loops.h. Convert [0] bfloat16 or [1] float16 to float32, and back, rounding to nearest even. */
 	void (*to_float[2])(const void *src, size_t n, float *x);
 	void (*from_float[2])(const float *x, size_t n, void *dst);
-	/* Set max[r] to the largest bit pattern of |x| in row r, ignoring patterns of at least `limit`. */
+	/* Set max[r] to the largest bit pattern of |x| below `limit` in row r, which has `row` values. */
 	void (*abs_max)(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max);
-	/* Set low[r] and high[r] to the smallest and the largest value of row r. Returns 1 if a value is NaN or Inf. */
+	/* Set low[r] and high[r] to the smallest and largest value of row r. Return 1 if a value is NaN or Inf. */
 	int (*extremes)(const float_any *x, size_t n, size_t row, float *low, float *high);
 	/*
-	 * Add values to the lanes' sums. `first`: clear the lanes before. `bits`, unless NULL: also store sign bits as
-	 * sign_bits does. row_fold reduces the lanes to the result, and may be called only once.
+	 * row_sums: add n values to the lanes' sums. `first`: clear the lanes before. `bits`, unless NULL: also store
+	 * sign bits as sign_bits does. row_fold: reduce the lanes to the result; it overwrites the lanes.
 	 */
 	void (*row_sums)(int kind, const float_any *x, size_t n, int first, uint8_t *bits, struct row_lanes *sums);
 	void (*row_fold)(int kind, struct row_lanes *sums, struct row_sums *out);
@@ -237,15 +242,15 @@ struct kernels {
 	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			    float_any *y);
 	/*
-	 * Sum n values of `count` frames, in frame order, starting from y if `more`. Divide the sums by `by` unless
-	 * `by` is 0. Store them in y.
+	 * Add n decoded values of each of `count` SIGN frames, in frame order, to 0, or to y if `more`. Divide the sums
+	 * by `by` unless it is 0, and store them in y.
 	 */
 	void (*sign_sums)(const struct signs *s, size_t count, size_t n, int more, float by, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
 	/*
-	 * Convert values to codes, in rows of `row` values. scale, middle: one per row; middle is used if q->affine. h:
-	 * random bits for stochastic rounding; NULL: round to nearest. Returns 1 if a magnitude exceeds the scale given
-	 * to TERNARY.
+	 * Convert n values to codes, in rows of `row` values. scale, middle: one per row; middle is used if q->affine.
+	 * h: random bits for stochastic rounding; NULL: round to nearest. Return 1 if a magnitude exceeds the scale
+	 * that the caller gave for TERNARY.
 	 */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 			   const float *middle, const uint16_t *h, uint8_t *code);
@@ -262,8 +267,9 @@ struct kernels {
 	 */
 	void (*sum_codes)(const uint8_t *code, size_t n, int more, size_t nbytes, void *y);
 	/*
-	 * plus: sum = x + e; sum may be x. Then: difference = x - e; residual r = x - y, 0 for NaN and Inf, r may be x;
-	 * out += weight * y, both operations rounded; out = max(out, y), NaN if either is NaN.
+	 * plus: sum = x + e; sum may be x. minus: difference = x - e. subtract: residual r = x - y, or 0 where x is NaN
+	 * or Inf; r may be x. add: out += weight * y, both operations rounded. maximum: out = max(out, y), NaN if
+	 * either is NaN.
 	 */
 	void (*plus)(const float_any *x, const float_any *e, size_t n, float_any *sum);
 	void (*minus)(const float_any *x, const float_any *e, size_t n, float *difference);
@@ -273,7 +279,7 @@ struct kernels {
 	void (*divide)(float_any *out, size_t n, float by);
 	void (*maximum)(const float *y, size_t n, float_any *out);
 	/*
-	 * Store x / by, or x if `by` is 0, to dst with non-temporal stores. Returns the largest bit pattern of the
+	 * Store x / by, or x if `by` is 0, to dst with non-temporal stores. Return the largest bit pattern of the
 	 * stored magnitudes.
 	 */
 	uint32_t (*settle)(const float_any *x, size_t n, float by, float_any *dst);
@@ -290,11 +296,11 @@ struct kernels {
 	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x,
 			 uint8_t *e);
 	/*
-	 * Set width[i] to the number of bits that value i keeps of its field, at most `most`; 0 if e[i] is 0. Returns
-	 * the sum.
+	 * Set width[i] to the number of bits kept of the field (sign and mantissa) of value i, at most `most`; 0 if
+	 * e[i] is 0. Return the sum of all widths.
 	 */
 	size_t (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *width);
-	/* Return the bitwise OR of all fields. */
+	/* Return the bitwise OR of the n fields f. */
 	uint32_t (*any_field)(const uint32_t *f, size_t n);
 	/*
 	 * Pack the upper width[i] bits of each field of `total` bits contiguously, from bit 0 of the first byte on; up
@@ -303,7 +309,10 @@ struct kernels {
 	void (*pack_fields)(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst);
 	void (*unpack_fields)(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
 			      uint32_t *f);
-	/* Convert patterns to fields or to pieces of fields, and back; back to 0 where e is 0. */
+	/*
+	 * Convert patterns x to fields (sign and mantissa), or to pieces of fields, and back. Where the exponent e is
+	 * 0, x is 0.
+	 */
 	void (*fields)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *f);
 	void (*assemble)(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *x);
 	void (*split_pieces)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint8_t *const piece[4]);
@@ -311,7 +320,10 @@ struct kernels {
 			    uint32_t *x);
 	void (*levels_of)(const struct truncate_kind *q, const uint8_t *drop, size_t n, uint8_t *level);
 	void (*drops_at)(const struct truncate_kind *q, const uint8_t *level, size_t n, uint8_t *drop);
-	/* Lower and raise exponents, possibly in place. Offsets are in patterns; an exponent is a pattern >> shift. */
+	/*
+	 * Lower and raise exponents by offset >> shift, possibly in place. Offsets are in patterns; an exponent is a
+	 * pattern >> shift.
+	 */
 	void (*lower_exponents)(const uint8_t *e, const uint16_t *offset, uint8_t last, int shift, size_t n,
 				uint8_t *u);
 	void (*raise_exponents)(const uint8_t *u, const uint16_t *offset, uint8_t last, int shift, size_t n,
@@ -323,26 +335,30 @@ struct kernels {
 	uint8_t (*below_four)(const uint8_t *p, size_t n);
 
 	/* delta_loops.h */
-	/* Compute the sums of n whole chunks of the checksum (checksum_of_chunk). */
+	/* Compute, for each of n chunks of 1 KiB, the sum that checksum_of_chunk mixes. */
 	void (*chunk_sums)(const uint8_t *src, size_t n, uint64_t *sums);
 	/*
-	 * change_sums: add the contribution of a block's changes to the sums of its chunks. put_changes: write the new
-	 * values to the block.
+	 * change_sums: given the checksum sums of the base's chunks, add the effect of a block's changes to them.
+	 * put_changes: write the new values to the block.
 	 */
 	void (*change_sums)(const void *base, const struct delta_list *list, uint32_t item, uint64_t *sums);
 	void (*put_changes)(const struct delta_list *list, uint32_t item, void *dst);
 	/* Set bit i of `changed` if values i of a and b, of `item` bytes, differ. Returns the number of such values. */
 	size_t (*differences)(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed);
-	/* Compare n whole chunks as `differences` does, and compute the sums of the chunks of a and b. */
+	/* Compare n chunks of 1 KiB as `differences` does, and compute the checksum sums of the chunks of a and b. */
 	size_t (*compare_chunks)(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed,
 				 uint64_t *sums_a, uint64_t *sums_b);
-	/* List the positions of set bits. Returns their number. Up to DELTA_SLACK more items may be written. */
+	/*
+	 * List the positions of the set bits of a mask of n bits. Return their number. Up to DELTA_SLACK more items may
+	 * be written.
+	 */
 	size_t (*list_changes)(const uint64_t *changed, size_t n, uint32_t *at);
 	/*
-	 * Decode a block's bit stream to a list of changes. Both return 0 if the stream is invalid; it must be consumed
-	 * to its end, and unused last bits be 0. delta_decode reads steps coded by class, and computes the sums of the
-	 * base's whole chunks unless `sums` is NULL. delta_patches reads patches: the gap to the next changed value, as
-	 * a Rice code with parameter k, followed by a step if `steps` is set, else by the XOR of old and new value.
+	 * Decode a block's bit stream to a list of changes. Both functions return 0 if the stream is invalid: it must
+	 * be consumed to its end, and unused last bits must be 0. delta_decode reads steps coded by class, and computes
+	 * the sums of the base's whole chunks unless `sums` is NULL. delta_patches reads patches: the gap to the next
+	 * changed value, as a Rice code with parameter k, followed by a step if `steps` is set, else by the XOR of old
+	 * and new value.
 	 */
 	int (*delta_decode)(const struct delta_kind *q, const void *base, size_t n, int scale,
 			    const struct delta_buffers *b, const uint8_t *stream, size_t nbytes,
@@ -360,11 +376,14 @@ struct kernels {
 				       size_t room);
 
 	/*
-	 * topk_loops.h. Count the values whose magnitude has a bit pattern of at least `key`; list_above lists their
+	 * topk_loops.h. Count the values whose magnitude, as a bit pattern, is at least `key`; list_above lists their
 	 * positions.
 	 */
 	size_t (*count_above)(const float_any *x, size_t n, uint32_t key);
-	/* List the positions. Returns their number, or room + 1 if there are more than `room`. */
+	/*
+	 * List the positions of values whose magnitude, as a bit pattern, is at least `key`. Return their number, or
+	 * room + 1 if there are more than `room`.
+	 */
 	size_t (*list_above)(const float_any *x, size_t n, uint32_t key, size_t room, uint32_t *at);
 };
 

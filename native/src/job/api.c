@@ -70,7 +70,7 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 	return CODEC_OK;
 }
 
-/* Check a spec and a tensor, and convert them to a header whose section sizes are not set yet. */
+/* Check a spec and a tensor, and set *h to the header of their frame, except the sizes of sections. */
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy)
 {
@@ -112,7 +112,7 @@ void *job_work(const struct job *j, void *scratch)
 	return job_works(&j->h, j->kind) ? (char *)j + j->work_at : (char *)scratch + job_room(&j->h, j->kind);
 }
 
-/* Return the scratch size in bytes of a job of either direction and one work buffer. */
+/* Return the size in bytes of a job (encode or decode, the larger) plus one work buffer. */
 uint64_t job_scratch(const struct header *h)
 {
 	return job_room(h, JOB_DECODE) + work_nbytes(h);
@@ -208,7 +208,7 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, uint3
 
 	if (!memory || nbytes < job_room(h, kind))
 		return CODEC_SHORT_SCRATCH;
-	memset(j, 0, offsetof(struct job, sample)); /* the rest is large, and is written before it is read */
+	memset(j, 0, offsetof(struct job, sample)); /* later members are large, and written before they are read */
 	j->kind = kind;
 	j->h = *h;
 	j->model.segments_at = ALIGN8(sizeof *j);

@@ -18,7 +18,7 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 	if (src->nbytes) {
 		const void *values = load_native(k, src, 0, h.n, dst + h.side_at);
 
-		if (values != dst + h.side_at) /* the sums with the residual were computed into a buffer */
+		if (values != dst + h.side_at) /* tensor + residual was computed into a buffer */
 			memcpy(dst + h.side_at, values, src->nbytes);
 	}
 #if CODEC_BIG_ENDIAN
@@ -31,7 +31,7 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 	return CODEC_OK;
 }
 
-/* Move the regions of a range to `to`. Returns their new end, or 0 if the arguments are inconsistent. */
+/* Move the regions of a range of blocks to dst[to]. Return their new end, or 0 if the arguments are inconsistent. */
 uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, const codec_range *range, uint64_t to)
 {
 	uint8_t *entries = dst + h->directory_at + WIRE_DIRECTORY_ENTRY * range->first;
@@ -105,7 +105,7 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 	return CODEC_OK;
 }
 
-/* Write the residual of a stored frame of sums: the error of rounding the sums to the tensor's dtype. */
+/* Error feedback, stored frame: write the residual, the error of rounding tensor + residual to the tensor's dtype. */
 static void stored_residual(const struct job *j, const struct kernels *k, const struct source *src, float *residual)
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = sizeof(float) * j->h.n};

@@ -6,9 +6,9 @@
 #include "api.h"
 
 #define VERIFY_FLAGS                                                                                                   \
-	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* require a separate pass; callers of steps use codec_decode_check */
+	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* one-call functions only; callers of steps use codec_decode_check */
 
-/* Return 1 if decoding stores or adds codes of TERNARY as integers. */
+/* Return 1 if `into` stores or adds TERNARY's codes as integers. */
 static int takes_codes(uint32_t into)
 {
 	return into == CODEC_INTO_CODES || into == CODEC_INTO_ADD_CODES;
@@ -50,7 +50,7 @@ static codec_status check_destination(const struct header *h, const codec_tensor
 	return dst->nbytes == h->n * dtype_of(dtype)->nbytes ? CODEC_OK : CODEC_BAD_ARGUMENT;
 }
 
-/* Store or accumulate the values of a stored frame. Its checksum has been verified. */
+/* Store or accumulate the values of a stored frame whose checksum has been verified. */
 static void put_stored(const uint8_t *frame, const codec_tensor *dst, const codec_context *with, const struct header *h)
 {
 	if (with->into != CODEC_INTO_STORE) {
@@ -65,8 +65,8 @@ static void put_stored(const uint8_t *frame, const codec_tensor *dst, const code
 }
 
 /*
- * Return `status`, which says that the caller's destination, state or codebooks do not match the frame; but if
- * frame_verify finds damage, return its error instead, because the damage may be the cause.
+ * Return frame_verify's error if the frame is damaged, else `status`. `status` is a mismatch between the frame and the
+ * caller's destination, state or codebooks, which damage may have caused.
  */
 static codec_status damage_or(codec_status status, const uint8_t *frame, const struct header *h,
 			      const codec_context *with)
@@ -80,7 +80,10 @@ static codec_status damage_or(codec_status status, const uint8_t *frame, const s
 	return fault(with->fault, status, found.offset, found.found, found.expected);
 }
 
-/* Check state and destination (NULL: none): the state must be given, and the destination must not overlap any input. */
+/*
+ * Check that the caller supplied the state that decoding needs, and that the destination, unless NULL, overlaps no
+ * input.
+ */
 static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				 const struct header *h)
 {
@@ -103,8 +106,8 @@ static codec_status open_job(const uint8_t *frame, const struct header *h, const
 }
 
 /*
- * Perform all checks that precede the first block, and set up the job; nothing else is written. The checksum of a
- * stored frame is verified here.
+ * Perform all checks that precede decoding the first block, and set up the job. Nothing but the job is written. The
+ * checksum of a stored frame is verified here.
  */
 codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 void *memory, size_t job_nbytes, struct job **out)
@@ -130,7 +133,10 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	return CODEC_OK;
 }
 
-/* Decode a range of blocks to dst, or only check them if dst is NULL. Sets the range's checksum. */
+/*
+ * Decode a range of blocks to dst, or only check them if dst is NULL. Set range->checksum to the sum of their
+ * checksums.
+ */
 codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, codec_range *range, void *work)
 {
@@ -140,7 +146,7 @@ codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const 
 	work_place(&j->h, work, &w);
 	range->checksum = 0;
 	status = family_of(&j->h)->decode_blocks(frame, dst, with, j, range, &w);
-	/* a state mismatch in this block may be caused by damage in a later block */
+	/* damage in a later block may have caused a state mismatch in this one */
 	return j->checked ? status : damage_or(status, frame, &j->h, with);
 }
 
@@ -227,7 +233,9 @@ codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbyt
 	return CODEC_OK;
 }
 
-/* Check the arguments of a step over a range of blocks. Copy the destination's struct, if there is one, to *copy. */
+/*
+ * Check the arguments of a step that decodes a range of blocks. Copy the destination's struct, unless NULL, to *copy.
+ */
 codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 const void *job, const codec_range *range, const void *work, size_t work_nbytes,
 			 codec_tensor *copy)
@@ -289,14 +297,14 @@ codec_status codec_decode_close(const codec_context *with, const void *job, uint
 	return planned ? CODEC_OK : j ? decode_close(&c, j, checksum) : CODEC_BAD_ARGUMENT;
 }
 
-/* Return 1 if the destination may only be written after all checks, and a work buffer can hold all values. */
+/* Return 1 if dst may be written only after all checks, and all values fit a work buffer: the frame has one block. */
 static int fits_buffer(const struct job *j, const codec_context *with)
 {
 	return with->flags & CODEC_VERIFY_FIRST && !(with->flags & CODEC_CHECK_ONLY) &&
 	       with->into == CODEC_INTO_STORE && j->h.nblocks == 1 && codec_may_store(j->h.codec);
 }
 
-/* Decode into the work buffer, then copy. For one block this is faster than decoding twice. */
+/* Decode a frame of one block into the work buffer, then copy to dst. This is faster than checking, then decoding. */
 static codec_status decode_via_buffer(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				      const struct job *j, void *work)
 {
@@ -342,8 +350,8 @@ codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, c
 }
 
 /*
- * Return a tensor whose byte `at` is at `part`, to index a part as if it were the whole tensor. Only bytes of the part
- * may be accessed.
+ * Return a tensor whose byte `at` is at the address `part`, so that code can index a part as if it were the whole
+ * tensor. Only bytes of the part may be accessed.
  */
 static codec_tensor around(const struct header *h, const void *part, uint64_t at)
 {
@@ -355,7 +363,7 @@ static codec_tensor around(const struct header *h, const void *part, uint64_t at
 	return t;
 }
 
-/* Check that a DELTA frame has the blocks of a range, and that the part has their size. *at: the part's byte offset in
+/* Check that a DELTA frame has the blocks of *range, and that the part has their size. *at: the part's byte offset in
  * the tensor.
  */
 static codec_status check_part(const struct header *h, const codec_range *range, const void *base, const void *dst,

@@ -6,8 +6,8 @@
 #include "api.h"
 
 /*
- * Check CODEC_FEEDBACK and CODEC_DIFFERENCE: each needs a residual and a lossy codec. CODEC_DIFFERENCE needs a codec of
- * rows.
+ * Check CODEC_FEEDBACK and CODEC_DIFFERENCE: each needs a residual and a lossy codec, and CODEC_DIFFERENCE needs a row
+ * codec.
  */
 static codec_status check_residual(const struct header *h, const codec_context *with)
 {
@@ -39,9 +39,7 @@ static int outputs_overlap(const struct header *h, const codec_tensor *src, cons
 	return family_reads(h, with, 1, dst, capacity, 0) || family_reads(h, with, 1, with->residual, nbytes, 1);
 }
 
-/*
- * Return 1 if the tensor is stored uncompressed, because a frame of blocks would not fit the capacity or save no bytes.
- */
+/* Return 1 if the tensor is stored raw, because a frame of blocks would exceed the capacity or save no bytes. */
 static int stays_stored(const struct job *j, size_t capacity)
 {
 	return j->h.side_nbytes > UINT32_MAX || j->h.regions_at > capacity ||
@@ -73,7 +71,7 @@ static codec_status fit_blocks(struct job *j, size_t capacity)
 	return CODEC_OK;
 }
 
-/* Make all choices for the sections before the directory. Called after the scan, if there is one. */
+/* Make all choices for the sections before the directory. Called after all pieces were scanned. */
 static codec_status start(struct job *j, const struct source *src, size_t capacity, const codec_context *with)
 {
 	const struct header asked = j->h;
@@ -129,7 +127,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 {
 	const struct kernels *k = kernels_for(with);
 	const struct family *family = family_of(&j->h);
-	/* without a region buffer, region sizes are known in advance */
+	/* region sizes that do not depend on values need no region buffer */
 	int has_buffer = regions_vary(&j->h);
 	uint64_t most = region_bound(j), at = range->at;
 	uint8_t *buffer;
@@ -174,7 +172,7 @@ static int fits_tensor(const struct job *j, const codec_tensor *src)
 	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes);
 }
 
-/* Check that CODEC_FEEDBACK and CODEC_DIFFERENCE match how the job was opened. */
+/* Return 1 if CODEC_FEEDBACK and CODEC_DIFFERENCE are set as when the job was opened. */
 static int fits_residual(const struct job *j, const codec_context *with)
 {
 	return (with->flags & READS_RESIDUAL) == j->reads_residual && check_residual(&j->h, with) == CODEC_OK;
@@ -205,10 +203,10 @@ static codec_status require_stepwise(struct job *j)
 }
 
 /*
- * Return the distance in bytes per block between ranges that are encoded concurrently: the upper bound of a region or,
- * if the capacity is smaller, an equal share of it. Return 0 if one range must encode all blocks: if the share is so
- * far below the values' size that a useful frame may exceed it, or if the residual is written with the blocks, possibly
- * over the tensor, so that a range that does not fit could not be encoded again.
+ * Return the bytes of dst to reserve per block if ranges are encoded concurrently: the upper bound of a region or, if
+ * the capacity is smaller, an equal share of the capacity. Return 0 if one range must encode all blocks: if the share
+ * is so far below the values' size that a useful frame may exceed it, or if the residual is written with the blocks,
+ * possibly over the tensor, so that a range that does not fit could not be encoded again.
  */
 static uint64_t range_room(const struct job *j, size_t capacity)
 {

@@ -46,7 +46,7 @@ static float scale_of_parts(const uint8_t *frame, uint64_t at, uint64_t end, uin
 	return round_float(scale);
 }
 
-/* Read the side section as far as it is valid. Report no error: decoding checks the section. */
+/* Copy fields of the side section to *out, as far as it is valid. Report no error: decoding checks the section. */
 static void inspect_side(const uint8_t *frame, const struct header *h, codec_info *out)
 {
 	uint64_t at = h->side_at, end = h->directory_at;

@@ -2,7 +2,8 @@
 #include "api.h"
 
 #define TILE                                                                                                           \
-	WIRE_TRITS_BLOCK /* values per tile: a block, unless rows are long; a tile fits the second-level cache         \
+	WIRE_TRITS_BLOCK /* values per tile: at least a block, unless rows are long; a tile fits the second-level      \
+			  * cache                                                                                      \
 			  */
 
 /*
@@ -63,8 +64,8 @@ static int codes_add_up(const void *const *jobs, size_t count, const codec_tenso
 }
 
 /*
- * Return 1 if opened jobs have blocks of the same values, so that they can be reduced block by block. Set *unscaled to
- * 1 if TERNARY's codes can be summed as integers and then scaled.
+ * Return 1 if block b of every opened job covers the same values, so that frames can be reduced block by block. Set
+ * *unscaled to 1 if TERNARY's codes can be summed as integers and then scaled.
  */
 static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int *unscaled)
 {
@@ -98,7 +99,7 @@ static codec_status check_state(const void *const *jobs, size_t count, const cod
 	return CODEC_OK;
 }
 
-/* Return the index of the first value of block b, or the number of all values if b is the number of blocks. */
+/* Return the index of the first value of block b, or the tensor's number of values if b is the number of blocks. */
 static uint64_t first_value(const struct job *j, uint64_t b)
 {
 	if (b == j->h.nblocks)
@@ -116,7 +117,7 @@ struct sum {
 	const codec_context *with;
 	void *work;
 	float *tile;   /* buffer for results, copied to dst with non-temporal stores; NULL: compute in dst */
-	uint64_t room; /* capacity of the tile in values, to be checked: headers may change after it was computed */
+	uint64_t room; /* capacity of the tile in values; checked later, because headers may change */
 };
 
 /*
@@ -131,9 +132,9 @@ static codec_status accumulate_frames(const struct sum *s, codec_range range, ui
 	codec_tensor part = *s->dst;
 	codec_context turn = *s->with;
 
-	part.data = (void *)((uintptr_t)there - size * at); /* decoding indexes from the tensor's start */
+	part.data = (void *)((uintptr_t)there - size * at); /* decoding adds the offset `at` */
 	part.nbytes = size * n;
-	turn.flags &= ~CODEC_NONTEMPORAL; /* the next frame reads these values */
+	turn.flags &= ~CODEC_NONTEMPORAL; /* decoding the next frame reads these values */
 	turn.flags |= s->count == 1 && is_nontemporal(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
 		set_context(&turn, i, s->count, s->op, s->unscaled);
@@ -144,7 +145,7 @@ static codec_status accumulate_frames(const struct sum *s, codec_range range, ui
 	return CODEC_OK;
 }
 
-/* Reduce a range of blocks of all frames, a few blocks at a time, so that results stay in a cache between frames. */
+/* Reduce a range of blocks of all frames, a few blocks at a time: results stay in a cache from frame to frame. */
 static codec_status sum_blocks(const struct sum *s, const codec_range *range, uint64_t *checksums)
 {
 	const struct kernels *k = kernels_for(s->with);
@@ -229,8 +230,8 @@ codec_status codec_reduce_blocks(const codec_reduction *reduction, codec_tensor 
 
 /*
  * Layout of a reduction's scratch: pointers to jobs, checksum sums, the jobs, one work buffer, the tile. Sizes are
- * computed from the headers once. Opening a job reads its header again, which may have changed, and checks that the job
- * fits its size here.
+ * computed from the headers once. Opening a job reads its header again, which another thread may have changed, and
+ * checks that the job fits the size computed here.
  */
 struct layout {
 	size_t each, work, tile, total;
@@ -268,10 +269,7 @@ codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbyte
 	return CODEC_OK;
 }
 
-/*
- * Return the error of the first invalid frame among frames 0 to count - 1, or `status`, the result of later frames, if
- * all of these are valid.
- */
+/* Return the error of the first invalid frame among frames 0 to count - 1, or `status` if all of them are valid. */
 static codec_status first_fault(codec_status status, const void *const *frames, size_t count, const codec_context *with,
 				struct job *const *jobs, void *work)
 {

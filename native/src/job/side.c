@@ -2,8 +2,8 @@
 #include "api.h"
 
 /*
- * Write the side section: codebook id, codebooks, scale model or parts. Returns its size in bytes. dst NULL: write
- * nothing.
+ * Write the side section: codebook id, codebooks, scale model or parts. Return its size in bytes. dst NULL: only return
+ * the size.
  */
 uint64_t side_write(const struct job *j, uint8_t *dst)
 {

@@ -126,7 +126,7 @@ static codec_status encode_plan(const codec_spec *spec, const codec_tensor *like
 	if (!codec_is_delta(h.codec)) /* a plan needs no base */
 		TRY(family_check_state(&h, with, 1));
 	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
-	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* the engine fills it in */
+	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* the engine sets these members */
 	j->no_verify_first = (with->flags & CODEC_NO_VERIFY_FIRST) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->h.layout == WIRE_LAYOUT_BLOCKS && family_of(&h)->cut)
@@ -160,8 +160,8 @@ codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like,
 }
 
 /*
- * Return the encode job if it is planned or ready, so that its header can be written, else NULL. A planned job's fields
- * that depend on values may be unset.
+ * Return the encode job if its header can be written, because it is planned or ready, else NULL. In a planned job,
+ * fields that depend on values may be unset.
  */
 static const struct job *head_job(const void *job)
 {
