@@ -1,5 +1,5 @@
 /*
- * coder/choose.cuh - choose the scale model, divided into tasks that CTAs take in order.
+ * coder/choose.cuh - choose the scale model. The work is divided into tasks that CTAs claim in order.
  * docs/spec/encoder.md, section 4.
  */
 #ifndef CODEC_CUDA_CODER_CHOOSE_CUH
@@ -7,7 +7,7 @@
 
 #include "coder/sample.cuh"
 
-/* Shared memory of a CTA, which the tasks use one after the other. */
+/* Shared memory of a CTA that chooses the scale model; its tasks use the members one after the other. */
 union model_room {
 	fit_room fit;
 	count_room count;
@@ -57,9 +57,9 @@ DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room 
 }
 
 /*
- * Raise all bases by the number of eighths that costs least over all parts, and decide if a single part without
- * offsets needs a record. Returns the number of parts with records: nparts or 0. Writes the symbol counts of plane 0 to
- * c->counts[0].
+ * Raise all bases by the number of eighths of an octave at which the symbols of all parts cost least, and decide if a
+ * single part without offsets needs a record. Return the number of parts with records: nparts or 0. Write the symbol
+ * counts of plane 0 to c->counts[0].
  */
 DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const sample_kind &q, uint64_t nparts,
 				    codec_choice *c, const codec_part_found *found, model_room *room)
@@ -105,7 +105,7 @@ DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kin
 
 	if (threadIdx.x == 0) {
 		v->model_parts.count = used;
-		if (!nparts) { /* with parts, decide_part has already counted zeros and values */
+		if (!nparts) { /* if there are parts, decide_part has already counted zeros and values */
 			c->nzeros = c->counts[0][0];
 			c->nvalues = total;
 		}
@@ -115,7 +115,7 @@ DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kin
 }
 
 /*
- * Numbering of the tasks for `nparts` parts: three steps (rows, columns, symbols) of `step` tasks each; in each step,
+ * Numbering of the tasks that fit `nparts` parts: three steps (rows, columns, symbols) of `step` tasks each; a step has
  * `shares` tasks for every part.
  */
 struct model_tasks {
@@ -129,7 +129,7 @@ struct model_tasks {
 DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 {
 	uint64_t nrows = (n + WIRE_ROW - 1) / WIRE_ROW, take = nrows / choose_stride(nrows);
-	uint32_t parts = nparts ? nparts : 1; /* without a model, symbols are also counted */
+	uint32_t parts = nparts ? nparts : 1; /* symbols are counted even if there is no part */
 	uint32_t most = parts < 256 / PART_SHARES ? PART_SHARES : parts < 256 ? 256 / parts : 1;
 	uint64_t shares = (take / CTA_WARPS + parts - 1) / parts;
 
@@ -138,8 +138,8 @@ DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 }
 
 /*
- * Run task t < 3 * step, once c->finest and c->bins are known. The last CTA to finish a part's step completes that
- * step. Returns true in the CTA whose task completes the model.
+ * Run task t < 3 * step. It waits until c->finest and c->bins are known. The last CTA to finish a step of a part
+ * completes that step. Return true in the CTA whose task completes the model.
  */
 DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *values, const sample_kind &q,
 			    const model_tasks &tasks, uint32_t t, codec_choice *c, codec_part_found *found,
@@ -208,8 +208,8 @@ DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_
 }
 
 /*
- * Return true if a tensor of values of `size` bytes must be stored uncompressed, because blocks do not fit into the
- * frame's capacity or save no bytes.
+ * Return true if a tensor must be stored uncompressed, because blocks do not fit into the frame's capacity or save no
+ * bytes. `size`: bytes per value.
  */
 DEVICE bool should_store(const codec_view *v, uint32_t size, uint64_t capacity)
 {
@@ -218,7 +218,7 @@ DEVICE bool should_store(const codec_view *v, uint32_t size, uint64_t capacity)
 	       v->fixed == (1u << size) - 1;
 }
 
-/* Change the job to that of a tensor that is stored uncompressed. */
+/* Change the job's view to a frame that stores the tensor uncompressed. */
 DEVICE void make_stored(codec_view *v)
 {
 	v->layout = WIRE_LAYOUT_STORED;

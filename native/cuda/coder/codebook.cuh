@@ -1,5 +1,5 @@
 /*
- * coder/codebook.cuh - compute codebooks and costs by a CTA or a warp, with the results of exact/book.h and
+ * coder/codebook.cuh - compute codebooks and costs by a CTA or a warp. Results equal those of exact/book.h and
  * choose_cost.
  *
  * Package-merge merges two sorted lists, leaves and packages. All entries are merged in parallel by rank: a leaf's
@@ -16,7 +16,7 @@
 
 #define LEAVES 257u
 
-/* Shared memory for one codebook. */
+/* Shared memory of a CTA that computes one codebook. */
 struct book_room {
 	uint32_t weight[LEAVES], list[2][2 * LEAVES], live, count[CTA_WARPS][WIRE_MAX_CODE_LENGTH + 2];
 	uint16_t symbol[LEAVES], place[WIRE_MAX_CODE_LENGTH][LEAVES];
@@ -33,7 +33,7 @@ DEVICE uint32_t first_step(uint32_t n)
 	return n ? 0x80000000u >> __clz((int)n) : 0;
 }
 
-/* Return how many of n packages weigh less than x. Package i is pair[2 * i] + pair[2 * i + 1]; packages ascend. */
+/* Return how many of n packages weigh less than x. Package i weighs pair[2 * i] + pair[2 * i + 1]; weights ascend. */
 DEVICE uint32_t packages_below(const uint32_t *pair, uint32_t n, uint32_t x)
 {
 	uint32_t low = 0;
@@ -69,7 +69,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, b
 	bool keeps = book_keeps(counts[i], total);
 	uint32_t at = (uint32_t)cta_scan(keeps, &n), w = counts[i] >> shift ? counts[i] >> shift : 1;
 
-	/* list the symbols that are not rare, in order of symbols; most symbols are rare, so the list is short */
+	/* list the symbols that get a code (keeps), in order of symbols; most symbols are rare, so the list is short */
 	if (keeps)
 		weight[at] = w;
 	__syncthreads();
@@ -80,7 +80,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, b
 			lighter += weight[j] < w || (weight[j] == w && j > at);
 		__syncthreads();
 		if (keeps && lighter < n - room) {
-			weight[at] = 0xffffffffu; /* heavier than all leaves, so that it precedes none */
+			weight[at] = 0xffffffffu; /* heavier than all leaves, so that it sorts after them */
 			keeps = false;
 		}
 		__syncthreads();
@@ -109,9 +109,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, b
 	r->live = live + 1;
 }
 
-/*
- * Return how many of n ascending numbers in `place` are below x; n is at most LEAVES. Called by all lanes of a warp.
- */
+/* Return how many of n <= LEAVES ascending numbers in `place` are below x. Called by all lanes of a warp. */
 DEVICE uint32_t places_below(const uint16_t *place, uint32_t n, uint32_t x, uint32_t lane)
 {
 	uint32_t last = 8 * lane + 7;
@@ -154,7 +152,7 @@ DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t max_code_length, uint
 	}
 	take = 2 * live - 2;
 #pragma unroll
-	for (uint32_t l = WIRE_MAX_CODE_LENGTH; l-- > 0;) { /* each warp counts all leaves of the level */
+	for (uint32_t l = WIRE_MAX_CODE_LENGTH; l-- > 0;) { /* each warp counts all leaves of level l */
 		leaves[l] = l < max_code_length ? places_below(r->place[l], live, take, threadIdx.x % 32) : 0;
 		take = l < max_code_length ? 2 * (take - leaves[l]) : take;
 	}
@@ -198,7 +196,7 @@ DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 			break;
 		first = (first + total) << 1;
 	}
-	uint32_t code = l ? first + rank : first + total - 1; /* a symbol without a code has the escape's code */
+	uint32_t code = l ? first + rank : first + total - 1; /* symbols without a code get the escape's code */
 
 	table[i] = (uint8_t)code;
 	table[TABLE_LENGTHS + i] = (uint8_t)(l ? l : 0x80 | e);
@@ -211,7 +209,7 @@ DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 	table[TABLE_PAD] = (uint8_t)r->pad;
 }
 
-/* First and last symbol above 0 of a packed codebook. */
+/* First and last non-zero symbol with a code, between which a packed codebook stores code lengths. */
 struct book_ends {
 	uint32_t first, last;
 };
@@ -250,7 +248,7 @@ DEVICE_CALL uint32_t cta_pack(const uint8_t *length, uint8_t *to)
 	return n;
 }
 
-/* Return the cost in bits of the counted symbols, as book_cost does. `literal`: bits of a literal. */
+/* Return the coded size in bits of symbols with these counts, as book_cost does. `literal`: bits of a literal. */
 DEVICE_CALL uint64_t cta_cost(const uint8_t *length, const uint32_t *counts, uint32_t literal)
 {
 	uint32_t l = length[threadIdx.x];
@@ -269,7 +267,7 @@ struct cost_room {
  */
 DEVICE uint64_t merge_cost(cost_room *room, uint32_t n)
 {
-	const uint32_t none = 0x7fffffff; /* larger than all weights; twice this number fits into 32 bits */
+	const uint32_t none = 0x7fffffff; /* larger than all weights; twice this fits into 32 bits */
 	uint64_t cost = 0;
 
 	for (uint32_t left = n, i = 0, from = 0, to = 0; left > 1; left--) {
@@ -278,7 +276,7 @@ DEVICE uint64_t merge_cost(cost_room *room, uint32_t n)
 		uint32_t leaves = a + b, mixed = a + c, nodes = c + d;
 		uint32_t pair = leaves < mixed ? leaves : mixed;
 
-		pair = nodes < pair ? nodes : pair; /* weight of the two lightest entries of two sorted lists */
+		pair = nodes < pair ? nodes : pair; /* sum of the two lightest entries of both sorted lists */
 		i += pair == leaves ? 2 : pair == mixed ? 1 : 0;
 		from += pair == leaves ? 0 : pair == mixed ? 1 : 2;
 		room->node[to++] = pair;

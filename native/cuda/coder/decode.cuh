@@ -22,7 +22,10 @@ struct pairs {
 	uint32_t nbits, plane;
 };
 
-/* Fill a table of pairs from the plane's decoding table (common/job.cuh). Called by all threads of the CTA. */
+/*
+ * Fill a decoding table of symbol pairs from the plane's table of single symbols (common/job.cuh). Called by all
+ * threads of the CTA.
+ */
 DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
 {
 	const uint8_t *length = table + TABLE_LENGTHS;
@@ -39,8 +42,8 @@ DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
 }
 
 /*
- * State of a lane that decodes a plane. `bits`: the lane's bit reservoir, which is 32 to 63 bits at the upper end,
- * then a 1 that marks its end, then zeros.
+ * State of a lane that decodes a plane. `bits`: the lane's bit reservoir: 32 to 63 bits at the upper end, then a 1 that
+ * marks their end, then zeros.
  */
 struct coded {
 	uint64_t bits;
@@ -90,7 +93,7 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 	return CODEC_OK;
 }
 
-/* Four symbols that a lane has decoded, and its reservoir after them. */
+/* Four symbols that a lane has decoded, and the lane's bit reservoir after them. */
 struct symbols {
 	uint64_t bits;
 	uint32_t quad;
@@ -115,7 +118,7 @@ DEVICE_CALL symbols decode_singly(const uint8_t *table, uint64_t bits)
 DEVICE symbols decode_pairs(const pairs &by, const uint8_t *table, uint64_t bits)
 {
 	uint32_t high = (uint32_t)(bits >> 32),
-		 low = (uint32_t)bits; /* shifts use the lower five bits of an entry, which is the number of bits */
+		 low = (uint32_t)bits; /* shifts use only the lower five bits of an entry: a number of bits */
 	const uint32_t *pair = shared(by.entry);
 	uint32_t a = pair[high >> (32 - by.nbits)];
 	uint32_t high2 = __funnelshift_l(low, high, a), low2 = __funnelshift_l(0, low, a);
@@ -143,7 +146,7 @@ DEVICE void refill(coded *s, uint32_t lane)
 	s->taken += __popc(taking);
 }
 
-/* Return how many values of the lane's quad in row `row` exist, of k values in the plane: 0 to 4. */
+/* Return how many of the lane's four values in row `row` (128 values) exist in a plane of k values: 0 to 4. */
 DEVICE uint32_t there(uint32_t row, uint32_t lane, uint32_t k)
 {
 	uint32_t i = WIRE_ROW * row + 4 * lane;
@@ -152,9 +155,9 @@ DEVICE uint32_t there(uint32_t row, uint32_t lane, uint32_t k)
 }
 
 /*
- * Decode the lane's four symbols of row `row`, of k symbols in the plane. by: table of pairs, or NULL. *escapes:
- * output, mask of the symbols (other than padding) that are the escape. *bad is set if a symbol after the k-th is not
- * the padding symbol.
+ * Decode the lane's four symbols of row `row` (128 symbols) of a plane of k symbols. by: table of symbol pairs; NULL:
+ * decode symbols singly. *escapes: output, mask of the symbols (other than padding) that are the escape. *bad is set if
+ * a symbol after the k-th is not the padding symbol.
  */
 DEVICE uint32_t decode_row(coded *s, const pairs *by, const uint8_t *table, uint32_t row, uint32_t k, uint32_t lane,
 			   uint32_t *escapes, bool *bad)
@@ -169,7 +172,7 @@ DEVICE uint32_t decode_row(coded *s, const pairs *by, const uint8_t *table, uint
 	return of.quad;
 }
 
-/* Check, after the last row, that all words have been consumed and the reservoir contains exactly 32 zeros. */
+/* Return true if, after the last row, the plane's words are consumed and the lane's reservoir has exactly 32 zeros. */
 DEVICE bool ends_well(const coded *s)
 {
 	return s->bits == 1ull << 31 && s->taken >= s->nwords;

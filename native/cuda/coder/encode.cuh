@@ -1,6 +1,6 @@
 /*
- * coder/encode.cuh - code planes, four symbols per lane at a time. Lane i of a warp writes lane i of the format's
- * interleaved coder. docs/spec/format.md, section 7.
+ * coder/encode.cuh - entropy-code planes, four symbols per lane at a time. Lane i of a warp writes lane i of the
+ * format's interleaved coder. docs/spec/format.md, section 7.
  */
 #ifndef CODEC_CUDA_CODER_ENCODE_CUH
 #define CODEC_CUDA_CODER_ENCODE_CUH
@@ -8,10 +8,10 @@
 #include "exact/choose.h"
 #include "coder/plane.cuh"
 
-/* Upper bound of the words of a coded plane, including the first word of each lane. */
+/* Upper bound of the number of words in a coded plane, including the first word of each lane. */
 #define WORDS_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) / 4 + 2 * WIRE_LANES)
 
-/* Pad a region of `at` bytes with zeros to a multiple of WIRE_ALIGN. Returns the padded size. */
+/* Pad a region of `at` bytes with zeros to a multiple of WIRE_ALIGN bytes. Return the padded size in bytes. */
 DEVICE uint32_t end_region(uint8_t *region, uint32_t at, uint32_t lane)
 {
 	uint32_t size = (at + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
@@ -55,15 +55,15 @@ DEVICE const job &share_coding(const codec_view *view, const uint8_t *memory, ui
 }
 
 /*
- * State of a lane that codes a plane. Rows are coded from the last to the first, and bits are prepended, so that the
- * decoder reads them in order. Words and literals are written from the end of their buffers downwards. near: end of the
- * words if all of them lie in shared memory, with room for WIRE_LANES more words before them; else NULL. wide: true if
- * literals have two bytes.
+ * State of a lane that encodes a plane. Rows of 128 symbols are encoded from the last to the first, and bits are
+ * prepended, so that the decoder reads them in order. Words and literals are written from the end of their buffers
+ * downwards. near: end of the words if all of them lie in shared memory, with room for WIRE_LANES more words before
+ * them; else NULL. wide: true if literals have two bytes.
  */
 struct coding {
 	/* high:low has the lane's bits, right-justified; the decoder reads the highest bit first */
 	uint32_t low, high;
-	uint32_t more; /* number of these bits modulo 32 (the number less 32) */
+	uint32_t more; /* number of these bits minus 32 */
 	const uint32_t *codes;
 	uint32_t *words, *near, nwords;
 	uint8_t *literals;
@@ -72,15 +72,19 @@ struct coding {
 };
 
 /*
- * Begin to code plane p. words: buffer for WORDS_ROOM words. literals: buffer for PLANE_ROOM literals. On entry it
- * contains the wide literals, one per symbol; each row is read before it can be overwritten by output.
+ * Begin to encode plane p. words: buffer for WORDS_ROOM words. literals: buffer for PLANE_ROOM literals. If `wide`, the
+ * buffer contains the literals of all symbols on entry, two bytes each; each row is read before output can overwrite
+ * it.
  */
 DEVICE coding begin_plane(const job *j, uint32_t p, uint32_t *words, uint8_t *literals, bool wide)
 {
 	return {0, 0, 0, j->codes + 256 * p, words, NULL, 0, literals, 0, wide};
 }
 
-/* Append the literals of row r to the plane's literals. escapes: mask of the lane's symbols that are escaped. */
+/*
+ * Write the literals of the escaped symbols in row r (128 symbols). escapes: mask of the lane's symbols that are
+ * escaped.
+ */
 DEVICE void put_literals(coding *s, uint32_t quad, uint32_t escapes, uint32_t r, uint32_t lane)
 {
 	uint32_t total, value[4], at = warp_scan(__popc(escapes), lane, &total);
@@ -101,8 +105,8 @@ DEVICE void put_literals(coding *s, uint32_t quad, uint32_t escapes, uint32_t r,
 }
 
 /*
- * Prepend the codes of the lane's four symbols of row r. n: number of them that exist; the others are padding, which
- * has no literals. Call it with descending r.
+ * Prepend the codes of the lane's four symbols of row r (128 symbols). n: how many of the four exist; the others are
+ * padding, which has no literals. Must be called with descending r.
  */
 DEVICE void code_quad(coding *s, uint32_t quad, uint32_t r, uint32_t n, uint32_t lane)
 {
@@ -110,8 +114,8 @@ DEVICE void code_quad(coding *s, uint32_t quad, uint32_t r, uint32_t n, uint32_t
 	uint32_t a = codes[__byte_perm(quad, 0, 0x4440)], b = codes[__byte_perm(quad, 0, 0x4441)];
 	uint32_t c = codes[__byte_perm(quad, 0, 0x4442)], d = codes[__byte_perm(quad, 0, 0x4443)];
 	/*
-	 * shifts use only the lower five bits of an entry, which are the code's length; funnel shifts move codes down
-	 * from the upper end
+	 * shifts use only the lower five bits of an entry, which are the code's length; funnel shifts prepend the
+	 * left-justified codes
 	 */
 	uint32_t four = __funnelshift_l(a, 0, a), more = s->more + a + b + c + d;
 
@@ -137,7 +141,7 @@ DEVICE void code_quad(coding *s, uint32_t quad, uint32_t r, uint32_t n, uint32_t
 			     r, lane);
 }
 
-/* Return the first n symbols of a quad, and padding symbols in place of the others. */
+/* Return the four symbols of a quad, with all but the first n replaced by the padding symbol. */
 DEVICE uint32_t filled(uint32_t quad, uint32_t n, uint32_t pad)
 {
 	return n < 4 ? keep_bytes(quad, n) | (pad & ~keep_bytes(FULL, n)) : quad;
@@ -162,10 +166,10 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
 	}
 }
 
-/* Sizes of a coded plane. */
+/* Sizes of a coded plane, in bits, words and bytes. */
 struct coded_sizes {
 	uint32_t sum, from;      /* total bits of all tails, and of the tails of lower lanes */
-	uint32_t nwords, nbytes; /* words that are written (zeros at the end are omitted); bytes of the plane */
+	uint32_t nwords, nbytes; /* number of words to write (zeros at the end are omitted); size of the plane */
 };
 
 /* Return the bytes of a coded plane before its words. sum: total bits of all tails. */
@@ -175,14 +179,15 @@ DEVICE uint32_t lead_nbytes(uint32_t sum)
 }
 
 /*
- * Return the address of a plane's words. The first WIRE_LANES words are reserved for the bits that lanes still hold.
+ * Return the address of a plane's words. The first WIRE_LANES words are reserved for bits that are still in the lanes'
+ * registers.
  */
 DEVICE uint32_t *words_of(const coding &s)
 {
 	return (s.near ? s.near : s.words + WORDS_ROOM) - (s.nwords + WIRE_LANES);
 }
 
-/* End a plane after all its rows were coded. Returns its sizes. */
+/* Finish a plane after all its rows were encoded. Return its sizes. */
 static __device__ coded_sizes close_plane(const coding &s, uint32_t lane)
 {
 	coded_sizes o;
@@ -216,8 +221,8 @@ static __device__ void write_plane(const coding &s, const coded_sizes &o, uint8_
 }
 
 /*
- * End a plane after all its rows were coded, and write its nbytes bytes to the address that place(nbytes) returns.
- * Returns nbytes; 0 if that is more than `most`, or place() returns NULL.
+ * Finish a plane after all its rows were encoded, and write its nbytes bytes to the address that place(nbytes) returns.
+ * Return nbytes; 0 if nbytes is more than `most`, or place() returns NULL.
  */
 template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_t most, G place, uint32_t lane)
 {
@@ -230,7 +235,7 @@ template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_
 	return o.nbytes;
 }
 
-/* Code all rows of a plane of k symbols in memory. See begin_plane. */
+/* Encode all rows of a plane of k symbols, and return the state for end_plane. Arguments: see begin_plane. */
 static __device__ coding code_rows(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t *words,
 				   uint8_t *literals, bool wide, uint32_t lane)
 {
@@ -245,7 +250,7 @@ static __device__ coding code_rows(const job *j, uint32_t p, const uint32_t *sym
 	return s;
 }
 
-/* Code a plane of k symbols in memory. Returns the bytes written to `out`; 0 if they would be more than `most`. */
+/* Encode a plane of k symbols. Return the number of bytes written to `out`; 0 if it would be more than `most`. */
 DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t most,
 				  uint32_t *words, uint8_t *literals, bool wide, uint8_t *out, uint32_t lane)
 {

@@ -1,5 +1,5 @@
 /*
- * coder/fit.cuh - fit row offsets of the scale model, by warps. docs/spec/encoder.md, section 4.2.
+ * coder/fit.cuh - compute row offsets of the scale model, one row per warp. docs/spec/encoder.md, section 4.2.
  *
  * The row offsets of a part are computed before the first block if the sample contains all rows (is_fitted). Otherwise
  * each block computes the offsets of the rows that it contains.
@@ -11,15 +11,15 @@
 #include "coder/model.cuh"
 
 /*
- * Return the pattern of value i: the exponent and upper mantissa bits of its upper 16 bits. values: aligned to `size`
- * bytes.
+ * Return the pattern of value i: exponent and upper mantissa bits, the 15 bits below the sign. values: aligned to
+ * `size`, the bytes per value.
  */
 DEVICE uint32_t pattern_at(const uint8_t *values, uint32_t size, uint64_t i)
 {
 	return *global((const uint16_t *)(values + (i + 1) * size - 2)) & 0x7fff;
 }
 
-/* Return the mean pattern of a sample of row r; CHOOSE_NONE if no value of the sample is at least `zero`. */
+/* Return the mean pattern of a sample of row r; CHOOSE_NONE if no pattern in the sample is at least `zero`. */
 DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, uint32_t size, uint32_t zero, uint64_t r,
 			 uint32_t lane)
 {
@@ -89,8 +89,8 @@ DEVICE int8_t *col_offsets(const codec_view *v, uint8_t *memory, const codec_mod
 }
 
 /*
- * Compute the row offsets of the rows that hold values first to first + m - 1, unless they were computed before. Warps
- * that share a row write the same offset.
+ * Compute the offsets of the rows that contain values first to first + m - 1, unless they were computed before. If
+ * several warps compute a row's offset, they write the same number.
  */
 DEVICE_CALL void fit_rows(const job *j, uint8_t *memory, const uint8_t *values, uint32_t size, int octave,
 			  uint32_t zero, uint64_t first, uint32_t m, uint32_t lane)

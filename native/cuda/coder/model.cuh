@@ -26,7 +26,7 @@ struct place {
 	const codec_model_part *part;
 	uint64_t left;                /* number of values of the part from the current one on */
 	uint32_t row, column, length; /* length: values in a row; 0: the part has no rows */
-	int eighths;                  /* base + row offset */
+	int eighths;                  /* base + row offset, in eighths of an octave */
 	const int8_t *rows, *cols;    /* offsets of rows and of columns, one byte each; NULL: there are none */
 };
 
@@ -41,7 +41,7 @@ DEVICE void enter_row(place *o)
 	o->eighths = eighths_of(o->part, o->rows, o->row);
 }
 
-/* Return the position of value `first`. Slow: needs a binary search and a division. */
+/* Return the position of value `first` in the scale model. Slow: needs a binary search and a division. */
 DEVICE_CALL place place_at(const job *j, uint64_t first)
 {
 	const codec_model_part *part =
@@ -100,11 +100,13 @@ DEVICE void move_back(const job *j, place *o, uint32_t n)
 	o->column -= n;
 }
 
-/* Eighths of an octave in the circle, for octaves of `octave` patterns. */
+/*
+ * Number of eighths of an octave in the range of patterns that offsets wrap around, for octaves of `octave` patterns.
+ */
 #define ROUND_OF(octave) (8 * WIRE_CIRCLE(128) / (octave))
 
 /*
- * Add `by` to two patterns, in the halves of a word, modulo the circle. u: patterns. upper: bits 7 to 14 of each
+ * Add `by` to two patterns, in the halves of word u, modulo WIRE_CIRCLE (the circle). upper: bits 7 to 14 of each
  * pattern; patterns where these bits are 0 are below `zero` and remain unchanged. by: two numbers below the circle's
  * size; to subtract an offset, pass the circle's size - offset.
  */
@@ -122,8 +124,8 @@ DEVICE uint32_t turn_pair(uint32_t u, uint32_t upper, uint32_t by)
 }
 
 /*
- * Return (eighths - 128), reduced to the circle, in both halves of a word. eighths: base + row offset. round: eighths
- * of an octave in the circle.
+ * Return (eighths - 128) modulo `round`, in both halves of a word. eighths: base + row offset. round: ROUND_OF, the
+ * number of eighths after which offsets wrap around.
  */
 DEVICE uint32_t row_pair(int eighths, int round)
 {
@@ -133,7 +135,7 @@ DEVICE uint32_t row_pair(int eighths, int round)
 	return (uint32_t)(e < round ? e : e - round) * 0x10001;
 }
 
-/* Load the column offsets of four values, one byte each. p: address of the first; even. */
+/* Load the column offsets of four values, one byte each. p: address of the first of them, an even number. */
 DEVICE uint32_t columns_at(const int8_t *p)
 {
 	const uint16_t *two = global((const uint16_t *)p);
@@ -153,8 +155,8 @@ DEVICE uint32_t pair_offset(uint32_t columns, uint32_t row, int octave)
 }
 
 /*
- * Convert an offset from eighths of an octave to patterns, `grain` patterns per eighth, and reduce it to the circle of
- * `around` patterns. The offset must be more than minus one circle and less than two circles.
+ * Convert an offset from eighths of an octave to patterns, `grain` patterns per eighth, modulo `around` patterns. The
+ * offset in patterns must be more than -around and less than 2 * around.
  */
 DEVICE uint16_t on_circle(int eighths, int grain, int around)
 {
@@ -164,13 +166,13 @@ DEVICE uint16_t on_circle(int eighths, int grain, int around)
 	return (uint16_t)(x - (x >= around ? around : 0));
 }
 
-/* Return the offset of the value at a position, in patterns. */
+/* Return the offset, in patterns, of the value at position *o. */
 DEVICE uint16_t offset_at(const place *o, int grain, int around)
 {
 	return on_circle(o->eighths + (o->cols ? o->cols[o->column] : 0), grain, around);
 }
 
-/* Compute the offsets of n consecutive values, which may lie in different rows and parts. */
+/* Compute the offsets, in patterns, of n consecutive values, which may lie in different rows and parts. */
 DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t *offset)
 {
 	place at = *o;
@@ -182,7 +184,7 @@ DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, int
 	}
 }
 
-/* Compute offsets of n values (1 to 4) from a position on, in patterns. */
+/* Compute the offsets, in patterns, of n values (1 to 4) from position *o on. */
 DEVICE void quad_offsets_here(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t offset[4])
 {
 	if (o->left >= 4 && (!o->length || o->column + 4 <= o->length)) {
@@ -199,7 +201,7 @@ DEVICE void quad_offsets_here(const job *j, const place *o, uint32_t n, int grai
 	}
 }
 
-/* Compute offsets of n values, then move the position to the lane's quad in the next row of 128 values. */
+/* Compute the offsets of n values (1 to 4) from position *o on, then move *o 128 values forward. */
 DEVICE void quad_offsets(const job *j, place *o, uint32_t n, int grain, int around, uint16_t offset[4])
 {
 	quad_offsets_here(j, o, n, grain, around, offset);

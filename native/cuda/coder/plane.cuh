@@ -1,12 +1,10 @@
-/*
- * coder/plane.cuh - read planes in any mode, row by row (128 values, one quad per lane). format.md, sections 6 and 7.
- */
+/* coder/plane.cuh - read planes in any mode, in rows of 128 values, four per lane. format.md, sections 6 and 7. */
 #ifndef CODEC_CUDA_CODER_PLANE_CUH
 #define CODEC_CUDA_CODER_PLANE_CUH
 
 #include "coder/decode.cuh"
 
-/* Bytes of scratch memory for a plane, which includes padding to whole rows. */
+/* Bytes of scratch memory for the largest plane, padded to whole rows of 128 values. */
 #define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
 
 /*
@@ -27,7 +25,7 @@ DEVICE bit_source bits_from(const cursor *c)
 	return {words, (uint32_t)((end - (const uint8_t *)words) / 4), end};
 }
 
-/* Return the index of the first bit of *p. */
+/* Return the bit index, relative to s.words, of the first bit of *p. */
 DEVICE uint32_t bit_of(const bit_source &s, const uint8_t *p)
 {
 	return 8 * (uint32_t)(p - (const uint8_t *)s.words);
@@ -74,8 +72,8 @@ struct plane {
 };
 
 /*
- * Begin to read plane p in mode `mode`. Moves the cursor past the parts of known size: the whole plane, except
- * literals and the bytes of runs in mode ROWS.
+ * Begin to read plane p, of k values, in mode `mode`. Move the cursor past the parts of known size: the whole plane,
+ * except literals and, in mode ROWS, the bytes of runs.
  */
 static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, uint32_t mode, const pairs &by,
 					  uint32_t k, cursor *c, uint32_t lane)
@@ -158,7 +156,7 @@ DEVICE codec_status plane_close(const plane *o)
 	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* Halved plane: combine the high nibbles at the cursor with the k low nibbles in memory at `plane`. */
+/* Halved plane of k values: combine the high nibbles at the cursor with the low nibbles, one per byte, at `plane`. */
 static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c, uint32_t lane)
 {
 	uint32_t nbytes = (k + 1) / 2, any = 0;
@@ -191,7 +189,7 @@ static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c,
 	return __any_sync(FULL, any != 0) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* Read all k bytes of plane p to memory at `to`, in whole rows. */
+/* Read all k bytes of plane p to `to`, padded to whole rows of 128. */
 static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mode, const pairs &by, uint32_t k,
 					  uint32_t *to, cursor *c, uint32_t lane)
 {

@@ -1,10 +1,10 @@
 /*
- * coder/sample.cuh - take samples of a tensor, from which encoders choose their settings: planes, rows, columns,
- * symbols. encoder.md, sections 4 and 5.
+ * coder/sample.cuh - sample a tensor (planes, rows, columns, symbols) to choose the encoder's settings. encoder.md,
+ * sections 4 and 5.
  *
  * Each part of the scale model is fitted in three steps: row means and row offsets; column offsets; symbol counts,
- * from which it is decided if offsets save bits. CTAs share each step of a part, and the last one to finish completes
- * the step.
+ * which show if offsets save bits. Several CTAs share each step of a part, and the last CTA to finish completes the
+ * step.
  */
 #ifndef CODEC_CUDA_CODER_SAMPLE_CUH
 #define CODEC_CUDA_CODER_SAMPLE_CUH
@@ -18,12 +18,12 @@
 /* Results for one part of the scale model; 0 before the launch. */
 struct codec_part_found {
 	uint32_t rows, cols, counts; /* number of finished tasks of each step */
-	/* flags: rows_ready is set once row offsets are computed, cols_ready once column offsets are */
+	/* flags: rows_ready is set once the row offsets are computed, cols_ready once the column offsets are */
 	uint32_t rows_ready, cols_ready;
 	int16_t mean[CHOOSE_ROWS];
 	uint64_t side_nibbles; /* bytes of nibbles in the side section before those of this part */
 	uint64_t raw_bits;     /* cost in bits of the part's symbols without offsets */
-	/* symbol counts: raw: without offsets; lowered: with offsets; based: with the base only (float64) */
+	/* symbol counts: without offsets (raw), with offsets (lowered), with the base only (based; float64) */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
 };
 
@@ -33,9 +33,9 @@ struct codec_part_found {
  */
 struct codec_choice {
 	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
-	uint32_t ticket; /* number of tasks taken */
+	uint32_t ticket; /* number of tasks that CTAs have claimed */
 	/*
-	 * done: number of finished shares of each step (PLANES, PARTS, SYMBOLS); ready: flags, set once the result of
+	 * done: number of finished tasks of each step (PLANES, PARTS, SYMBOLS); ready: flags, set once the result of
 	 * PLANES or PARTS is available
 	 */
 	uint32_t done[3], ready[2];
@@ -43,8 +43,8 @@ struct codec_choice {
 	uint32_t zero_runs, varied;
 	uint32_t under;                     /* not 0 if another plane has a nonzero byte where plane 0 is 0 */
 	int32_t finest, bins;               /* finest: finest shift of offsets; bins: number of bins per symbol */
-	unsigned long long zeros, sampled;  /* sample of planes: bytes of plane 0 that are 0; all bytes of plane 0 */
-	unsigned long long nzeros, nvalues; /* sample of symbols: symbols that are 0; all symbols */
+	unsigned long long zeros, sampled;  /* sample of planes: number of 0 bytes, and of all bytes, of plane 0 */
+	unsigned long long nzeros, nvalues; /* sample of symbols: number of 0 symbols, and of all symbols */
 	/* bytes of `lead`, which is the begin of the side section: codebooks and number of parts */
 	uint32_t lead_nbytes;
 	uint8_t lead[8 + WIRE_MAX_PLANES * BOOK_MAX_NBYTES + 4];
@@ -59,7 +59,7 @@ enum { PLANES, PARTS, SYMBOLS };
 /* Properties of the job's dtype and codec. */
 struct sample_kind {
 	uint32_t size;
-	/* octave: number of patterns in an octave; eighth: log2 of the number in an eighth of an octave */
+	/* octave: number of patterns in an octave; eighth: log2 of the number of patterns in an eighth of an octave */
 	int octave, eighth;
 	int shift;        /* index of the pattern's lowest bit in plane 0 */
 	uint32_t zero;    /* smallest pattern to which offsets are applied */
@@ -99,7 +99,7 @@ DEVICE sample_kind sample_kind_of(const codec_view *v)
 		v->dtype == CODEC_FLOAT64};
 }
 
-/* Convert an offset from eighths of an octave to patterns, modulo the circle. */
+/* Convert an offset from eighths of an octave to patterns, modulo the number of patterns that the model changes. */
 DEVICE uint16_t around(const sample_kind &q, int eighths)
 {
 	return on_circle(eighths, 1 << q.eighth, WIRE_CIRCLE((int)q.zero));
@@ -203,8 +203,8 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 }
 
 /*
- * Choose the finest shift, and the number of bins per symbol in counts, once all shares are done. bins: shared memory,
- * 256 counters.
+ * Choose the finest shift of offsets and the number of bins per symbol, after all shares of the sample of planes are
+ * done. bins: shared memory, 256 counters.
  */
 DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t *bins)
 {
@@ -214,8 +214,10 @@ DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t 
 	int finest = 0;
 
 	if (q.based && i == 0 && choose_prunes(seen->zeros, seen->sampled) && !seen->under)
-		/* blocks prune values whose byte in plane 0 is 0; other values of float64 do not have this byte in
-		 * plane 1 */
+		/*
+		 * blocks omit values whose byte in plane 0 is 0; other values of float64 do not have this byte in plane
+		 * 1
+		 */
 		c->counts[1][0] = n = 0;
 	bins[i] = 0;
 	uint64_t total = cta_sum(n);
@@ -240,7 +242,7 @@ struct fit_room {
 	/* index of the first value of each row in the sample for columns */
 	uint64_t at[CHOOSE_COL_ROWS];
 	int mean[CHOOSE_COL_ROWS];                  /* mean pattern of the row under its rounded offset */
-	int total[CTA_THREADS], count[CTA_THREADS]; /* sum of means, and number of rows, of each thread */
+	int total[CTA_THREADS], count[CTA_THREADS]; /* per thread: sum of mean patterns, and number of rows */
 };
 
 #define SHIFT_AT_ONCE 16 /* number of offsets that a thread loads at once */
@@ -269,7 +271,7 @@ DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
 			}
 	}
 	static_assert(WIRE_MAX_SHIFT == 3, "three counts are packed");
-	if (n < 1u << 21) { /* add three counts of 21 bits each in one sum */
+	if (n < 1u << 21) { /* three counts of 21 bits each fit one 64-bit sum */
 		uint64_t all = cta_sum(outside[0] | outside[1] << 21 | outside[2] << 42), mask = (1u << 21) - 1;
 
 		for (int by = 0; by < WIRE_MAX_SHIFT; by++)
@@ -331,7 +333,7 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 	}
 #pragma unroll
 	for (uint32_t k = 0; k < CHOOSE_ROWS / CTA_THREADS; k++)
-		if (mean[k] != CHOOSE_NONE) { /* means are below 2^15, so one sum combines means and their number */
+		if (mean[k] != CHOOSE_NONE) { /* means are below 2^15: one 64-bit sum has their sum and number */
 			sum += (uint64_t)mean[k];
 			count += 1ull << 32;
 		}
@@ -360,12 +362,12 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest);
 }
 
-#define COL_AT_ONCE 16 /* number of rows of a column that a thread loads at once */
+#define COL_AT_ONCE 16 /* number of a column's values that a thread loads at once */
 
 /*
  * Compute unrounded column offsets, in eighths of an octave, for share `share` of a part's columns: the mean over
- * sampled rows of (pattern - row offset). The sample is the first rows that sample_rows chose, whose means are in
- * f->mean, or all rows. Groups of threads share the rows of a column.
+ * sampled rows of (pattern - row offset). The sample is the first of the rows that sample_rows chose, whose means are
+ * in f->mean, or all rows. Several threads share the rows of a column.
  */
 DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_kind &q, const codec_model_part *part,
 			     const uint8_t *values, uint32_t share, uint32_t shares, const codec_part_found *f,
@@ -449,7 +451,9 @@ struct count_room {
 	codec_model_part part;
 };
 
-/* Count symbols of plane 0 in share `share` of a part's sample: without offsets and, if `model`, also with offsets. */
+/*
+ * Count the symbols of plane 0 in share `share` of a part's sample: without offsets and, if `model`, also with offsets.
+ */
 DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const sample_kind &q,
 				const codec_model_part *part, const uint8_t *values, bool model, uint32_t share,
 				uint32_t shares, const codec_choice *c, codec_part_found *f, count_room *room)
@@ -542,7 +546,7 @@ DEVICE void load_bins(const volatile uint32_t *bins, uint32_t parts, uint32_t n[
 		n[k] = k < parts ? bins[threadIdx.x + k * CTA_THREADS] : 0;
 }
 
-/* Add the counts under bases that are raised by `by` eighths to `sum`, as choose_add_lowered does. */
+/* Add to `sum` the bins shifted down by a base of `by` bins, as choose_add_lowered does. */
 DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, uint32_t *sum)
 {
 	uint32_t circle = 255 * parts, low = by % circle, n[CHOOSE_PARTS];
@@ -577,7 +581,7 @@ struct decide_room {
 	uint64_t bits[2];
 };
 
-/* Drop a part's offsets unless they save bits. Adds the part's counts to those of all parts. */
+/* Drop a part's offsets unless they save bits. Add the part's symbol counts to the counts of all parts. */
 DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
 			     codec_part_found *f, decide_room *room)
 {
@@ -608,14 +612,14 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 	__syncthreads();
 	if (threadIdx.x == 0)
 		set_base_only(part, base);
-	if (q.based) /* float64: symbols wrap around at 256, not at the circle's 2047 */
+	if (q.based) /* float64: symbols wrap around after 256, patterns only after 2047 symbols */
 		return add_lowered(f->based, 1, 0, c->all);
 	add_lowered(f->raw, bins, q.octave > 128 || bins > 1 ? base : base / 8u, c->all);
 }
 
 /*
- * Write the first bytes of the side section to c->lead: id of an agreed codebook, codebooks, number of records. coded:
- * mask of planes with a codebook. name: id of the agreed codebook; 0: there is none.
+ * Write the first bytes of the side section to c->lead: id of an agreed codebook, codebooks, number of segment records.
+ * coded: mask of planes with a codebook. name: id of the agreed codebook; 0: there is none.
  */
 DEVICE_CALL void write_lead(const codec_view *v, const uint8_t *memory, uint32_t coded, uint64_t name,
 			    uint64_t nrecords, codec_choice *c)
@@ -636,7 +640,7 @@ DEVICE_CALL void write_lead(const codec_view *v, const uint8_t *memory, uint32_t
 	__syncthreads();
 }
 
-/* Compute offsets of sections in the frame. */
+/* Set the offsets of sections in the frame, given the size of the side section. */
 DEVICE void place_sections(codec_view *v, uint64_t side_nbytes)
 {
 	v->side_nbytes = (side_nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;

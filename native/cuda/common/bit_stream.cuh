@@ -1,6 +1,7 @@
 /*
- * common/bit_stream.cuh - bit streams of Delta and TopK. All lanes of a warp read the same bits; lanes or threads
- * write bits at positions that they have computed before. docs/spec/format.md, section 10.3.
+ * common/bit_stream.cuh - bit streams of Delta and TopK. When reading, all lanes of a warp read the same bits; when
+ * writing, each lane or thread writes bits at a position that it has computed before. docs/spec/format.md, section
+ * 10.3.
  */
 #ifndef CODEC_CUDA_COMMON_BIT_STREAM_CUH
 #define CODEC_CUDA_COMMON_BIT_STREAM_CUH
@@ -46,8 +47,8 @@ DEVICE uint64_t read_bits(bit_reader *r, uint32_t n)
 }
 
 /*
- * Read a Rice code with parameter k < full. An escape is followed by the number itself in `full` bits. Sets *bad if
- * the number is not below 2^full.
+ * Read the Rice code of a number, with parameter k < full. An escape is followed by the number itself in `full` bits.
+ * Set *bad if the number is not below 2^full.
  */
 DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
 {
@@ -63,8 +64,8 @@ DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
 }
 
 /*
- * Read the Rice code of a gap and, unless the gap is 0, the sign after it. Most gaps are decoded from one load of 32
- * bits.
+ * Read the Rice code of a gap, with parameter k, and, unless the gap is 0, the sign after it. Most gaps are decoded
+ * from one load of 32 bits.
  */
 DEVICE uint32_t read_gap(bit_reader *r, uint32_t k, bool *negative, bool *bad)
 {
@@ -116,7 +117,7 @@ DEVICE uint32_t rice_nbits(uint64_t x, uint32_t k, uint32_t full)
 	return x >> k < WIRE_RICE_LONGEST ? (uint32_t)(x >> k) + 1 + k : WIRE_RICE_LONGEST + full;
 }
 
-/* OR up to 64 bits into a stream, whose address is a multiple of 4 bytes. */
+/* OR x, of up to 64 bits, into a stream from bit index `bit` on. The stream's address is a multiple of 4 bytes. */
 DEVICE void or_stream(uint8_t *stream, uint32_t bit, uint64_t x)
 {
 	or_bits(stream, bit, (uint32_t)x);

@@ -16,15 +16,18 @@
 static __device__ const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS] = {CHECKSUM_KEYS};
 
 /*
- * Running checksum of one stream of bytes. `sum`: sum over this lane's words of the current chunk. `mine`: sum over
- * all words of the latest chunk whose index modulo 32 equals this lane's number. So the lanes together store the sums
- * of 32 chunks, which digest_sum mixes at once.
+ * A lane's state of the checksum of one stream of bytes. `sum`: sum over this lane's words of the current chunk.
+ * `mine`: sum over all words of the latest chunk whose index modulo 32 equals this lane's number. So the lanes together
+ * store the sums of 32 chunks, which digest_sum mixes at once.
  */
 struct digest {
 	uint64_t sum, mine;
 };
 
-/* Add row `row` (32 words, one per lane) of the stream. Rows of a chunk may be added in any order. */
+/*
+ * Add this lane's `word` of row `row` of the stream; a row is 32 words, one per lane. Rows of a chunk may be added in
+ * any order.
+ */
 DEVICE void digest_word(digest *d, uint32_t word, uint32_t row, uint32_t lane)
 {
 	d->sum += (uint64_t)word * CHECKSUM_KEY[row % CHUNK_ROWS * 32 + lane];

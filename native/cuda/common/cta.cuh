@@ -4,8 +4,9 @@
  *
  * All functions are called by all CTA_THREADS threads of a CTA, and include the barriers that they need.
  *
- * CTAs share the work on a frame as numbered tasks (cta_next_task). A task waits only for tasks with smaller numbers,
- * which resident CTAs have already taken. So there is no deadlock, however few CTAs are resident at once.
+ * The work on a frame is divided into numbered tasks, which CTAs claim in order (cta_next_task). A task waits only for
+ * tasks with smaller numbers, which resident CTAs have already claimed. So there is no deadlock, however few CTAs are
+ * resident at once.
  */
 #ifndef CODEC_CUDA_COMMON_CTA_CUH
 #define CODEC_CUDA_COMMON_CTA_CUH
@@ -15,7 +16,7 @@
 #define CTA_THREADS 256 /* threads of a CTA */
 #define CTA_WARPS (CTA_THREADS / 32)
 
-/* Return the sum of x over all threads. */
+/* Return the sum of x over all threads of the CTA. */
 DEVICE_CALL uint64_t cta_sum(uint64_t x)
 {
 	__shared__ uint64_t sums[CTA_WARPS];
@@ -31,7 +32,7 @@ DEVICE_CALL uint64_t cta_sum(uint64_t x)
 	return sum;
 }
 
-/* Return the largest x of all threads. */
+/* Return the largest x of all threads of the CTA. */
 DEVICE_CALL uint32_t cta_max(uint32_t x)
 {
 	__shared__ uint32_t most[CTA_WARPS];
@@ -45,8 +46,8 @@ DEVICE_CALL uint32_t cta_max(uint32_t x)
 }
 
 /*
- * Return the exclusive prefix sum of x over threads (the sum over all threads below this one). Sets *total to the sum
- * over all threads.
+ * Return the exclusive prefix sum of x over threads of the CTA (the sum over threads with a smaller index). Set *total
+ * to the sum over all threads.
  */
 DEVICE_CALL uint64_t cta_scan(uint32_t x, uint64_t *total)
 {
@@ -79,7 +80,8 @@ DEVICE_CALL uint32_t cta_broadcast(uint32_t x)
 }
 
 /*
- * Return the number of the next task that no CTA has taken. `ticket`: counter in global memory, 0 before the launch.
+ * Claim the next task that no CTA has claimed, and return its number. `ticket`: counter in global memory, 0 before the
+ * launch.
  */
 DEVICE_CALL uint32_t cta_next_task(uint32_t *ticket)
 {
@@ -87,8 +89,8 @@ DEVICE_CALL uint32_t cta_next_task(uint32_t *ticket)
 }
 
 /*
- * Release fence, device scope: writes of all threads of the CTA become visible before the next write of thread 0. The
- * barrier orders these writes before the fence of thread 0, and fences are cumulative.
+ * Release fence, device scope: writes of all threads of the CTA become visible to other CTAs before thread 0's next
+ * write. The barrier orders these writes before the fence of thread 0, and fences are cumulative.
  */
 DEVICE void cta_release()
 {
@@ -98,8 +100,8 @@ DEVICE void cta_release()
 }
 
 /*
- * Count this CTA as done in *done. Returns true in the last of `ctas` CTAs, to which the writes of all other CTAs are
- * then visible.
+ * Count this CTA as finished in *done. Return true in the CTA that finishes last, of `ctas` CTAs; the writes of all
+ * other CTAs are then visible to it.
  */
 DEVICE_CALL bool cta_is_last(uint32_t *done, uint32_t ctas)
 {
@@ -113,7 +115,9 @@ DEVICE_CALL bool cta_is_last(uint32_t *done, uint32_t ctas)
 	return cta_broadcast(last);
 }
 
-/* Set a flag in global memory for which other CTAs wait. All earlier writes of this CTA become visible to them. */
+/*
+ * Set a flag in global memory for which other CTAs wait. All earlier writes of this CTA become visible to these CTAs.
+ */
 DEVICE_CALL void cta_signal(volatile uint32_t *flag)
 {
 	cta_release();

@@ -1,4 +1,4 @@
-/* common/job.cuh - a job on the device: the codec_view that the C library made, and the arrays to which it refers. */
+/* common/job.cuh - a job on the device: the codec_view from the C library, and the arrays to which the view refers. */
 #ifndef CODEC_CUDA_COMMON_JOB_CUH
 #define CODEC_CUDA_COMMON_JOB_CUH
 
@@ -8,7 +8,9 @@
 struct job {
 	codec_view v;
 	const uint8_t *memory;
-	/* encoding: 256 entries for each plane in shared memory, see share_coding in coder/encode.cuh; else NULL */
+	/*
+	 * encoding: code tables in shared memory, 256 entries per plane (share_coding in coder/encode.cuh); else NULL
+	 */
 	const uint32_t *codes;
 };
 
@@ -69,8 +71,8 @@ DEVICE const uint8_t *table_of(const job *j, uint32_t p)
 }
 
 /*
- * Return the last of `count` parts that begins at or before `place`, by binary search. `begins`: member of a part that
- * stores its begin; begins ascend from 0.
+ * Return the part that contains position `place`: the last of `count` parts that begins at or before it, by binary
+ * search. `begins`: member of PART that stores where the part begins; these ascend from 0.
  */
 template <class PART, class NUMBER>
 DEVICE const PART *part_at(const PART *part, uint64_t count, NUMBER PART::*begins, uint64_t place)

@@ -1,10 +1,10 @@
 /*
- * common/scratch.cuh - scratch memory of a call, divided into units that warps acquire and release.
+ * common/scratch.cuh - scratch memory of a call, divided into units of equal size that warps acquire and release.
  *
  * A launch encodes or decodes any number of frames, but the GPU runs only a limited number of warps at once. These
- * warps share units of scratch memory. The number of warps that work on a frame is limited to the number for which
- * units exist (useful_warps). If several frames need more units than exist, warps wait for units. There is no deadlock:
- * a warp acquires its units before its first block, so a warp that has units never waits for a warp that has none.
+ * warps share the units of scratch memory. At most as many warps work on a frame as can own units at the same time
+ * (useful_warps). If several frames need more units than exist, warps wait for units. There is no deadlock: a warp
+ * acquires its units before its first block, so a warp that has units never waits for a warp that has none.
  */
 #ifndef CODEC_CUDA_COMMON_SCRATCH_CUH
 #define CODEC_CUDA_COMMON_SCRATCH_CUH
@@ -26,7 +26,7 @@ struct taken_units {
 	uint32_t first, count;
 };
 
-/* Return the number of units for `nbytes` bytes; `nbytes` is not 0. */
+/* Return the number of units that hold `nbytes` > 0 bytes. */
 DEVICE uint32_t units_for(const codec_units &s, uint64_t nbytes)
 {
 	return (uint32_t)((nbytes + s.each - 1) / s.each);
@@ -48,8 +48,8 @@ DEVICE uint32_t useful_warps(const codec_units &s, uint64_t nbytes, uint32_t war
 }
 
 /*
- * Return a mask of the free groups of `count` units in word `word` of s.taken: the bit of a group's first unit is set
- * if all its units are free. Groups begin at multiples of `count` within the word.
+ * Find free groups of `count` units in word `word` of the bit mask s.taken. Return a mask in which the bit of a group's
+ * first unit is set if all units of the group are free. Groups begin at multiples of `count` within the word.
  */
 DEVICE uint32_t free_groups(const codec_units &s, uint32_t word, uint32_t count)
 {
@@ -63,8 +63,8 @@ DEVICE uint32_t free_groups(const codec_units &s, uint32_t word, uint32_t count)
 }
 
 /*
- * Acquire units for `nbytes` bytes; wait until enough are free. Called by all lanes of a warp. At most 32 units, and
- * no more than s.count.
+ * Acquire adjacent units for `nbytes` bytes, at most 32 units and at most s.count, and wait until they are free. Return
+ * their address; NULL if the frame needs none. Called by all lanes of a warp.
  */
 static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, uint32_t lane)
 {
@@ -74,7 +74,10 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 	if (!s.count || !nbytes)
 		return {NULL, 0, 0};
 	const uint32_t count = units_for(s, nbytes), groups = 32 / count;
-	/* start at the unit with this warp's number, which is free for the warps of the first frame */
+	/*
+	 * start at the group with this warp's number in the grid: the first warps of a launch then find free groups at
+	 * once
+	 */
 	const uint32_t own = (gridDim.x * blockIdx.y + blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
 	const uint32_t wanted = own % groups * count;
 
@@ -105,7 +108,7 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 /* Release units. Called by all lanes of a warp. */
 static __device__ void give_units(const codec_units &s, const taken_units &t, uint32_t lane)
 {
-	__syncwarp(); /* no lane uses the memory any more */
+	__syncwarp(); /* all lanes have finished using the memory */
 	if (lane == 0 && t.memory) {
 		device_fence(); /* release fence, for all lanes */
 		atomicAnd(s.taken + t.first / 32, ~(FULL >> (32 - t.count) << t.first % 32));

@@ -6,8 +6,8 @@
 #include "common/warp.cuh"
 
 /*
- * Destination of decoded values. Fields are those of codec_context. `data`: address of the tensor, a multiple of the
- * size of a value; NULL: values are checked but not stored.
+ * Destination of decoded values: fields of codec_context that concern it, and `data`, the address of the tensor, a
+ * multiple of the size of a value; NULL: values are checked but not stored.
  */
 struct codec_sink {
 	uint8_t *data;
@@ -34,13 +34,15 @@ DEVICE uint32_t bits_of_float(uint32_t dtype, float y)
 
 /* Tensor to be encoded. All arrays have one entry per value of the tensor. */
 struct codec_source {
-	/* the tensor, aligned to the size of a value; with error feedback: `sums`, rounded to the tensor's dtype */
+	/*
+	 * the tensor, aligned to the size of a value; with error feedback: `sums` below, rounded to the tensor's dtype
+	 */
 	const uint8_t *values;
 	const float *sums; /* with error feedback: tensor + residual as float32; otherwise NULL */
-	float *residual;   /* output: residual (source minus its decoded values); NULL: not written */
+	float *residual;   /* output: residual (encoded value minus decoded value); NULL: not written */
 };
 
-/* Return value i as float32. */
+/* Return value i of the source as float32. */
 DEVICE float value_at(uint32_t dtype, const codec_source *s, uint64_t i)
 {
 	return s->sums                 ? s->sums[i]
@@ -48,15 +50,15 @@ DEVICE float value_at(uint32_t dtype, const codec_source *s, uint64_t i)
 				       : float_of(dtype, ((const uint16_t *)s->values)[i]);
 }
 
-/* Check that groups of 4 values, which begin at multiples of 4, are aligned for one vector load each. */
+/* Return true if each group of 4 values that begins at an index divisible by 4 is aligned for one vector load. */
 DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
 {
 	return s->sums ? (uint64_t)s->sums % 16 == 0 : (uint64_t)s->values % (dtype == WIRE_FLOAT32 ? 16 : 8) == 0;
 }
 
 /*
- * Load N quads of values as bits of float32: PER adjacent quads from value i, PER quads from value i + apart, and so
- * on. i and `apart` are multiples of 4, and in_quads() must be true. All loads are in flight together.
+ * Load N quads (groups of 4 values) as bits of float32: PER adjacent quads from value i on, PER quads from value i +
+ * apart on, and so on. i and `apart` are multiples of 4, and in_quads() must be true. All loads are in flight together.
  */
 template <int N, int PER>
 DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t apart, uint32_t x[4 * N])
@@ -87,25 +89,25 @@ DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32
 			x[k] = round_from_float16((uint16_t)x[k]);
 }
 
-/* Load N (4 or 8) values from value i on, see load_quads. */
+/* Load N (4 or 8) values from value i on as bits of float32. See load_quads. */
 template <int N> DEVICE void values_at_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[N])
 {
 	load_quads<N / 4, N / 4>(dtype, s, i, 4, x);
 }
 
-/* Load the lane's quads of N rows of 128 values; i: its first value. See load_quads. */
+/* Load the lane's 4 values of each of N rows of 128 values; i: index of the first of them. See load_quads. */
 template <int N> DEVICE void values_at_rows(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[4 * N])
 {
 	load_quads<N, 1>(dtype, s, i, WIRE_ROW, x);
 }
 
-/* Load the lane's groups of 8 values of N times 256 values; i: its first value. See load_quads. */
+/* Load the lane's 8 values of each of N runs of 256 values; i: index of the first of them. See load_quads. */
 template <int N> DEVICE void values_at_groups(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[8 * N])
 {
 	load_quads<2 * N, 2>(dtype, s, i, 256, x);
 }
 
-/* Load N values: i, i + 32, i + 64 ... */
+/* Load the N values with index i, i + 32, i + 64, ... as float32. */
 template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
 {
 	if (s->sums || dtype == WIRE_FLOAT32) {
@@ -139,8 +141,8 @@ DEVICE float put_float(const codec_sink *s, float before, float y, float scale)
 }
 
 /*
- * Load n <= 4 values of a float32 destination, from value i on. If the result does not depend on them, set them to 0
- * instead.
+ * Load n <= 4 values of a float32 destination, from value i on, to combine them with decoded values. If the sink's
+ * operation ignores them, set x to 0 instead.
  */
 DEVICE void load_floats(const codec_sink *s, uint64_t i, uint32_t n, float x[4])
 {
@@ -152,7 +154,7 @@ DEVICE void load_floats(const codec_sink *s, uint64_t i, uint32_t n, float x[4])
 		x[k] = round_float((uint32_t)words[k]);
 }
 
-/* Store n <= 4 float32 values from value i on. */
+/* Store n <= 4 float32 values to the destination from value i on. */
 DEVICE void store_floats(const codec_sink *s, uint64_t i, uint32_t n, const float x[4])
 {
 	const uint64_t words[4] = {round_bits(x[0]), round_bits(x[1]), round_bits(x[2]), round_bits(x[3])};
@@ -172,8 +174,8 @@ DEVICE void put_floats(const codec_sink *s, uint64_t i, uint32_t n, const float 
 }
 
 /*
- * Store n <= 4 values from value i on. x: bits of the values in the frame's dtype. If s->into is not CODEC_INTO_STORE,
- * the dtype must be a float, and the values are combined with a float32 destination.
+ * Store n <= 4 decoded values from value i on. x: bits of the values in the frame's dtype. If s->into is not
+ * CODEC_INTO_STORE, that dtype must be a float, and the values are combined with a float32 destination.
  */
 template <int SIZE>
 DEVICE void put_quad(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n, const uint64_t x[4])
@@ -187,7 +189,7 @@ DEVICE void put_quad(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n
 	put_floats(s, i, n, y, 0);
 }
 
-/* Round a decoded float32 to the frame's dtype, unless the sink takes unscaled values. */
+/* Round a decoded float32 value to the frame's dtype, unless the sink requests unscaled values. */
 DEVICE float decoded_float(const codec_sink *s, uint32_t dtype, float y)
 {
 	return s->unscaled ? y : float_of(dtype, bits_of_float(dtype, y));

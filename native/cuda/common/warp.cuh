@@ -2,8 +2,8 @@
  * common/warp.cuh - loads and stores at unaligned addresses, operations on the bytes of words, and reductions over the
  * 32 lanes of a warp.
  *
- * A "quad" is four consecutive values of a tensor or plane. A "row" is 128 values, of which a lane works on one quad:
- * values 4 * lane to 4 * lane + 3.
+ * A "quad" is four consecutive values of a tensor or plane. A "row" is 128 values, of which each lane processes one
+ * quad: values 4 * lane to 4 * lane + 3.
  */
 #ifndef CODEC_CUDA_COMMON_WARP_CUH
 #define CODEC_CUDA_COMMON_WARP_CUH
@@ -14,7 +14,7 @@
 #include "exact/wire.h"
 
 #define DEVICE static __device__ __forceinline__
-#define DEVICE_CALL static __device__ __noinline__ /* for large functions outside of loops over values */
+#define DEVICE_CALL static __device__ __noinline__ /* large functions that are not called in loops over values */
 #define FULL 0xffffffffu
 #define ONES 0x01010101u
 
@@ -34,7 +34,7 @@ template <class T> DEVICE T *shared(T *p)
 	return p;
 }
 
-/* Return x such that the compiler keeps it in a register instead of computing it again. */
+/* Return x unchanged, so that the compiler keeps it in a register instead of computing it again. */
 DEVICE uint32_t opaque(uint32_t x)
 {
 #ifdef __CUDA_ARCH__
@@ -75,13 +75,16 @@ DEVICE void prefetch(const void *p)
 
 #define LINE_NBYTES 128 /* bytes of a cache line */
 
-/* Return the sum of x over the warp. */
+/* Return the sum of x over all lanes of the warp. */
 DEVICE uint32_t warp_sum(uint32_t x)
 {
 	return __reduce_add_sync(FULL, x);
 }
 
-/* Return the sum of x over the warp. Adds parts of 27 bits, so that the sum of 32 parts cannot overflow 32 bits. */
+/*
+ * Return the sum of x over all lanes of the warp. Parts of 27 bits are added separately, because 32 parts cannot
+ * overflow 32 bits.
+ */
 DEVICE uint64_t warp_sum(uint64_t x)
 {
 	const uint32_t part = (1u << 27) - 1;
@@ -112,7 +115,7 @@ DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)
 	return sum - x;
 }
 
-/* Load a little-endian word at any address. Reads the aligned words that contain its bytes, and no other memory. */
+/* Load a little-endian word at any address. Only the aligned words that contain its bytes are read. */
 DEVICE uint32_t load32(const uint8_t *p)
 {
 	const uint32_t *w = (const uint32_t *)((uint64_t)p & ~3ull);
@@ -255,13 +258,13 @@ DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
 	return (~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) >> 7 & ONES) * 255;
 }
 
-/* Return a word of four bytes, one for each of a, b, c and d: 255 if the word is negative, else 0. */
+/* Return a word whose bytes are 255 where a, b, c and d (lowest byte first) are negative, and 0 elsewhere. */
 DEVICE uint32_t sign_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
 #ifdef __CUDA_ARCH__
 	uint32_t low, high;
 
-	/* with selectors of 8 and above, prmt replicates the sign of a byte */
+	/* selectors of 8 and above make prmt replicate the sign of a byte */
 	asm("prmt.b32 %0, %1, %2, 0xfb;" : "=r"(low) : "r"(a), "r"(b));
 	asm("prmt.b32 %0, %1, %2, 0xfb;" : "=r"(high) : "r"(c), "r"(d));
 	return __byte_perm(low, high, 0x5410);
@@ -271,8 +274,8 @@ DEVICE uint32_t sign_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 }
 
 /*
- * OR up to 32 bits into a region from bit `bit` on; its address is a multiple of 4 bytes. Other lanes may write other
- * bits of the same words.
+ * OR up to 32 bits into a region from bit index `bit` on. The region's address is a multiple of 4 bytes. Other lanes
+ * may write other bits of the same words.
  */
 DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
 {

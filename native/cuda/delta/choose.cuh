@@ -1,13 +1,13 @@
 /*
- * delta/choose.cuh - choose the scale of a block from a histogram of exponents, as native/src/exact/delta.h does.
- * Lanes compute the costs of 32 scales at once. docs/spec/encoder.md, section 10.
+ * delta/choose.cuh - choose the scale of a block from a histogram of exponents, as native/src/exact/delta.h does. Each
+ * lane computes the cost of a different scale. docs/spec/encoder.md, section 10.
  */
 #ifndef CODEC_CUDA_DELTA_CHOOSE_CUH
 #define CODEC_CUDA_DELTA_CHOOSE_CUH
 
 #include "delta/delta.cuh"
 
-/* scale of blocks without classes: all values are in class 0, whose codes are not used */
+/* scale of blocks that do not use classes (patches): all values count as class 0 */
 #define NO_SCALE 0x7fffffff
 
 /* Bin of one exponent in the histogram, in scratch memory. Members are those of delta_bin. */
@@ -17,8 +17,8 @@ struct exponent_bin {
 };
 
 /*
- * Return an estimate of a block's bits under a scale, as delta_cost does. Exponents without values or changes
- * contribute 0.
+ * Return an estimate of a block's coded size in bits under a scale, as delta_cost does, from the bins of exponents
+ * `low` to `high`. Exponents without values or changes contribute 0.
  */
 DEVICE_CALL uint64_t cost_of(const exponent_bin *bins, int low, int high, int scale, uint32_t item)
 {

@@ -1,5 +1,5 @@
 /*
- * delta/classes.cuh - bit planes of the classes of a block's values, and iteration over the values of a class. Used by
+ * delta/classes.cuh - bit planes of the class numbers of a block's values, and iteration over the values of a class, by
  * one warp.
  */
 #ifndef CODEC_CUDA_DELTA_CLASSES_CUH
@@ -7,16 +7,17 @@
 
 #include "delta/delta.cuh"
 
-#define GROUP 1024     /* number of values in a group, each of whose bit planes has 32 words */
-#define CLASS_PLANES 4 /* bits of a class */
+#define GROUP 1024     /* number of values in a group; a bit plane of a group has 32 words */
+#define CLASS_PLANES 4 /* bits of a class number */
 #define NO_CLASS 15u   /* class of padding after the end of a block */
 
 /*
- * Bytes of scratch memory for each 1,024 values of a block: bit planes of classes, then sums of the digest's chunks.
+ * Bytes of scratch memory for each 1,024 values of a block: bit planes of class numbers, then sums of the digest's
+ * chunks. size: bytes per value.
  */
 #define DELTA_ROOM(size) (GROUP / 8 * CLASS_PLANES + 8 * (size))
 
-/* Block being decoded. `count`: number of changes in its head. */
+/* State of a block while it is decoded. `count`: number of changes, from the region's head. */
 struct delta_block {
 	delta_kind q;
 	const uint8_t *base;
@@ -24,7 +25,7 @@ struct delta_block {
 	uint64_t first; /* index of the first value */
 	uint32_t m, mode, field, count;
 	uint32_t *list;   /* output: entries of the block's changes, see write_list; NULL: do not list them */
-	uint32_t *planes; /* bit planes of classes, in scratch memory */
+	uint32_t *planes; /* bit planes of class numbers, in scratch memory */
 	/*
 	 * sums of the digest's chunks: first of the base, then of the result, as changes are added; NULL: do not
 	 * compute the digest
@@ -33,17 +34,17 @@ struct delta_block {
 };
 
 /*
- * Constants for the classes of values of 2 bytes, in both halves of a word: 1 - S (S: the scale), and twice the class
- * of exponent 1.
+ * Constants to compute the classes of values of 2 bytes, in both halves of a word: 1 - S, where S is the scale, and
+ * twice the class of exponent 1.
  */
 struct class_pair {
 	uint32_t field, add, least;
 };
 
 /*
- * Write the bit planes of a group of values of 2 bytes, which begin at a multiple of 16 bytes. A lane computes the
- * classes of 8 values, two at a time, and writes a byte of each plane. *most: twice the largest class so far, in each
- * half of the word; updated.
+ * Write the bit planes of the class numbers of a group of 2-byte values, which begin at a multiple of 16 bytes. A lane
+ * computes the classes of 8 values, two at a time, and writes a byte of each plane. *most: twice the largest class so
+ * far, in each half of the word; updated.
  */
 DEVICE void put_planes(const uint8_t *values, uint32_t mbits, const class_pair &by, uint8_t *planes, uint32_t *most,
 		       uint32_t lane)
@@ -70,7 +71,7 @@ DEVICE void put_planes(const uint8_t *values, uint32_t mbits, const class_pair &
 	}
 }
 
-/* Compute the bit planes of the classes of a block's values. Returns the largest class. */
+/* Compute the bit planes of the class numbers of a block's values. Return the largest class. */
 template <int SIZE> DEVICE uint32_t make_planes(const delta_block &o, int scale, uint32_t lane)
 {
 	const uint32_t least = 2 * delta_class(1, scale), add = (uint32_t)(1 - scale) & 0xffff;
@@ -107,7 +108,7 @@ template <int SIZE> DEVICE uint32_t make_planes(const delta_block &o, int scale,
 	return warp_max(top > most / 2 ? top : most / 2);
 }
 
-/* Return this lane's 32 bits of the mask of a class's members in group g. */
+/* Return this lane's 32 bits of the mask of the values in a class, for group g of 1,024 values. */
 DEVICE uint32_t members_of(const delta_block &o, uint32_t class_, uint32_t g, uint32_t lane)
 {
 	const uint32_t *plane = global(o.planes) + 32 * CLASS_PLANES * g + lane;
@@ -119,8 +120,8 @@ DEVICE uint32_t members_of(const delta_block &o, uint32_t class_, uint32_t g, ui
 }
 
 /*
- * Cursor over the members of a class in a group of values. The first `used` members have been passed. upto: number of
- * members up to and including this lane's word.
+ * Cursor over the members of a class, which are the values in it, in a group of 1,024 values. The first `used` members
+ * have been passed. upto: number of members up to and including this lane's word.
  */
 struct class_cursor {
 	uint32_t class_, group, word, upto, total, used;
@@ -137,8 +138,8 @@ DEVICE void open_group(const delta_block &o, class_cursor *c, uint32_t group, ui
 }
 
 /*
- * Advance by `gap` >= 1 members, and set *place to the index in the block of the last of them. Returns false if fewer
- * members are left.
+ * Advance by `gap` >= 1 members of the class, and set *place to the index in the block of the last of them. Return
+ * false if fewer members are left.
  */
 DEVICE bool pass_members(const delta_block &o, class_cursor *c, uint32_t gap, uint32_t *place, uint32_t lane)
 {

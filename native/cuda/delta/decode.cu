@@ -2,16 +2,16 @@
 #include "delta/decode.cuh"
 
 /*
- * Bytes of scratch memory of a warp for each 1,024 values of a block, read by the host; indexed by log2 of a value's
- * size in bytes.
+ * Bytes of scratch memory of a warp per 1,024 values of a block, indexed by log2 of a value's size in bytes. The host
+ * reads this symbol.
  */
 extern "C" __device__ const uint64_t decode_delta_nbytes[] = {DELTA_ROOM(1), DELTA_ROOM(2), DELTA_ROOM(4),
 							      DELTA_ROOM(8)};
 
 /*
- * Decode blocks of values of SIZE bytes, or only check them. Grid: (CTAs, frames). With d.checks, the digests of base
- * and result are computed; the caller compares them with the frame's. Changes are written while they are read. If an
- * invalid frame or another base must not change the destination, run a launch that only checks first.
+ * Kernel: decode blocks of values of SIZE bytes, or only check them. Grid: (CTAs, frames). With d.checks, the digests
+ * of base and result are computed; the caller compares them with the frame's digests. Changes are written while they
+ * are read. If an invalid frame or another base must not change the destination, run a launch that only checks before.
  */
 template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) decode_delta(const codec_decoding *decodings)
 {

@@ -2,10 +2,10 @@
  * delta/decode.cuh - decode the changes of a block by a warp. docs/spec/format.md, section 10.
  *
  * Codes have variable sizes, so all lanes read the same code at a time. For dtypes with exponents the warp first
- * computes bit planes of the classes of values, 1,024 values (32 words per plane) at a time. A code gives the number of
- * values of the same class since the last change; the changed value is found by a prefix sum over 32 words of the
- * class's mask. Changes are buffered, one per lane. When there are 32, the warp loads their base values together and
- * applies them.
+ * computes bit planes of the values' class numbers, 1,024 values (32 words per plane) at a time. A code gives the
+ * number of values of the same class since the last change; the changed value is found by a prefix sum over 32 words of
+ * the class's mask. Changes are buffered, one per lane. When the buffer has 32, the warp loads the base values of all
+ * of them together and applies the changes.
  */
 #ifndef CODEC_CUDA_DELTA_DECODE_CUH
 #define CODEC_CUDA_DELTA_DECODE_CUH
@@ -15,7 +15,7 @@
 #include "delta/classes.cuh"
 #include "delta/lists.cuh"
 
-/* Changes that were read. The changes of lanes below `kept` have not been applied yet. */
+/* Buffer of changes, one per lane. The changes of lanes below `kept` were read but not applied yet. */
 struct change_list {
 	uint32_t count, kept;
 	uint32_t place; /* index in the block of this lane's change */
@@ -61,7 +61,7 @@ template <int SIZE> DEVICE void apply_changes(const delta_block &o, change_list 
 	__syncwarp();
 }
 
-/* Append a change. Returns false if the region's head announces fewer changes. */
+/* Append a change to the buffer. Return false if the region's head announces fewer changes. */
 template <int SIZE>
 DEVICE bool add_change(const delta_block &o, change_list *l, uint32_t place, uint64_t step, uint32_t lane)
 {
@@ -114,8 +114,8 @@ DEVICE bool read_class(const delta_block &o, uint32_t class_, bit_reader *r, cha
 	const uint64_t nbits = 32ull * r->nwords;
 	uint64_t codes = read_gamma(r) - 1;
 	/*
-	 * more: number of gaps of 0 since the last change; each enlarges its step. Before the first change no such gap
-	 * is allowed
+	 * more: number of gaps of 0 since the last change, each of which enlarges that change's step; no gap of 0 may
+	 * come before the first change
 	 */
 	uint32_t more = WIRE_DELTA_MORE, place = 0;
 	bool negative = false, bad = false;
@@ -306,9 +306,9 @@ template <int SIZE> DEVICE bool read_changes(const delta_block &o, const cursor 
 }
 
 /*
- * Decode block b, or only check it, and add its contribution to the digests of base and result. scratch: scratch
- * memory of the warp. Returns CODEC_OTHER_BASE if the changes are invalid with this base. If the base's digest turns
- * out to be the frame's, the frame is invalid instead.
+ * Decode block b, or only check it, and add its contribution to the digests of base and result. scratch: scratch memory
+ * of the warp. Return CODEC_OTHER_BASE if the changes are invalid with this base. The caller reports an invalid frame
+ * instead if the base's digest equals the digest in the frame.
  */
 template <int SIZE>
 DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uint64_t b, const cursor &c,
@@ -371,7 +371,7 @@ template <int SIZE> DEVICE void skip_delta(const codec_decoding &d, const codec_
 			 chunks_of((uint64_t)block_values(&v, b) * SIZE), lane);
 }
 
-/* Decode a frame without blocks, whose result equals the base. Warps process chunks round-robin. */
+/* Decode a frame without blocks, whose result equals the base. Warps process the digest's chunks round-robin. */
 template <int SIZE> DEVICE void read_unchanged(const codec_decoding &d, const codec_view &v, uint32_t lane)
 {
 	const uint64_t nbytes = v.n * SIZE, chunk = 4 * WIRE_CHUNK_WORDS, warp = blockIdx.x * WARPS + threadIdx.x / 32;

@@ -6,7 +6,7 @@
 #include "common/checksum.cuh"
 #include "common/job.cuh"
 
-/* Load the bits of value i. */
+/* Return the bits of value i of the array at p, whose values have SIZE bytes. */
 template <int SIZE> DEVICE uint64_t load_value(const uint8_t *p, uint64_t i)
 {
 	return SIZE == 1   ? global(p)[i]
@@ -27,7 +27,7 @@ template <int SIZE> DEVICE void store_value(uint8_t *p, uint64_t i, uint64_t x)
 		global((uint64_t *)p)[i] = x;
 }
 
-/* Return the constants of a dtype. SIZE makes the size of a value a compile-time constant. */
+/* Return the delta_kind of a dtype. SIZE, the bytes per value, makes its `item` a compile-time constant. */
 template <int SIZE> DEVICE delta_kind kind_of_delta(uint32_t dtype)
 {
 	delta_kind q = delta_kind_of(dtype, SIZE);

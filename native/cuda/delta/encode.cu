@@ -2,14 +2,14 @@
 #include "delta/encode.cuh"
 
 /*
- * Bytes of scratch memory for a warp, which holds a histogram of exponents. Read by the host; indexed by log2 of a
- * value's size in bytes.
+ * Bytes of scratch memory per warp, which holds a histogram of exponents; indexed by log2 of a value's size in bytes.
+ * The host reads this symbol.
  */
 #define BINS_NBYTES(exponents) ((exponents) * sizeof(exponent_bin))
 extern "C" __device__ const uint64_t encode_delta_nbytes[] = {BINS_NBYTES(32), BINS_NBYTES(256), BINS_NBYTES(256),
 							      BINS_NBYTES(2048)};
 
-/* Encode blocks of values of SIZE bytes against the base. Grid: (CTAs, frames). */
+/* Kernel: encode blocks of values of SIZE bytes against the base. Grid: (CTAs, frames). */
 template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_delta(const codec_encoding *encodings)
 {
 	const codec_encoding &e = encoding_of(encodings);

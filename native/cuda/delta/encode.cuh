@@ -1,9 +1,9 @@
 /*
  * delta/encode.cuh - encode the changes of a block by a warp. docs/spec/format.md and docs/spec/encoder.md, section 10.
  *
- * A warp reads a block three times: to compare it with the base, to compute the size of its region, and to write it.
- * The bit position of each code is a prefix sum over lanes, so that lanes write the codes of a row of 32 values at
- * once.
+ * A warp reads a block three times: to compare it with the base, to compute the size of its region, and to write the
+ * region. The bit position of each code is a prefix sum over lanes, so that lanes write the codes of a row of 32 values
+ * at once.
  */
 #ifndef CODEC_CUDA_DELTA_ENCODE_CUH
 #define CODEC_CUDA_DELTA_ENCODE_CUH
@@ -11,8 +11,8 @@
 #include "delta/put.cuh"
 
 /*
- * Compare a block with the base. Returns the number of changes, and the block's contributions to both digests in *base
- * and *result.
+ * Compare a block of n values with the base. Return the number of changes, and the block's contributions to the digests
+ * of base and result in *base and *result.
  */
 template <int SIZE>
 DEVICE uint32_t compare_block(const delta_pair &p, uint64_t n, uint64_t *base, uint64_t *result, uint32_t lane)
@@ -53,8 +53,8 @@ template <int SIZE> DEVICE void fill_bins(const delta_pair &p, exponent_bin *bin
 }
 
 /*
- * Compute the sums of a block, from which the size of its region in each mode is computed. gap_k: Rice parameter of
- * the gaps of patches.
+ * Add up the sizes of a block's codes under `scale`; choose_mode computes the size of the region in each mode from
+ * these sums. gap_k: Rice parameter of the gaps of patches.
  */
 template <int SIZE>
 DEVICE delta_sums sum_block(const delta_pair &p, int scale, uint32_t gap_k, uint32_t *top, uint32_t lane)

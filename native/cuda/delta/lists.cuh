@@ -1,8 +1,8 @@
 /*
- * delta/lists.cuh - lists of the changes of blocks. A launch that checks a frame makes the lists, and the following
- * launch writes the listed changes.
+ * delta/lists.cuh - lists of the changes of blocks. A launch that checks a frame writes the lists, and the next launch
+ * applies the listed changes to the destination.
  *
- * A block without a list is decoded again by the second launch, which also reads its base again.
+ * The second launch decodes a block without a list again, and reads the block's base again.
  */
 #ifndef CODEC_CUDA_DELTA_LISTS_CUH
 #define CODEC_CUDA_DELTA_LISTS_CUH
@@ -12,10 +12,14 @@
 
 #define LISTED_SHARE 8 /* a block's changes are listed if at most one value in LISTED_SHARE changes */
 
-/* Words of an entry of codec_lists, which has the index of a changed value in its block, and the new value. */
+/*
+ * Number of words per entry of codec_lists: the index of a changed value in its block, and the new value, of `size`
+ * bytes.
+ */
 #define ENTRY_WORDS(size) ((size) == 8 ? 3 : 2)
 /*
- * a record has 1 + the index of the block's first entry in the lower bits, and the number of entries from this bit on
+ * a block's record has 1 + the index of the block's first entry in the lower bits, and the number of its entries from
+ * this bit on
  */
 #define RECORD_COUNT_AT 44
 
@@ -30,7 +34,7 @@ DEVICE uint32_t *entries_of(codec_lists *lists, uint64_t nblocks)
 	return (uint32_t *)(records_of(lists) + nblocks);
 }
 
-/* Reserve `count` entries for a block. Returns the index of the first, or ~0 if too few entries are left. */
+/* Reserve `count` entries for a block. Return the index of the first of them, or ~0 if too few entries are left. */
 DEVICE uint64_t take_entries(codec_lists *lists, uint32_t count, uint32_t lane)
 {
 	const uint64_t first = __shfl_sync(FULL, lane ? 0 : atomicAdd(&lists->used, (unsigned long long)count), 0);
@@ -38,7 +42,10 @@ DEVICE uint64_t take_entries(codec_lists *lists, uint32_t count, uint32_t lane)
 	return first + count <= lists->room ? first : ~0ull;
 }
 
-/* Write the changes of a list to the destination, whose other values are the base's. */
+/*
+ * Write the `count` listed changes of a block to the destination, which already has the base's values. first: index of
+ * the block's first value.
+ */
 template <int SIZE>
 DEVICE void write_list(uint8_t *to, uint64_t first, const uint32_t *entry, uint32_t count, uint32_t lane)
 {

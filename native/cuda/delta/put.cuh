@@ -1,4 +1,4 @@
-/* delta/put.cuh - write the codes of a block, a row of 32 values at once. docs/spec/format.md, section 10.3. */
+/* delta/put.cuh - write the codes of a block, of 32 values at once. docs/spec/format.md, section 10.3. */
 #ifndef CODEC_CUDA_DELTA_PUT_CUH
 #define CODEC_CUDA_DELTA_PUT_CUH
 
@@ -13,7 +13,7 @@ DEVICE uint32_t put_gamma(uint8_t *stream, uint32_t bit, uint64_t x)
 	return bit + 2 * t + 1;
 }
 
-/* Write the codes of a change in a class above 0. */
+/* Write the codes of one change, of a value in a class above 0, to the stream from bit `bit` on. */
 template <int SIZE> DEVICE void put_change(const delta_kind &q, const delta_row &r, uint8_t *stream, uint32_t bit)
 {
 	const uint64_t step = delta_step(&q, r.x, r.y), size = delta_magnitude(step, SIZE);

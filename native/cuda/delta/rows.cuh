@@ -1,4 +1,7 @@
-/* delta/rows.cuh - rows of 32 values of a block and of its base, for a warp, and the sizes of their codes. */
+/*
+ * delta/rows.cuh - iterate over a block and its base in rows of 32 values, one per lane, and compute the sizes of
+ * codes.
+ */
 #ifndef CODEC_CUDA_DELTA_ROWS_CUH
 #define CODEC_CUDA_DELTA_ROWS_CUH
 
@@ -14,13 +17,14 @@ struct delta_pair {
 	uint32_t m;
 };
 
-/* Sums over a block. In lane r, `bits` and `codes` are those of class r; lanes above the last class have 0. */
+/* Sums over a block. `bits` and `codes` in lane r are those of class r; 0 in lanes above the last class. */
 struct delta_sums {
 	uint64_t bits, codes;   /* size in bits, and number, of the codes of the lane's class */
-	uint64_t gaps, patches; /* total bits over all changes: gaps: of gaps; patches: of signs and sizes of steps */
+	uint64_t gaps, patches; /* total bits over all changes: of their gaps (gaps), and of signs and sizes of steps
+				   (patches) */
 };
 
-/* Row of 32 values, one a lane. */
+/* A lane's value in a row of 32 values. */
 struct delta_row {
 	uint64_t x, y;
 	uint32_t i; /* index of the value in the block */
@@ -30,7 +34,7 @@ struct delta_row {
 	uint32_t patch_gap; /* number of values since the previous change in the block */
 };
 
-/* Return the magnitude of the step from x to y. */
+/* Return the magnitude of the step from value x to value y. */
 template <int SIZE> DEVICE uint64_t step_size(const delta_kind &q, uint64_t x, uint64_t y)
 {
 	return delta_magnitude(delta_step(&q, x, y), SIZE);
@@ -46,7 +50,7 @@ DEVICE uint32_t gamma_nbits(uint64_t x)
 	return 2 * delta_length(x) - 1;
 }
 
-/* Return the size in bits of the codes of a change in a class above 0. */
+/* Return the size in bits of the codes of a change of a value in a class above 0. */
 template <int SIZE> DEVICE uint32_t change_nbits(const delta_kind &q, const delta_row &r)
 {
 	const uint64_t size = step_size<SIZE>(q, r.x, r.y);
@@ -56,7 +60,7 @@ template <int SIZE> DEVICE uint32_t change_nbits(const delta_kind &q, const delt
 	       (size > WIRE_DELTA_MORE ? gamma_nbits(size - WIRE_DELTA_MORE) : 0);
 }
 
-/* Return the Rice parameter of the code of a small value (class 0). small_code returns the number that is coded. */
+/* Return the Rice parameter for a value of class 0. small_code returns the number to which the Rice code applies. */
 template <int SIZE> DEVICE uint32_t small_k(const delta_kind &q, const delta_row &r, int scale)
 {
 	return delta_small_k(delta_exponent(&q, r.x), scale, SIZE);
@@ -74,12 +78,15 @@ DEVICE int last_below(uint32_t x, uint32_t lane)
 }
 
 /*
- * Call f(row) for all rows of a block, by all lanes. Classes are computed with `scale`. With NO_SCALE all values have
- * class 0, and of the two gaps only patch_gap is computed.
+ * Call f(row), in all lanes, for each row of 32 values of a block. Classes are computed with `scale`. With NO_SCALE all
+ * values have class 0, and patch_gap is computed but `gap` is not.
  */
 template <int SIZE, class F> DEVICE void walk_rows(const delta_pair &p, int scale, F f, uint32_t lane)
 {
-	/* members: members of class `lane` since its last change; since: values since the last change */
+	/*
+	 * members: number of values of class `lane` since the last change in that class; since: number of values since
+	 * the last change
+	 */
 	uint32_t members = 0, since = 0;
 
 	for (uint32_t from = 0; from < p.m; from += 32) {
@@ -97,7 +104,7 @@ template <int SIZE, class F> DEVICE void walk_rows(const delta_pair &p, int scal
 		r.patch_gap = before < 0 ? since + lane : lane - 1 - (uint32_t)before;
 		since = changed ? n - 1 - (31 - (uint32_t)__clz((int)changed)) : since + n;
 		if (scale != NO_SCALE) {
-			uint32_t mine = 0; /* lane r: mask of the members of class r */
+			uint32_t mine = 0; /* lane r: mask of the row's values in class r */
 
 			for (uint32_t c = 1; c <= WIRE_DELTA_CLASSES; c++) {
 				uint32_t mask = __ballot_sync(FULL, r.there && r.class_ == c);

@@ -64,8 +64,8 @@ DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint6
 }
 
 /*
- * Bytes [from, to), within the scale model's bytes of the side section, that store a part's row or column offsets as
- * nibbles, two offsets per byte. from == to: there are none.
+ * Bytes [from, to) of the scale model in the side section, which store a part's row or column offsets as nibbles, two
+ * offsets per byte. from == to: the part has no such offsets.
  */
 struct nibble_run {
 	uint64_t from, to;
@@ -91,7 +91,8 @@ DEVICE void nibble_runs(const codec_view *v, const uint8_t *memory, nibble_run r
 }
 
 /*
- * Return bytes `at` to at + 3 of a run as a word. Each byte stores two offsets. The loads do not depend on each other.
+ * Return bytes `at` to at + 3 of a nibble_run as a word. Each byte stores two offsets. The loads do not depend on each
+ * other.
  */
 DEVICE uint32_t nibble_word(const nibble_run &run, uint64_t at)
 {
@@ -232,13 +233,14 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 }
 
 /*
- * Finish frames whose blocks are written, as codec_encode_close does. Grid: (any number of CTAs, frames). CTAs process
- * chunks of the side section round-robin, and warps process chunks of the directory round-robin, beginning with the
- * last CTA. The first warp of the CTA that finishes last writes the header.
+ * Kernel: finish frames whose blocks are written, as codec_encode_close does. Grid: (any number of CTAs, frames). CTAs
+ * process chunks of the side section round-robin, and warps process chunks of the directory round-robin, beginning with
+ * the last CTA. The first warp of the CTA that finishes last writes the header.
  *
- * Sets out->nbytes to the frame's size in bytes, and out->fault to a status; if that is an error, there is no frame and
- * nbytes is 0. A tensor is stored uncompressed if its blocks do not fit, or if the frame would be larger than a stored
- * one. With Delta the tensor is never stored, and the frame has no blocks if the tensor equals the base.
+ * Sets out->nbytes to the frame's size in bytes, and out->fault to a status; if the status is an error, there is no
+ * frame and nbytes is 0. A tensor is stored uncompressed if its blocks do not fit the capacity, or if the frame would
+ * be larger than a stored one. With Delta the tensor is never stored, and the frame has no blocks if the tensor equals
+ * the base.
  */
 extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const codec_encoding *encodings)
 {

@@ -15,7 +15,7 @@
 
 /* Result of decoding a frame. Before the launch, all bits of `fault` are 1 and all other fields are 0. */
 struct codec_found {
-	/* (index + 1) << 8 | status of the first invalid block; status alone: the frame is invalid; ~0: no error */
+	/* (index + 1) << 8 | status, of the first invalid block; a status alone: the frame is invalid; ~0: no error */
 	unsigned long long fault;
 	/* sum of the checksums of blocks and directory; stored tensors: the frame's checksum */
 	unsigned long long checksum;
@@ -26,9 +26,9 @@ struct codec_found {
 };
 
 /*
- * Delta: lists of changes, written by a launch that only checks and read by the following launch that writes values.
- * This head is followed by one record per block, 0 before the first launch, and then by the entries. If a block's
- * record is 0, it has no list and is decoded again.
+ * Delta: lists of changes, written by a launch that only checks, and read by the next launch, which writes values. This
+ * struct is followed by one record per block, 0 before the first launch, and then by the entries. A block whose record
+ * is 0 has no list and is decoded again.
  */
 struct codec_lists {
 	unsigned long long used; /* number of entries that blocks have reserved; 0 before the first launch */
@@ -40,9 +40,9 @@ struct codec_decoding {
 	const codec_view *view; /* view of a job made by codec_decode_plan */
 	const uint8_t *memory;  /* arrays of the view */
 	const uint8_t *frame;
-	codec_units scratch; /* scratch memory: sizes are in decode_*_nbytes */
+	codec_units scratch; /* scratch memory; decode_*_nbytes has the size of a unit */
 	union {
-		const uint8_t *exponents; /* Truncate, shared levels: exponents of A, one byte per value */
+		const uint8_t *exponents; /* Truncate, shared levels: exponents of the metric A, one byte per value */
 		/* Delta: base values, at a multiple of the size of a value; may be sink.data */
 		const uint8_t *base;
 	};
@@ -58,7 +58,7 @@ struct codec_decoding {
 #define ENTRIES (WIRE_CHUNK_WORDS / 2) /* directory entries in a chunk of the directory's checksum */
 
 /*
- * Check the parts of a frame that belong to no block: the last entry of the directory, and padding of fixed planes.
+ * Check the parts of a frame that belong to no block: the directory's last entry, and the padding of fixed planes.
  * Called by one warp.
  */
 static __device__ codec_status check_frame(const codec_view *v, const uint8_t *frame, uint32_t lane)
@@ -88,8 +88,8 @@ static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const c
 }
 
 /*
- * Report that a block (order: its index + 1) or the frame (order 0) is invalid. Of several reports the one with the
- * lowest order is kept.
+ * Report that a block (order: the block's index + 1) or the whole frame (order 0) is invalid. Of several reports, the
+ * one with the lowest order is kept.
  */
 DEVICE void report_fault(codec_found *found, uint64_t order, codec_status status, uint32_t lane)
 {
@@ -129,9 +129,9 @@ DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
 /*
  * Decode, or only check, blocks `first`, first + warps, first + 2 * warps ... of a frame. Called by one warp.
  *
- * read(block, cursor, checksum) decodes one block and returns a status. read() adds the checksums of the block's parts
- * of fixed planes to *checksum. size: bytes of a value, which is the number of planes (lossless); else 0. If the
- * block's directory entry is bad, skip(block) is called instead of read().
+ * read(block, cursor, checksum) decodes one block, returns a status, and adds the checksums of the block's parts of
+ * fixed planes to *checksum. If the block's directory entry is bad, skip(block) is called instead. size: lossless:
+ * bytes per value, which is the number of planes; else 0.
  */
 template <class F, class G>
 DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, uint64_t first, uint64_t warps,
@@ -157,7 +157,7 @@ DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, ui
 		if (d.checks) {
 			if (status == CODEC_OK)
 				checksum += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
-			else /* read() has returned early, before it had read all of the block */
+			else /* read() has returned before it had read all of the block */
 				checksum = digest_block(&v, b, &c, size, lane);
 			checksum = checksum_of_block(checksum, b);
 			if (load32(entry + 4) != checksum_short(checksum))
@@ -181,11 +181,11 @@ DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, ui
 }
 
 /*
- * Decode, or only check, all blocks of the CTA's frame, see decode_blocks_by.
+ * Decode, or only check, the blocks of the CTA's frame, see decode_blocks_by.
  *
- * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block. pairs: tables of 2^PAIR_BITS
- * entries in shared memory; scratch: the warp's scratch memory. skip(decoding, job, block, lane) is called for a block
- * whose directory entry is bad.
+ * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block. pairs: decoding tables of
+ * symbol pairs, 2^PAIR_BITS entries each, in shared memory; scratch: the warp's scratch memory. skip(decoding, job,
+ * block, lane) is called for a block whose directory entry is bad.
  */
 template <uint32_t PAIR_BITS, class F, class G>
 DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read, G skip)

@@ -2,7 +2,7 @@
 #include "frame/decode.cuh"
 #include "common/values.cuh"
 
-/* Store values i to i + 3 of a tensor whose values have SIZE bytes. */
+/* Store values i to i + 3 of a stored frame to the sink. SIZE: bytes per value. */
 template <int SIZE> DEVICE void put_four(const codec_view &v, const uint8_t *frame, const codec_sink &sink, uint64_t i)
 {
 	uint32_t n = v.n - i < 4 ? (uint32_t)(v.n - i) : 4;
@@ -13,8 +13,8 @@ template <int SIZE> DEVICE void put_four(const codec_view &v, const uint8_t *fra
 }
 
 /*
- * Decode stored tensors, or only check them. Grid: (CTAs, frames). Warps check chunks of bytes, and store rows of 128
- * values, round-robin.
+ * Kernel: decode stored tensors, or only check them. Grid: (CTAs, frames). Warps check chunks of bytes, and store rows
+ * of 128 values, round-robin.
  */
 extern "C" __global__ void __launch_bounds__(32 * WARPS) decode_stored(const codec_decoding *decodings)
 {

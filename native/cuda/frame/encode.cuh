@@ -1,8 +1,8 @@
 /*
  * frame/encode.cuh - arguments of encoding kernels, and computation of the offsets of blocks in the frame.
  *
- * A launch encodes many tensors: the grid is (CTAs, frames), and blockIdx.y selects a codec_encoding. Each warp takes
- * the next block of its frame that no warp has taken. The offset of a region is the sum of the sizes of all regions
+ * A launch encodes many tensors: the grid is (CTAs, frames), and blockIdx.y selects a codec_encoding. Each warp claims
+ * the next block of its frame that no warp has claimed. The offset of a region is the sum of the sizes of all regions
  * before it, which warps publish to each other (look_back).
  */
 #ifndef CODEC_CUDA_FRAME_ENCODE_CUH
@@ -15,22 +15,23 @@
 
 /* Result of encoding a frame, and counters that its warps share. All fields are 0 before the launch. */
 struct codec_written {
-	/* sum of the checksums of blocks; close_frame adds those of the other sections */
+	/* sum of the checksums of blocks; close_frame adds the checksums of the other sections */
 	unsigned long long checksum;
 	unsigned long long end; /* offset in the frame of the last region's end */
-	/* sum of the checksums of a stored tensor, or of the frame of an unchanged tensor (Delta) */
+	/* sum of the checksums of a stored tensor's chunks, or of the frame of an unchanged tensor (Delta) */
 	unsigned long long stored;
 	unsigned long long nbytes; /* bytes of the frame; set by close_frame */
-	uint32_t ticket, closed;   /* number of blocks taken; number of CTAs that have finished in close_frame */
+	uint32_t ticket,
+		closed; /* number of blocks that warps have claimed; number of CTAs that have finished close_frame */
 	/* fault: a codec_status; changed: Delta, 1 if a value differs from the base */
 	uint32_t fault, changed;
 	unsigned long long base, result; /* Delta: digests of base and result, summed over blocks */
 };
 
 /*
- * Inputs of the encoder besides the tensor. Truncate: `exponents` of A or `levels`, one byte per value, determine how
- * many bits of each value are dropped; if both are NULL, all values have the level of the spec. Delta: `base` values,
- * at a multiple of the size of a value.
+ * Inputs of the encoder besides the tensor. Truncate: the metric's `exponents` of A, or `levels`, one byte per value,
+ * determine how many bits of each value are dropped; if both are NULL, all values have the level of the spec. Delta:
+ * `base`, values at an address that is a multiple of their size.
  */
 struct codec_cuts {
 	union {
@@ -48,7 +49,7 @@ struct codec_encoding {
 	codec_source source;
 	uint8_t *frame;
 	uint64_t capacity;          /* bytes that fit at `frame` */
-	codec_units scratch;        /* scratch memory: sizes are in encode_*_nbytes */
+	codec_units scratch;        /* scratch memory; encode_*_nbytes has the size of a unit */
 	codec_choice *found;        /* 0 before the launch; followed by codec_part_found of each part */
 	const uint8_t *head;        /* header of the planned job, from codec_encode_head */
 	unsigned long long *places; /* one entry per block, 0 before the launch: see look_back */
@@ -73,9 +74,9 @@ DEVICE const codec_encoding &encoding_of(const codec_encoding *encodings)
 #define PLACE_SUMMED (2ull << 62) /* the sum of region sizes up to and including the block is known */
 
 /*
- * Publish that block b's region has `mine` bytes, and return the total size of all regions before it. This is a
- * decoupled look-back: it walks back over earlier blocks, 32 at a time, until a block has published its prefix sum.
- * Warps take blocks in order, so that all blocks before b belong to running warps, and the wait ends.
+ * Publish that block b's region has `mine` bytes, and return the total size in bytes of all regions before it. This is
+ * a decoupled look-back: it walks back over earlier blocks, 32 at a time, until a block has published its prefix sum.
+ * Warps claim blocks in order, so that all blocks before b belong to running warps, and the wait ends.
  */
 static __device__ uint64_t look_back(volatile unsigned long long *places, uint64_t b, uint64_t mine, uint32_t lane)
 {
@@ -102,7 +103,7 @@ static __device__ uint64_t look_back(volatile unsigned long long *places, uint64
 	return before;
 }
 
-/* Return the index of the next block that no warp has taken; v->nblocks or more if none is left. */
+/* Claim the next block that no warp has claimed, and return its index; v->nblocks or more if none is left. */
 DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
 {
 	uint64_t b = lane == 0 ? atomicAdd(&out->ticket, 1u) : 0;

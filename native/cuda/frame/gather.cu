@@ -4,7 +4,7 @@
  */
 #include "common/warp.cuh"
 
-/* Arguments of the copy of one piece of nbytes bytes. */
+/* Copy of one piece: nbytes bytes from `from` to the buffer at `to`. */
 struct codec_piece {
 	const uint8_t *from;
 	uint8_t *to;

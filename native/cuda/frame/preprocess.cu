@@ -6,8 +6,8 @@
 #include "frame/encode.cuh"
 
 /*
- * Metric of values [first, end): terms and state as in codec_metric; v, m: NULL if the metric does not use them. a:
- * for a user-defined metric, the values of A from value `first` on; else NULL.
+ * Metric of values [first, end), a parameter group: terms and state as in codec_metric; v, m: NULL if the metric does
+ * not use them. a: for a user-defined metric, the values of A from value `first` on; else NULL.
  */
 struct codec_group {
 	uint64_t first, end;
@@ -25,7 +25,7 @@ struct codec_preprocessing {
 	float *sums;           /* output: sums of tensor and residual, as float32 */
 	uint8_t *rounded;      /* output: sums rounded to the tensor's dtype */
 	const codec_group *groups;
-	uint8_t *exponents; /* output: biased exponents of A, one byte per value */
+	uint8_t *exponents; /* output: biased exponents of the metric A, one byte per value */
 	const uint8_t *levels;
 	uint32_t dtype, reserved;
 	codec_written *out; /* out->fault becomes CODEC_BAD_ARGUMENT if a level is not 0 to 3 */
@@ -44,7 +44,7 @@ DEVICE uint32_t rounded_sum(uint32_t dtype, float sum)
 	return (u & ROUND_ABS) == ROUND_INF ? (u >> 16 & 0x8000) | inf : bits_of_float(dtype, sum);
 }
 
-/* Compute sums of n <= 4 values from value i on. */
+/* Error feedback: add the residual to n <= 4 values from value i on. */
 DEVICE_CALL void sums_some(const codec_preprocessing &b, uint64_t i, uint32_t n)
 {
 	const codec_source source = {b.values, NULL, NULL};
@@ -61,7 +61,10 @@ DEVICE_CALL void sums_some(const codec_preprocessing &b, uint64_t i, uint32_t n)
 	}
 }
 
-/* Compute four sums by vector loads and stores. All arrays are aligned: see in_quads. */
+/*
+ * Error feedback: add the residual to values i to i + 3, by vector loads and stores. All arrays are aligned: see
+ * in_quads.
+ */
 DEVICE void sums_four(const codec_preprocessing &b, uint64_t i)
 {
 	const codec_source source = {b.values, NULL, NULL}, residual = {NULL, b.residual, NULL};
@@ -83,8 +86,8 @@ DEVICE void sums_four(const codec_preprocessing &b, uint64_t i)
 }
 
 /*
- * Return the factor of theta in A. `v`: second moment v of this value in the optimizer's state. docs/spec/encoder.md,
- * section 8.1.
+ * Return the factor of theta in the metric A. `v`: second moment of the value in the optimizer's state.
+ * docs/spec/encoder.md, section 8.1.
  */
 DEVICE float factor_of(const codec_group &g, float v)
 {
@@ -94,8 +97,8 @@ DEVICE float factor_of(const codec_group &g, float v)
 }
 
 /*
- * Compute exponents of A for n <= 4 values from value i on. g: the group that contains value i; the groups of later
- * values follow it.
+ * Compute the exponents of the metric A for n <= 4 values from value i on. g: the parameter group that contains value
+ * i; the groups of later values follow it.
  */
 DEVICE_CALL void exponents_some(const codec_preprocessing &b, const codec_group *g, uint64_t i, uint32_t n)
 {
@@ -116,7 +119,7 @@ DEVICE_CALL void exponents_some(const codec_preprocessing &b, const codec_group 
 	}
 }
 
-/* Check that all arrays of a group's state are aligned for vector loads. */
+/* Return true if all arrays of a parameter group's state are aligned for vector loads. */
 DEVICE bool state_in_quads(const codec_group &g)
 {
 	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
@@ -124,7 +127,10 @@ DEVICE bool state_in_quads(const codec_group &g)
 	return !g.a && in_quads(g.theta_dtype, &theta) && in_quads(g.v_dtype, &v) && in_quads(g.m_dtype, &m);
 }
 
-/* Compute four exponents of A of one group by vector loads; state_in_quads() is true. */
+/*
+ * Compute the exponents of A for values i to i + 3 of one parameter group, by vector loads. state_in_quads() must be
+ * true.
+ */
 DEVICE void exponents_four(const codec_preprocessing &b, const codec_group &g, uint64_t i)
 {
 	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
@@ -145,8 +151,8 @@ DEVICE void exponents_four(const codec_preprocessing &b, const codec_group &g, u
 }
 
 /*
- * Compute the outputs that codec_preprocessing requests. Grid: (CTAs, tensors); threads process groups of four values
- * in a grid-stride loop.
+ * Kernel: compute the outputs that codec_preprocessing requests. Grid: (CTAs, tensors); threads process groups of four
+ * values in a grid-stride loop.
  */
 extern "C" __global__ void __launch_bounds__(256, 4) preprocess(const codec_preprocessing *tensors)
 {

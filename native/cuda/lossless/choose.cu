@@ -2,13 +2,13 @@
  * lossless/choose.cu - kernel that chooses the side section of lossless frames: the scale model, how each plane is
  * stored, and codebooks. docs/spec/encoder.md, sections 4 and 5.
  *
- * One launch: CTAs take numbered tasks (common/cta.cuh). The first tasks sample planes, the others fit the scale
+ * One launch: CTAs claim numbered tasks (common/cta.cuh). The first tasks sample planes, the others fit the scale
  * model. The CTA that finishes the last task completes the job.
  */
 #include "coder/choose.cuh"
 #include "frame/encode.cuh"
 
-/* Shared memory of a CTA, which the tasks use one after the other. */
+/* Shared memory of a CTA that runs choose_lossless; its tasks use the members one after the other. */
 union choose_room {
 	uint32_t bins[256 * WIRE_MAX_PLANES];
 	model_room model;
@@ -20,8 +20,8 @@ union choose_room {
 };
 
 /*
- * Return total / n of a codebook's packed size in bits, which is the share of a sample of `total` out of n values; as
- * choose_price does.
+ * Return the packed size of a codebook in bits, scaled by total / n to compare it with the cost of a sample of `total`
+ * of n values, as choose_price does.
  */
 DEVICE uint64_t price_of(const uint8_t *lengths, uint64_t total, uint64_t n)
 {
@@ -29,8 +29,8 @@ DEVICE uint64_t price_of(const uint8_t *lengths, uint64_t total, uint64_t n)
 }
 
 /*
- * Choose from 256 symbol counts how a plane is stored, as choose_plane does. Writes the code lengths of a codebook to
- * room->plane.lengths. given: code lengths of an agreed codebook; used for s.given.
+ * Choose from 256 symbol counts how a plane of n values is stored, as choose_plane does, and return CHOOSE_*. Write the
+ * code lengths of a codebook to room->plane.lengths. given: code lengths of an agreed codebook, used if s.given is set.
  */
 DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t max_code_length,
 			       const uint8_t *given, choose_room *room)
@@ -40,7 +40,7 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 	uint64_t total, cost, excess = 0;
 	bool uneven = false, halved = false;
 
-	__syncthreads(); /* all threads have finished with the previous plane */
+	__syncthreads(); /* all threads have finished using room->plane for the previous plane */
 	room->plane.counts[i] = mine;
 	low[i] = 0;
 	for (uint32_t k = i; s.given && k < LEAVES; k += CTA_THREADS)
@@ -76,8 +76,8 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 }
 
 /*
- * float64: count all planes except plane 0 again, under the scale model, because the model changes the exponent bits
- * in plane 1.
+ * float64: count the bytes of all planes except plane 0 again, under the scale model, because the model changes the
+ * exponent bits in plane 1.
  */
 DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t size,
 			      codec_choice *c, uint32_t *bins)
@@ -146,8 +146,8 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 }
 
 /*
- * Complete planned jobs (codec_encode_plan) of LOSSLESS for encode_lossless. Grid: (CTAs, frames). Sets v->nblocks to
- * 0 if the tensor is to be stored uncompressed.
+ * Kernel: complete the planned jobs (codec_encode_plan) of LOSSLESS, for encode_lossless. Grid: (CTAs, frames). Set
+ * v->nblocks to 0 if the tensor is to be stored uncompressed.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_lossless(const codec_encoding *encodings)
 {

@@ -1,27 +1,30 @@
 /*
  * lossless/decode.cu - kernels that decode lossless frames, one block per warp. docs/spec/format.md, sections 3 and 6.
  *
- * A value is live if its byte in plane 0 is not 0. In a pruned region, planes 1 and above contain bytes of live values
- * only.
+ * A value is "live" if its byte in plane 0 is not 0. In a "pruned" region, planes 1 and above contain bytes of live
+ * values only.
  */
 #include "frame/decode.cuh"
 #include "lossless/single.cuh"
 
 /*
- * Selectors of __byte_perm, indexed by the mask of live values of a quad: they move consecutive bytes to the live
- * values, and 0 to the other values.
+ * Selectors of __byte_perm, indexed by the mask of live values (plane 0 is not 0) among four: they move consecutive
+ * bytes to the live values, and 0 to the other values.
  */
 static __device__ const uint16_t SPREAD[16] = {0x4444, 0x4440, 0x4404, 0x4410, 0x4044, 0x4140, 0x4104, 0x4210,
 					       0x0444, 0x1440, 0x1404, 0x2410, 0x1044, 0x2140, 0x2104, 0x3210};
 
-/* Live values of a lane's quad: their mask, and the number of live values before the quad in the block. */
+/*
+ * Live values (plane 0 is not 0) among a lane's four values: their mask, and the number of live values before these
+ * four in the block.
+ */
 struct live_values {
 	uint32_t mask, before;
 };
 
 /*
- * Return the live values of the lane's quad in the next row. top: the quad's word of plane 0. *seen: number of live
- * values in all earlier rows, updated.
+ * Find the live values among the lane's four values of the next row of 128. top: their bytes of plane 0. *seen: number
+ * of live values in all earlier rows; updated.
  */
 DEVICE live_values live_of(uint32_t top, uint32_t *seen, uint32_t lane)
 {
@@ -33,22 +36,22 @@ DEVICE live_values live_of(uint32_t top, uint32_t *seen, uint32_t lane)
 	return l;
 }
 
-/* Return a word with consecutive bytes moved to the live values of a quad, and 0 for the other values. */
+/* Return a word in which the live values of l have consecutive bytes of `bytes`, and the other values 0. */
 DEVICE uint32_t spread_bytes(uint32_t bytes, const live_values &l)
 {
 	return __byte_perm(bytes, 0, SPREAD[l.mask]);
 }
 
 /*
- * Read a quad's bytes from a plane that contains live values only and begins at bit `begin`. The bytes of other values
- * become 0.
+ * Read the bytes of a lane's four values from a plane that contains live values only and begins at bit `begin`. The
+ * bytes of other values are 0.
  */
 DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const live_values &l)
 {
 	return l.mask ? spread_bytes(window_at(s, begin + 8 * l.before), l) : 0;
 }
 
-/* Return the number of live values of a block. */
+/* Return the number of values in a block whose byte in plane 0 is not 0. top: bytes of plane 0; m: number of values. */
 static __device__ uint32_t count_live(const uint32_t *top, uint32_t m, uint32_t lane)
 {
 	uint32_t count = 0;
@@ -58,7 +61,7 @@ static __device__ uint32_t count_live(const uint32_t *top, uint32_t m, uint32_t 
 	return warp_sum(count);
 }
 
-/* Check that a fixed plane's bytes are 0 for all values whose byte in plane 0 is 0. */
+/* Return true if a fixed plane's bytes are 0 for all of m values whose byte in plane 0 (top) is 0. */
 static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t *fixed, uint32_t lane)
 {
 	bool bad = false;
@@ -72,8 +75,9 @@ static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t
 }
 
 /*
- * Planes of a block. Coded planes are decoded to scratch memory first, because the number of live values and the begin
- * of the next plane depend on them. The other planes are read from the frame when values are merged.
+ * Addresses and modes of a block's planes. Coded planes are decoded to scratch memory first, because they determine the
+ * number of live values and where the next plane begins. The other planes are read from the frame when values are
+ * merged.
  */
 template <int SIZE> struct plane_places {
 	/* address of the plane's first byte; mode ROWS: address of its runs, after the bitmap */
@@ -83,8 +87,8 @@ template <int SIZE> struct plane_places {
 };
 
 /*
- * Return the size in bytes of the runs of a plane of mode ROWS, which follow its bitmap. k: bytes of the plane when
- * expanded. nbitmap: bytes of the bitmap.
+ * Mode ROWS: return the size in bytes of the stored runs, which follow the plane's bitmap. k: bytes of the plane with
+ * all runs. nbitmap: bytes of the bitmap.
  */
 static __device__ uint32_t runs_nbytes(const uint8_t *bitmap, uint32_t nbitmap, uint32_t k, uint32_t lane)
 {
@@ -95,15 +99,15 @@ static __device__ uint32_t runs_nbytes(const uint8_t *bitmap, uint32_t nbitmap, 
 }
 
 /*
- * Position in planes of mode ROWS; lane p holds that of plane p. run: index of the current run, equal in all lanes.
- * before: number of runs before it that are present in the frame. bits: bit 0 is set if the current run is present, bit
- * 1 if the next run is.
+ * Read position in planes of mode ROWS, in which runs of 128 zeros are omitted; lane p holds the position of plane p.
+ * run: index of the current run, equal in all lanes. before: number of runs before it that are stored. bits: bit 0 is
+ * set if the current run is stored, bit 1 if the next one is.
  */
 struct run_place {
 	uint32_t run, before, bits;
 };
 
-/* Return the bitmap's bits of runs `run` and run + 1. */
+/* Mode ROWS: return the bits of runs `run` and run + 1 in the bitmap of stored runs. */
 DEVICE uint32_t run_bits(const uint8_t *bitmap, uint32_t nbitmap, uint32_t run)
 {
 	const uint32_t next = run + 1;
@@ -111,7 +115,7 @@ DEVICE uint32_t run_bits(const uint8_t *bitmap, uint32_t nbitmap, uint32_t run)
 	return (bitmap[run / 8] >> run % 8 & 1) | (next / 8 < nbitmap ? bitmap[next / 8] >> next % 8 << 1 & 2 : 0);
 }
 
-/* Read n bytes of plane p, which has mode ROWS, from byte i on. at: address of its runs. */
+/* Read n bytes of plane p, which has mode ROWS, from byte i on. at: address of the plane's stored runs. */
 static __device__ __noinline__ uint32_t bytes_of_runs(const uint8_t *at, run_place place, uint32_t p, uint32_t i,
 						      uint32_t n)
 {
@@ -128,8 +132,8 @@ static __device__ __noinline__ uint32_t bytes_of_runs(const uint8_t *at, run_pla
 }
 
 /*
- * Advance the position to run `run`, which is the current run or the next one. k: bytes of a plane of mode ROWS when
- * expanded.
+ * Advance the position to run `run`, which is the current run or the next one. k: bytes of a plane of mode ROWS with
+ * all runs.
  */
 template <int SIZE>
 DEVICE void move_to_run(run_place *o, const plane_places<SIZE> &from, uint32_t run, uint32_t k, uint32_t lane)
@@ -145,8 +149,8 @@ DEVICE void move_to_run(run_place *o, const plane_places<SIZE> &from, uint32_t r
 }
 
 /*
- * Find all planes of a region of m values, and decode coded planes to scratch memory. Sets *k to the bytes of planes 1
- * and above: the number of live values if the region is pruned, else m.
+ * Find all planes of a region of m values, and decode coded planes to scratch memory. Set *k to the number of bytes of
+ * each plane from plane 1 on: the number of live values if the region is pruned, else m.
  */
 template <int SIZE>
 DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32_t head, cursor *c, const pairs &by,
@@ -203,7 +207,7 @@ DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32
 	return status;
 }
 
-/* Read the n bytes of the lane's quad in row r from plane p, which contains all values. */
+/* Read the bytes of the lane's n values in row r (128 values) from plane p, which contains all values. */
 template <int SIZE>
 DEVICE uint32_t whole_quad(const plane_places<SIZE> &from, uint32_t p, const run_place &run, uint32_t r, uint32_t n,
 			   uint32_t lane)
@@ -216,8 +220,8 @@ DEVICE uint32_t whole_quad(const plane_places<SIZE> &from, uint32_t p, const run
 }
 
 /*
- * Read a quad's bytes from all planes that contain live values only: all planes except plane 0 and those in the mask
- * `fixed`. Loads of raw planes are in flight together.
+ * Read the bytes of a lane's four values from all planes that contain live values only: all planes except plane 0 and
+ * the planes in the mask `fixed`. Loads of raw planes are in flight together.
  */
 template <int SIZE>
 DEVICE void spread_quads(const bit_source &s, const plane_places<SIZE> &from, uint32_t fixed, const run_place &run,
@@ -248,7 +252,8 @@ DEVICE void spread_quads(const bit_source &s, const plane_places<SIZE> &from, ui
 }
 
 /*
- * Merge all planes of a block, and store its values. Adds checksums of fixed planes to *checksum. k: see find_planes.
+ * Merge all planes of a block, and store the values. Add the checksums of fixed planes to *checksum. k: see
+ * find_planes.
  */
 template <int SIZE>
 DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit_source &source, uint64_t first,
@@ -262,7 +267,7 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 
 	if (v.model_parts.count)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	uint32_t seen = 0, next = from.pruned ? top[lane] : 0; /* next: word of plane 0 in the next row */
+	uint32_t seen = 0, next = from.pruned ? top[lane] : 0; /* next: the lane's word of plane 0 in the next row */
 
 	for (uint32_t r = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE];
@@ -313,9 +318,7 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 	return close_region(&c, lane);
 }
 
-/*
- * Decode block b, whose region is at the cursor. Adds the checksums of the block's parts of fixed planes to *checksum.
- */
+/* Decode block b, whose region is at cursor c. Add the checksums of the block's parts of fixed planes to *checksum. */
 template <int SIZE>
 DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 			       const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -334,12 +337,12 @@ DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &
 }
 
 /*
- * Size in bytes of a unit of scratch memory, read by the host: a unit stores one plane. A warp acquires
+ * Size in bytes of a unit of scratch memory, which stores one plane; the host reads this symbol. A warp acquires
  * lossless_scratch_nbytes() bytes.
  */
 extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {PLANE_ROOM};
 
-/* Decode blocks. Grid: (CTAs, frames). */
+/* Kernel: decode the blocks of lossless frames. SIZE: bytes per value. Grid: (CTAs, frames). */
 template <int SIZE>
 __global__ void __launch_bounds__(32 * WARPS, SIZE > 4 ? 3 : 4) decode_lossless(const codec_decoding *decodings)
 {

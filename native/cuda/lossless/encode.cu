@@ -2,7 +2,7 @@
 #include "lossless/encode.cuh"
 
 /*
- * Encode blocks of any dtype; floats of two and four bytes are encoded by encode_fast.cu instead. Values must be
+ * Kernel: encode blocks of any dtype; for floats of two and four bytes, encode_fast.cu is used instead. Values must be
  * aligned to their size. Grid: (CTAs, frames).
  */
 template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_lossless(const codec_encoding *encodings)

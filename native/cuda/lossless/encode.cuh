@@ -1,5 +1,5 @@
 /*
- * lossless/encode.cuh - the loop over blocks of kernels that encode lossless frames, and the encoder of blocks whose
+ * lossless/encode.cuh - the loop over blocks for kernels that encode lossless frames, and the encoder of blocks whose
  * regions contain only plane 0. docs/spec/encoder.md, sections 4.2 and 6.
  */
 #ifndef CODEC_CUDA_LOSSLESS_ENCODE_CUH
@@ -10,19 +10,20 @@
 #include "frame/encode.cuh"
 #include "lossless/regions.cuh"
 
-/* Check that regions contain only plane 0, and that plane 0 is coded. */
+/* Return true if regions contain only plane 0, and plane 0 is coded. size: bytes per value. */
 DEVICE bool has_single_plane(const codec_view &v, int size)
 {
 	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
 }
 
 /*
- * Split and code the m values from value `first` on, from the last row to the first. Planes 1 and above are written to
- * their sections of the frame. sums: checksums of fixed planes. same: OR and AND of the symbols of plane 0.
+ * Split the m values from value `first` on into planes, and encode plane 0, from the last row of 128 values to the
+ * first. Planes 1 and above are written to their sections of the frame. sums: checksums of fixed planes. same: OR and
+ * AND of the symbols of plane 0.
  *
- * code_chunks(values, section, coding, sums, same, place, rows) codes whole chunks of CHUNK_ROWS rows, the last of
- * which ends at row `rows`, and ends their checksums. values, section: begin of the block's values, and of its part of
- * plane 1. It returns the number of rows coded. If it returns 0, code_values codes the last row itself.
+ * code_chunks(values, section, coding, sums, same, place, rows) encodes whole chunks of CHUNK_ROWS rows, the last of
+ * which ends at row `rows`, finishes the chunks' checksums, and returns the number of rows encoded. If that is 0,
+ * code_values encodes the last row. values, section: begin of the block's values, and of the block's part of plane 1.
  */
 template <int SIZE, class F>
 DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, uint32_t m, coding *s, digest *sums,
@@ -67,8 +68,9 @@ DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, u
 
 /*
  * Encode block b of a tensor for which has_single_plane() is true. Values are read once. The region is written to the
- * frame as soon as its size is known. Returns false if plane 0 must not be coded after all; then only fixed planes have
- * been written. literals, words: see begin_plane. code_chunks: see code_values.
+ * frame as soon as its size is known. Return false if coding plane 0 of this block would not save bytes, or all its
+ * bytes are equal; then only fixed planes have been written. literals, words: see begin_plane. code_chunks: see
+ * code_values.
  */
 template <int SIZE, class F>
 DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
@@ -106,14 +108,13 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 	return true;
 }
 
-/* Size in bytes of a unit of scratch memory, read by the host. See scratch_nbytes. */
+/* Size in bytes of a unit of scratch memory; the host reads this symbol. See scratch_nbytes. */
 extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {CODER_NBYTES};
 
 /*
- * Encode blocks: directory entries, fixed planes and regions. SINGLE: blocks for which has_single_plane() is true are
- * encoded by write_single_plane. code_chunks(job, first, m, ..., lane): see code_values. codes: 256 * SIZE words of
- * shared memory. room_of(w) returns ROOM_WORDS(SIZE) words of shared memory for warp w, which code_chunks may use,
- * too.
+ * Encode blocks: write directory entries, fixed planes and regions. SINGLE: write_single_plane encodes blocks for which
+ * has_single_plane() is true. code_chunks(job, first, m, ..., lane): see code_values. codes: 256 * SIZE words of shared
+ * memory. room_of(w) returns ROOM_WORDS(SIZE) words of shared memory for warp w, which code_chunks may use, too.
  */
 template <int SIZE, bool SINGLE, class R, class F>
 DEVICE void encode_blocks(const codec_encoding *encodings, uint32_t *codes, R room_of, F code_chunks)

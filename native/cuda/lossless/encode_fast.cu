@@ -2,7 +2,10 @@
 #include "lossless/encode.cuh"
 #include "lossless/encode_fast.cuh"
 
-/* Code whole chunks of a block of m values that end at row r, if memory is aligned: code_chunks of code_values. */
+/*
+ * Argument code_chunks of code_values: if memory is aligned, encode whole chunks of a block of m values that end at row
+ * r, and return the number of rows encoded.
+ */
 template <int SIZE>
 DEVICE uint32_t code_fast_chunks(const job &j, fast_codes<SIZE> *t, uint64_t first, uint32_t m, const uint8_t *values,
 				 uint8_t *section, coding *s, digest *sums, common *same, place *o, uint32_t r,
@@ -40,7 +43,7 @@ DEVICE uint32_t code_fast_chunks(const job &j, fast_codes<SIZE> *t, uint64_t fir
 	return CHUNK_ROWS * chunks;
 }
 
-/* Encode blocks. Values must be aligned to their size. Grid: (CTAs, frames). */
+/* Kernel: encode blocks of floats of SIZE bytes, 2 or 4. Values must be aligned to their size. Grid: (CTAs, frames). */
 template <int SIZE>
 __global__ void __launch_bounds__(32 * WARPS, SIZE == 2 ? 6 : 5) encode_lossless_fast(const codec_encoding *encodings)
 {

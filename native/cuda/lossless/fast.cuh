@@ -7,7 +7,7 @@
 /* Mask of the bits of two patterns that belong to plane 0 (the symbols): bits 7 to 14 of each half. */
 #define FAST_SYMBOLS 0x7f807f80u
 
-/* Type of a quad's words in memory. */
+/* Vector type that holds four values of SIZE bytes in memory order. */
 template <int SIZE> struct fast_quad;
 template <> struct fast_quad<2> {
 	typedef uint2 words;
@@ -17,8 +17,8 @@ template <> struct fast_quad<4> {
 };
 
 /*
- * Kind of offsets of a part's values: none, one for all values, or offsets of rows and columns. FAST_CHECK: offsets
- * are ignored, since the decoder only checks values.
+ * Kind of the scale model's offsets in a part: none, one for all values, or offsets of rows and columns. FAST_CHECK:
+ * offsets are ignored, since the decoder only checks values.
  */
 enum fast_offsets { FAST_NO_OFFSETS, FAST_ONE_OFFSET, FAST_OFFSETS, FAST_CHECK };
 
@@ -28,8 +28,9 @@ DEVICE fast_offsets fast_offsets_of(const place &o)
 }
 
 /*
- * Return how many of `chunks` chunks the fast loops can process from (decoder) or up to (encoder) position `o`. rows:
- * number of rows in which the lane's quad lies in the part of `o`. Each quad must lie within one row of that part.
+ * Return how many of `chunks` chunks of CHUNK_ROWS rows the fast loops can process from (decoder) or up to (encoder)
+ * position `o`. rows: number of rows of 128 values in which the lane's four values lie in the part of `o`. The loops
+ * require that four values always lie within one row of that part.
  */
 DEVICE uint32_t fast_chunks(const place &o, uint64_t rows, uint32_t chunks)
 {

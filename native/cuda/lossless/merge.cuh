@@ -9,8 +9,8 @@
 #include "common/values.cuh"
 
 /*
- * Return value i of a quad. plane: the quad's word of each plane; plane 0 has the highest bits. offset: the value's
- * offset, in patterns.
+ * Return the bits of value i of four, merged from planes. plane: for each plane, the word with the four values' bytes;
+ * plane 0 has the highest bits. offset: the value's offset, in patterns.
  */
 template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t i, bool is_float, uint16_t offset)
 {
@@ -28,8 +28,9 @@ template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t 
 }
 
 /*
- * Merge a quad from words of its planes into SIZE words in memory order. offset: two words with the offsets of two
- * values each. Plane 0 holds the pattern's upper eight bits, plane 1 the sign and the lower seven. SIZE is 2 or 4.
+ * Merge four floats of SIZE bytes, 2 or 4, from planes into SIZE words in memory order. plane: for each plane, the word
+ * with the four values' bytes. offset: two words with the offsets of two values each. Plane 0 holds the pattern's upper
+ * eight bits, plane 1 the sign and the lower seven bits.
  */
 template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t *offset, uint32_t *out)
 {
@@ -37,8 +38,8 @@ template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t
 
 	for (int h = 0; h < 2; h++) {
 		/*
-		 * selectors of __byte_perm: `even` moves two bytes to the lower, `odd` to the upper end of 16-bit
-		 * halves
+		 * selectors of __byte_perm: `even` moves two bytes to the lower ends of 16-bit halves, `odd` to the
+		 * upper ends
 		 */
 		uint32_t even = h ? 0x4342 : 0x4140, odd = h ? 0x3424 : 0x1404;
 		uint32_t upper = __byte_perm(plane[0], 0, even), u = upper * 128 + __byte_perm(lower, 0, even);
@@ -57,7 +58,7 @@ template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t
 	}
 }
 
-/* Store a quad, or combine it with its destination. For sinks and quads that cannot be handled by one vector store. */
+/* Store four values, or combine them with the destination, if one vector store cannot do that. x: their bits. */
 template <int SIZE> DEVICE_CALL void put_any(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
 {
 	uint64_t four[4] = {x.x, x.y, x.z, x.w};
@@ -80,8 +81,8 @@ template <int SIZE> DEVICE void put_merged(const codec_sink *sink, uint32_t dtyp
 }
 
 /*
- * Merge and store the lane's n values of row r. word: the quad's word of each plane. o: position of the first value in
- * the scale model; advanced by a row.
+ * Merge and store the lane's n values of row r (128 values). word: for each plane, the word with the values' bytes. o:
+ * position of the first of them in the scale model; advanced by 128 values.
  */
 template <int SIZE>
 DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const uint32_t *word, place *o,

@@ -1,6 +1,6 @@
 /*
- * lossless/planes.cuh - planes of regions that are not coded: find their runs of zeros, and write them directly from
- * values, without a buffer for planes. docs/spec/format.md, section 6.
+ * lossless/planes.cuh - planes of regions that are not coded: find their runs of zeros, and write these planes directly
+ * from values, without a buffer for planes. docs/spec/format.md, section 6.
  */
 #ifndef CODEC_CUDA_LOSSLESS_PLANES_CUH
 #define CODEC_CUDA_LOSSLESS_PLANES_CUH
@@ -9,18 +9,18 @@
 #include "lossless/split.cuh"
 
 /*
- * A lane's copy of a region under construction, in shared memory. Fields marked "lane p" describe plane p; all other
- * fields are equal in all lanes.
+ * A lane's copy of the plan for a region, in shared memory. Fields marked "lane p" describe plane p; all other fields
+ * are equal in all lanes.
  */
 struct region_plan {
 	place at;          /* position in the scale model, if there are offsets */
 	uint8_t *to;       /* lane p: address at which plane p is written */
 	uint64_t checksum; /* checksum of the block's parts of fixed planes */
 	uint64_t first;    /* index of the block's first value */
-	uint32_t m, k;     /* number of values; bytes of each plane from plane 1 on that is not fixed */
+	uint32_t m, k;     /* number of values; number of bytes of each plane from plane 1 on that is not fixed */
 	uint32_t head;     /* head of the region */
 	uint32_t constant; /* mask of planes whose bytes are all equal */
-	/* mask of planes of which it is not known whether all bytes are equal or runs of zeros exist */
+	/* mask of planes that must still be searched for runs of zeros, or for bytes that are not all equal */
 	uint32_t unknown;
 	/* mask of planes that are coded if that saves bytes, except plane 0 of a dtype with a pattern */
 	uint32_t coded;
@@ -40,8 +40,8 @@ struct region_plan {
 };
 
 /*
- * Words of shared memory of a warp that encodes values of `size` bytes. First a buffer for put_raw for each plane (two
- * lines of 128 bytes and 3 bytes more), then the region_plan of each lane.
+ * Number of words of shared memory for a warp that encodes values of `size` bytes: for each plane a buffer for put_raw
+ * (two lines of 128 bytes and 3 bytes more), then the region_plan of each lane.
  */
 #define LINE_WORDS 66
 #define LINES_WORDS(size) (LINE_WORDS * (size))
@@ -54,7 +54,10 @@ template <int SIZE> DEVICE region_plan *plan_of(uint32_t *room, uint32_t lane)
 	return (region_plan *)(room + LINES_WORDS(SIZE)) + lane;
 }
 
-/* Set the position in the scale model to the lane's first value, and return it; NULL if there are no offsets. */
+/*
+ * Set o->at to the position of the lane's first value in the scale model, and return its address; NULL if there are no
+ * offsets.
+ */
 DEVICE place *to_first(const job *j, region_plan *o, uint32_t lane)
 {
 	if (!j->v.model_parts.count)
@@ -64,19 +67,20 @@ DEVICE place *to_first(const job *j, region_plan *o, uint32_t lane)
 }
 
 /*
- * Selectors of __byte_perm, indexed by the mask of live values of a quad: they move the bytes of live values together.
+ * Selectors of __byte_perm, indexed by the mask of live values (plane 0 is not 0) among four: they move the bytes of
+ * live values together.
  */
 static __device__ const uint16_t SQUEEZE[16] = {0x4444, 0x4440, 0x4441, 0x4410, 0x4442, 0x4420, 0x4421, 0x4210,
 						0x4443, 0x4430, 0x4431, 0x4310, 0x4432, 0x4320, 0x4321, 0x3210};
 
-/* Bytes of a lane's quad in a plane: index of the first byte, and number of bytes. */
+/* Bytes of a lane's four values in a plane: index of the first byte, and number of bytes. */
 struct squeezed {
 	uint32_t at, count, selector;
 };
 
 /*
- * Return which bytes of a plane belong to the lane's quad in the next row, and advance *seen, the bytes of all earlier
- * rows. word: the quad's word of plane 0. n: number of values of the lane.
+ * Return which bytes of a plane belong to the lane's four values in the next row of 128, and advance *seen, the number
+ * of bytes of all earlier rows. word: the values' bytes of plane 0. n: how many of the four values exist.
  */
 DEVICE squeezed squeeze_row(uint32_t word, uint32_t n, bool pruned, uint32_t *seen, uint32_t lane)
 {
@@ -90,8 +94,8 @@ DEVICE squeezed squeeze_row(uint32_t word, uint32_t n, bool pruned, uint32_t *se
 }
 
 /*
- * Store bytes [begin, end) of the buffer `line`, as far as they lie in the lane's word `w`. to: destination of byte 0,
- * a multiple of 4.
+ * Copy those of the bytes [begin, end) of the buffer `line` that lie in its word `w` to the plane. to: destination of
+ * byte 0, a multiple of 4.
  */
 DEVICE void put_part(uint8_t *to, const uint32_t *line, uint32_t w, uint32_t begin, uint32_t end)
 {
@@ -105,7 +109,7 @@ DEVICE void put_part(uint8_t *to, const uint32_t *line, uint32_t w, uint32_t beg
 }
 
 /*
- * Write raw planes in aligned words, which bytes of live values fill without gaps. planes: mask of planes. room: see
+ * Write the raw planes in the mask `planes`, as aligned words, which bytes of live values fill without gaps. room: see
  * ROOM_WORDS.
  */
 template <int SIZE>
@@ -115,7 +119,7 @@ DEVICE_CALL void put_raw(const job *j, const uint8_t *values, uint32_t planes, u
 	region_plan *plan = plan_of<SIZE>(line, 0);
 	uint8_t *bytes = (uint8_t *)line;
 	const bool pruned = plan[lane].head & WIRE_REGION_PRUNED;
-	uint32_t seen = 0, put = 0; /* number of bytes of each plane that were found, and that were written */
+	uint32_t seen = 0, put = 0; /* number of bytes per plane that were read so far, and that were written */
 	uint32_t skew = 0;          /* lowest two bits of the address of each plane, two bits per plane */
 
 	__syncwarp();
@@ -168,7 +172,7 @@ DEVICE uint32_t bitmap_nbytes(uint32_t k)
 	return ((k + WIRE_ROW - 1) / WIRE_ROW + 7) / 8;
 }
 
-/* Return how many of a plane's k bytes lie in runs that are not all zero. kept: see region_plan. */
+/* Return how many of plane p's k bytes lie in runs that are not all zero. kept: see region_plan. */
 DEVICE uint32_t kept_nbytes(uint32_t kept, uint32_t p, uint32_t k, uint32_t lane)
 {
 	const uint32_t last = (k - 1) / WIRE_ROW;
@@ -193,7 +197,7 @@ template <int SIZE> DEVICE_CALL void find_runs(const job *j, const uint8_t *valu
 			 [&](uint32_t n, const uint32_t *word) {
 				 const uint32_t run = seen / WIRE_ROW;
 				 const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
-				 /* number of bytes that lie in run `run` */
+				 /* number of the lane's bytes that lie in run `run` */
 				 const uint32_t here = q.at / WIRE_ROW > run ? 0 : WIRE_ROW * (run + 1) - q.at;
 
 				 for (int p = 0; p < SIZE; p++) {
@@ -217,7 +221,7 @@ template <int SIZE> DEVICE_CALL void find_runs(const job *j, const uint8_t *valu
 	plan->constant |= planes & ~__reduce_or_sync(FULL, varied);
 }
 
-/* Write planes of mode ROWS. planes: mask of planes. */
+/* Write the planes in the mask `planes`, which have mode ROWS: bitmap, then the runs that are not all zero. */
 template <int SIZE>
 DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, uint32_t *room, uint32_t lane)
 {
@@ -239,7 +243,10 @@ DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, 
 		[&](uint32_t n, const uint32_t *word) {
 			const uint32_t run = seen / WIRE_ROW, next = run + 1, word_at = lane % 4;
 			const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
-			/* number of runs before `run` that are present, summed over the four lanes of a plane */
+			/*
+			 * number of stored runs before `run`, to be summed over the four lanes that hold a plane's
+			 * bitmap
+			 */
 			uint32_t before = (uint32_t)__popc(word_at < run / 32    ? kept
 							   : word_at == run / 32 ? kept & ((1u << run % 32) - 1)
 										 : 0);

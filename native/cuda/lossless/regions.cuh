@@ -2,10 +2,10 @@
  * lossless/regions.cuh - encode blocks with any combination of planes in their regions.
  * docs/spec/encoder.md, sections 4.2 and 6.
  *
- * A value is live if its byte in plane 0 is not 0. A region is pruned if its planes 1 and above contain bytes of live
- * values only.
+ * A value is "live" if its byte in plane 0 is not 0. A region is "pruned" if its planes 1 and above contain bytes of
+ * live values only.
  *
- * A block's values are read once to code plane 0 and to choose how the other planes are stored, once for each other
+ * A block's values are read once to encode plane 0 and to choose how the other planes are stored, once for each other
  * plane with a codebook, and once to write planes that are not coded to the frame.
  */
 #ifndef CODEC_CUDA_LOSSLESS_REGIONS_CUH
@@ -18,27 +18,26 @@
 #include "lossless/split.cuh"
 
 /*
- * Scratch memory of a warp: literals and words of the plane that is being coded. If other planes than plane 0 of a
- * dtype with a pattern are coded, the symbols of one plane follow, and then coded planes that wait to be written to the
- * frame.
+ * Scratch memory of a warp: literals and words of the plane that is being encoded. If planes other than a float's plane
+ * 0 are coded, the symbols of one plane follow, and then coded planes that wait to be written to the frame.
  */
 #define CODER_NBYTES (PLANE_ROOM + 4 * WORDS_ROOM)
 #define WAITING_NBYTES (1u << WIRE_MAX_BLOCK_LOG2)
 static_assert(PLANE_ROOM + WAITING_NBYTES <= CODER_NBYTES, "a unit for each other plane");
 
-/* Return the mask of planes with a codebook, except plane 0 of a dtype with a pattern. */
+/* Return the mask of planes with a codebook, except plane 0 of floats. */
 DEVICE uint32_t other_coded(const codec_view &v)
 {
 	return v.coded & ~(octave_of(v.dtype) ? 1u : 0u);
 }
 
-/* Return the bytes of scratch memory that a warp needs to encode. */
+/* Return the bytes of scratch memory that a warp needs to encode lossless blocks. */
 DEVICE uint64_t scratch_nbytes(const codec_view &v)
 {
 	return CODER_NBYTES * (1 + (uint64_t)__popc(other_coded(v)));
 }
 
-/* Estimate from a sample of a plane's k bytes if coding the plane saves enough bytes. */
+/* Return true if coding a plane of k bytes saves enough bytes, estimated from a sample of the bytes. */
 static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plane, uint32_t k, uint32_t lane)
 {
 	const uint32_t *codes = j->codes + 256 * p;
@@ -55,9 +54,9 @@ static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plan
 }
 
 /*
- * Record the bytes of live values in `same` and *runs. *runs: mask of planes that may have a run of 128 zeros among
- * live values. A plane is ruled out if both halves of the row have a live value whose byte is not 0, because such a run
- * covers half of some row. live: word with 255 in the bytes of live values.
+ * Update `same` and *runs with a lane's four values. *runs: mask of planes that may have a run of 128 zeros among the
+ * bytes of live values. A plane is ruled out if both halves of the row of 128 values have a live value whose byte is
+ * not 0, because such a run covers half of some row. live: word with 255 in the bytes of live values.
  */
 template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t live, common *same, uint32_t *runs)
 {
@@ -71,9 +70,8 @@ template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t l
 }
 
 /*
- * Return the mask of planes that may end with a run of fewer than 128 zeros. These are the planes whose byte of the
- * block's last value is 0; all planes if that value is not live. i: index of the lane's first value. live: see
- * note_live_bytes.
+ * Return the mask of planes that may end with a run of fewer than 128 zeros: planes in which the byte of the block's
+ * last value is 0; all planes if that value is not live. i: index of the lane's first value. live: see note_live_bytes.
  */
 template <int SIZE>
 DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i, uint32_t n, uint32_t m)
@@ -89,17 +87,17 @@ DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i
 
 /* Properties of a block's planes, found while its values are split. */
 template <int SIZE> struct split_block {
-	common same[SIZE]; /* bytes of live values; for plane 0 of all values */
+	common same[SIZE]; /* OR and AND of the bytes of live values; for plane 0, of all values */
 	uint32_t runs;     /* mask of planes that may have a run of 128 zeros, or a shorter run at the end */
 	uint32_t zeros;    /* number of values whose byte in plane 0 is 0 */
-	uint32_t under;    /* not 0 if some of these values have a byte in another plane that is not 0 */
+	uint32_t under;    /* not 0 if a value whose byte in plane 0 is 0 has a non-zero byte in another plane */
 };
 
 /*
- * Split m values from value `first` on, from the last row to the first. Fixed planes are written to their sections of
- * the frame. If plane 0 is coded (`top`), its symbols are passed to the coder. chunks: memory for checksums of chunks
- * of fixed planes, 32 per plane; lane i holds those of chunk i. at: position in the scale model of the lane's last
- * quad, see offsets_back; NULL: there are no offsets.
+ * Split m values from value `first` on into planes, from the last row of 128 to the first. Fixed planes are written to
+ * their sections of the frame. If plane 0 is coded (`top`), its symbols are passed to the coder. chunks: memory for the
+ * checksums of chunks of fixed planes, 32 per plane; lane i holds the checksum of chunk i. at: position in the scale
+ * model of the lane's last four values, see offsets_back; NULL: there are no offsets.
  */
 template <int SIZE>
 DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, uint32_t m, bool top, coding *s,
@@ -157,7 +155,7 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 	o->under = __any_sync(FULL, o->runs >> 8 != 0);
 }
 
-/* Set the mode and size of plane p. */
+/* Set the mode of plane p in the region's head, and the plane's size in bytes. */
 DEVICE void set_plane(region_plan *o, uint32_t p, uint32_t mode, uint32_t nbytes, uint32_t lane)
 {
 	o->head = (o->head & ~(3u << 2 * p)) | mode << 2 * p;
@@ -166,7 +164,8 @@ DEVICE void set_plane(region_plan *o, uint32_t p, uint32_t mode, uint32_t nbytes
 }
 
 /*
- * End plane p after all its rows were coded. The plane remains in the coder's memory if it has at most `most` bytes.
+ * Finish plane p after all its rows were encoded. The plane remains in the coder's memory if it has at most `most`
+ * bytes.
  */
 DEVICE void end_coded(region_plan *o, uint32_t p, const coding &s, uint32_t most, uint32_t more, uint32_t lane)
 {
@@ -205,7 +204,7 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 			     uint32_t lane)
 {
 	region_plan *o = plan_of<SIZE>(room, lane);
-	uint64_t *sums = (uint64_t *)room; /* reuses the buffers of put_raw */
+	uint64_t *sums = (uint64_t *)room; /* shares memory with the buffers of put_raw */
 	const codec_view &v = j->v;
 	const uint32_t planes = ~v.fixed & ((1u << SIZE) - 1), m = o->m;
 	const uint32_t chunks = (m + WIRE_ROW * CHUNK_ROWS - 1) / (WIRE_ROW * CHUNK_ROWS);
@@ -237,7 +236,8 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 		o->k = m - q.zeros;
 	}
 	/*
-	 * constant: planes whose bytes are all equal; unknown: planes that may be constant or may have runs of zeros
+	 * constant: planes whose bytes are all equal; unknown: planes that may be constant or may have runs of zeros,
+	 * which is not known yet
 	 */
 	uint32_t constant = equal, unknown = q.runs | (octave ? 1 : 0);
 
@@ -271,7 +271,7 @@ template <int SIZE> DEVICE void choose_modes(const job *j, region_plan *o, uint3
 	o->coded &= planes & ~o->constant;
 }
 
-/* Code plane p, whose symbols are in scratch memory, if a sample of the symbols predicts that this saves bytes. */
+/* Encode plane p, whose symbols are in scratch memory, if a sample of the symbols predicts that this saves bytes. */
 DEVICE_CALL void code_plane(const job *j, uint32_t p, uint8_t *scratch, region_plan *o, uint32_t lane)
 {
 	const uint32_t k = p ? o->k : o->m, halved = j->v.halved >> p & 1;
@@ -289,8 +289,8 @@ DEVICE_CALL void code_plane(const job *j, uint32_t p, uint8_t *scratch, region_p
 }
 
 /*
- * Code the planes in the mask o->coded. Coded planes wait in scratch memory, except the last one, which remains in the
- * coder's memory.
+ * Encode the planes in the mask o->coded. The coded planes wait in scratch memory until they are written, except the
+ * last one, which remains in the coder's memory.
  */
 template <int SIZE>
 DEVICE void code_others(const codec_encoding &e, const job *j, uint8_t *scratch, uint32_t *room, region_plan *o,
@@ -350,8 +350,8 @@ template <int SIZE> DEVICE uint32_t planes_in_mode(const region_plan *o, uint32_
 }
 
 /*
- * Encode block b: region, directory entry, and parts of fixed planes. coded: mask of planes that are coded if that
- * saves bytes. scratch: scratch_nbytes() bytes. room: ROOM_WORDS(SIZE) words of the warp's shared memory.
+ * Encode block b: write its region, its directory entry, and its parts of fixed planes. coded: mask of planes to encode
+ * if that saves bytes. scratch: scratch_nbytes() bytes. room: ROOM_WORDS(SIZE) words of the warp's shared memory.
  */
 template <int SIZE>
 DEVICE void write_block(const codec_encoding &e, const job *j, uint64_t b, uint32_t coded, uint8_t *scratch,

@@ -6,7 +6,7 @@
 #include "common/checksum.cuh"
 #include "lossless/merge.cuh"
 
-/* Check the head of a region: the modes of its planes, and the flag WIRE_REGION_PRUNED. */
+/* Check the head of a region: the modes of planes, and the flag WIRE_REGION_PRUNED. size: bytes per value. */
 DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 {
 	if (head & ~(WIRE_REGION_PRUNED | ((1u << 2 * size) - 1)))
@@ -22,11 +22,11 @@ DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 }
 
 /*
- * Decode a region that contains only plane 0, in any mode, row by row. head: head of the region; the cursor points
- * past it.
+ * Decode a region that contains only plane 0, in any mode, in rows of 128 values. head: head of the region; the cursor
+ * points past the head.
  *
- * read_chunks(top, fixed, sums, cursor, place, row) decodes whole chunks of CHUNK_ROWS rows and ends their checksums.
- * It returns the number of rows decoded. If it returns 0, read_single_plane decodes the row itself.
+ * read_chunks(top, fixed, sums, cursor, place, row) decodes whole chunks of CHUNK_ROWS rows from row `row` on, finishes
+ * the chunks' checksums, and returns the number of rows decoded. If that is 0, read_single_plane decodes row `row`.
  */
 template <int SIZE, class F>
 DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by,
@@ -36,7 +36,7 @@ DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t head, c
 	const uint64_t first = b * v.block_nvalues;
 	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
 	const uint8_t *fixed = c.frame + v.planes_offset + first;
-	/* a pruned region promises that fixed planes are 0 where plane 0 is 0, and that some value is live */
+	/* in a pruned region, fixed planes must be 0 where plane 0 is 0, and some byte of plane 0 must not be 0 */
 	const bool pruned = head & WIRE_REGION_PRUNED;
 	bool live = !pruned;
 	digest sums[SIZE] = {};

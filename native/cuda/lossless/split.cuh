@@ -7,8 +7,9 @@
 #include "common/checksum.cuh"
 
 /*
- * Split a quad in memory order into a word of each plane; the inverse of merge_quad. offset: two words with (circle's
- * size - offset) of two values each. SIZE is 2 or 4.
+ * Split four floats of SIZE bytes, 2 or 4, into planes: for each plane, a word with the four values' bytes. The inverse
+ * of merge_quad. value: the four values, in memory order. offset: two words, with (WIRE_CIRCLE - offset) for two values
+ * each.
  */
 template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_t *offset, uint32_t *plane)
 {
@@ -36,7 +37,10 @@ template <int SIZE> DEVICE void prefetch_rows(const uint8_t *from, uint32_t lane
 		prefetch(from + LINE_NBYTES * i);
 }
 
-/* Split n values at any address. offset: offset of each value, in patterns. */
+/*
+ * Split n values at any address into planes. offset: offset of each value, in patterns. word: for each plane, the word
+ * with the values' bytes.
+ */
 template <int SIZE>
 DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uint16_t *offset, uint32_t *word)
 {
@@ -59,7 +63,10 @@ DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uin
 	}
 }
 
-/* Split the lane's n values from value i on into a word of each plane. offset: offset of each value, in patterns. */
+/*
+ * Split n values from value i on into planes: word[p] has the values' bytes of plane p. offset: offset of each value,
+ * in patterns.
+ */
 template <int SIZE>
 DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
 		       uint32_t *word)
@@ -68,7 +75,7 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 
 	if constexpr (SIZE == 2 || SIZE == 4)
 		if (is_float && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
-			uint32_t value[SIZE], back[2]; /* back: circle's size - offset, see split_pairs */
+			uint32_t value[SIZE], back[2]; /* back: WIRE_CIRCLE - offset, see split_pairs */
 
 			for (int h = 0; h < 2; h++)
 				back[h] = WIRE_CIRCLE(128) * 0x10001 -
@@ -84,8 +91,9 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 }
 
 /*
- * Return the offsets of the lane's n values from position *o on, two in each word. Then move *o back by a row, unless
- * r, the row's index, is 0. Not inlined, and *o is in shared memory, to save registers in loops over rows.
+ * Return the offsets, in patterns, of the lane's n values from position *o on, two in each word. Then move *o back by a
+ * row of 128 values, unless r, the row's index, is 0. Not inlined, and *o is in shared memory, to save registers in
+ * loops over rows.
  */
 DEVICE_CALL uint2 offsets_back(const job *j, place *o, uint32_t n, uint32_t r, int around)
 {
@@ -97,7 +105,10 @@ DEVICE_CALL uint2 offsets_back(const job *j, place *o, uint32_t n, uint32_t r, i
 	return {offset[0] | (uint32_t)offset[1] << 16, offset[2] | (uint32_t)offset[3] << 16};
 }
 
-/* Return the offsets of the lane's n values from position *o on, and advance *o to the next row. See offsets_back. */
+/*
+ * Return the offsets, in patterns, of the lane's n values from position *o on, two in each word, and advance *o by a
+ * row of 128 values.
+ */
 DEVICE_CALL uint2 offsets_on(const job *j, place *o, uint32_t n, int around)
 {
 	uint16_t offset[4] = {0};
@@ -106,7 +117,10 @@ DEVICE_CALL uint2 offsets_on(const job *j, place *o, uint32_t n, int around)
 	return {offset[0] | (uint32_t)offset[1] << 16, offset[2] | (uint32_t)offset[3] << 16};
 }
 
-/* Split the lane's n values of row r of a block. offsets: offsets of the values, two in each word. */
+/*
+ * Split the lane's n values of row r (128 values) of a block into planes. offsets: their offsets in patterns, two per
+ * word.
+ */
 template <int SIZE>
 DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, bool is_float, uint2 offsets, uint32_t lane,
 		      uint32_t *word)
@@ -117,7 +131,9 @@ DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, bool is_flo
 	split_quad<SIZE>(values, WIRE_ROW * r + 4 * lane, n, is_float, offset, word);
 }
 
-/* Return the position in the scale model of the lane's last quad in a block of m values, if there are offsets. */
+/*
+ * Return the position in the scale model of the lane's last four values in a block of m values, if there are offsets.
+ */
 DEVICE place last_place(const job *j, uint64_t first, uint32_t m, uint32_t lane)
 {
 	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW;
@@ -128,9 +144,9 @@ DEVICE place last_place(const job *j, uint64_t first, uint32_t m, uint32_t lane)
 }
 
 /*
- * Split the m values of a block, which begin at `values`, from the first row to the last. Calls use(n, words) for each
- * row with the lane's n values, split into a word of each plane. at: position in the scale model of the lane's first
- * value, see offsets_back; NULL: there are no offsets.
+ * Split the m values of a block, which begin at `values`, into planes, from the first row of 128 to the last. For each
+ * row, call use(n, words), where words[p] has the bytes of plane p of the lane's n values. at: position in the scale
+ * model of the lane's first value, see offsets_back; NULL: there are no offsets.
  */
 template <int SIZE, class F>
 DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *at, uint32_t lane, F use)
@@ -153,8 +169,8 @@ DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *a
 }
 
 /*
- * Store the lane's quad of a fixed plane. section: offset of the plane in the frame. i: index of the quad's first
- * value.
+ * Store the lane's four bytes of a fixed plane, given as a word. section: offset of the plane in the frame. i: index of
+ * the first of the four values.
  */
 DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uint64_t i, uint32_t word)
 {
@@ -162,7 +178,7 @@ DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uin
 		*(uint32_t *)(frame + section + i) = word;
 }
 
-/* OR and AND of all symbols of a plane, separately for each of the four values of a quad. */
+/* OR and AND of all symbols of a plane, separately for each byte of the lanes' words. */
 struct common {
 	uint32_t some, all;
 };

@@ -2,8 +2,8 @@
  * rows/choose.cu - kernels that compute the side section of row codecs: scales of parts, and a codebook.
  * docs/spec/encoder.md, section 7.
  *
- * One launch, in which CTAs take numbered tasks in order, as in lossless/choose.cu. The first tasks sum up pieces of
- * WIRE_TREE values, the next ones compute the scales of parts, and the last ones count codes in a sample of blocks.
+ * One launch, in which CTAs claim numbered tasks in order, as in lossless/choose.cu. The first tasks sum up pieces of
+ * WIRE_TREE values, the next tasks compute the scales of parts, and the last tasks count codes in a sample of blocks.
  */
 #include "rows/encode.cuh"
 #include "coder/sample.cuh"
@@ -11,7 +11,7 @@
 
 #define SCANNED (4 * CTA_WARPS) /* number of pieces that a CTA sums up in one task */
 
-/* Shared memory of a CTA, which the tasks use one after the other. */
+/* Shared memory of a CTA that runs choose_rows; its tasks use the members one after the other. */
 union rows_room {
 	struct {
 		double node[2][CTA_WARPS], level[2][64];
@@ -42,11 +42,11 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_s
 }
 
 /*
- * Sums of consecutive pieces, added in a binary tree by one warp. Lane l stores the sum of 2^l groups of 32 pieces,
- * see scale_push.
+ * Sums of consecutive pieces (of WIRE_TREE values), added in a binary tree by one warp. Lane l stores the sum of 2^l
+ * groups of 32 pieces, see scale_push.
  */
 struct warp_tree {
-	/* low: lane l stores the sum of 2^l pieces of the last group, if it has fewer than 32 pieces */
+	/* low: lane l stores the sum of 2^l pieces of the last group, if that group has fewer than 32 pieces */
 	double level[2], low[2];
 	uint32_t most, below; /* largest magnitude, and number of negative values, of this lane's pieces */
 };
@@ -134,8 +134,8 @@ DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_roo
 }
 
 /*
- * Compute the scales of a part, if parts of this codec have scales. Returns CODEC_NONFINITE if the part has NaN or
- * Inf, CODEC_BAD_SCALE if a given scale is too small for its values.
+ * Compute the scales of a part, if parts of this codec have scales. Return CODEC_NONFINITE if the part has NaN or Inf,
+ * CODEC_BAD_SCALE if the caller's scale is too small for the part's values.
  */
 DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, codec_row_part *part, rows_room *room)
 {
@@ -190,8 +190,8 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 }
 
 /*
- * Make the codebook, and complete the job as codec_encode_start does, once all scales are known and all codes are
- * counted.
+ * Called after all scales are computed and all codes are counted: make the codebook, and complete the job as
+ * codec_encode_start does.
  */
 DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, rows_room *room, codec_written *out)
 {
@@ -226,8 +226,8 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 }
 
 /*
- * Complete planned jobs (codec_encode_plan) of row codecs for encode_rows. Grid: (CTAs, frames). On an error, sets
- * v->nblocks to 0 and out->fault to the status. A CTA that counts codes acquires a unit of scratch memory.
+ * Kernel: complete the planned jobs (codec_encode_plan) of row codecs, for encode_rows. Grid: (CTAs, frames). On an
+ * error, set v->nblocks to 0 and out->fault to the status. A CTA that counts codes acquires a unit of scratch memory.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const codec_encoding *encodings)
 {
@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const c
 		__syncthreads();
 		status = count_codes(v, memory, &source, choose_even(t - scans - nparts, take, nblocks), unit.memory, c,
 				     &room);
-		if (threadIdx.x < 32) /* count_codes ends its use of the unit with a barrier */
+		if (threadIdx.x < 32) /* count_codes ends with a barrier, so no thread uses the unit any more */
 			give_units(e.scratch, unit, threadIdx.x);
 		if (status != CODEC_OK)
 			set_fault(out, status);
@@ -286,7 +286,9 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const c
 	}
 }
 
-/* Compute the scales of parts from the sums that encode_rows has written (scaled_last). Grid: (CTAs, frames). */
+/*
+ * Kernel: compute the scales of parts from the sums that encode_rows has written (scaled_last). Grid: (CTAs, frames).
+ */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) scale_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;

@@ -1,6 +1,6 @@
 /*
- * rows/codes.cuh - round values to codes, in groups of 8 that share a block of random bits. docs/spec/encoder.md,
- * section 7.
+ * rows/codes.cuh - round values to codes, in groups of 8 values that share a Philox block of random bits.
+ * docs/spec/encoder.md, section 7.
  */
 #ifndef CODEC_CUDA_ROWS_CODES_CUH
 #define CODEC_CUDA_ROWS_CODES_CUH
@@ -11,16 +11,16 @@
 #define TRITS_CHUNK (5 * WARP_STEP)
 
 /*
- * Scale of a row in the forms that rounding needs. scale: scale of the row; with zero points, half its range. below:
- * decoded value of negative numbers (SIGN); middle of the row (QUANTIZE with zero points). over: reciprocal of the
- * scale, for codecs that round by multiplication.
+ * Scale of a row in the forms that rounding needs. scale: the row's scale; with zero points, half its range. below:
+ * decoded value of negative numbers (SIGN); midpoint of the row's range (QUANTIZE with zero points). over: reciprocal
+ * of the scale, for codecs that multiply instead of dividing.
  */
 struct row_scale {
 	float scale, below;
 	struct over over;
 };
 
-/* Return a row_scale for a scale. */
+/* Convert a row's scale to a row_scale. */
 DEVICE row_scale open_scale(struct row_kind q, float scale, float below)
 {
 	row_scale s = {scale, below, {1, 0}};
@@ -68,8 +68,8 @@ template <int CODEC> DEVICE row_job copy_of(const row_job &r)
 }
 
 /*
- * Return the code of a value. x: bits of the value. h: 16 random bits. TERNARY returns TERNARY_TIE if it needs more
- * random bits.
+ * Return the code of a value. x: bits of the value, as float32. h: 16 random bits. TERNARY: return TERNARY_TIE if more
+ * random bits must decide.
  */
 template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uint32_t x, const row_scale &s, uint32_t h)
 {
@@ -96,8 +96,8 @@ DEVICE void no_draws(uint32_t draws[4])
 }
 
 /*
- * TERNARY: replace codes that are TERNARY_TIE by the codes that the second 16 random bits of their values give. i:
- * index in the tensor of the first of four values.
+ * TERNARY: replace each code that is TERNARY_TIE by the code that the value's second 16 random bits decide. i: index in
+ * the tensor of the first of four values. x: bits of the values.
  */
 DEVICE_CALL uint32_t break_ties(struct philox key, struct over over, uint64_t i, uint32_t codes, uint4 x)
 {
@@ -142,8 +142,8 @@ DEVICE uint32_t convert_to_float8(bool e4m3, const uint32_t x[4], float scale)
 #endif
 
 /*
- * Return the codes of four values, one per byte. i: index in the tensor of the first value. draws, more: 16 random
- * bits for each of the first two, and of the last two values.
+ * Return the codes of four values, one per byte. i: index in the tensor of the first value. draws: 16 random bits for
+ * each of the first two values; more: for each of the last two.
  */
 template <int CODEC>
 DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint32_t x[4], const row_scale &s,
@@ -153,7 +153,7 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 
 #if __CUDA_ARCH__ >= 890
 	/*
-	 * convert_to_float8 requires finite values; without WIRE_OPTION_PROPAGATE, a tensor with NaN or Inf is refused
+	 * convert_to_float8 requires finite values; without WIRE_OPTION_PROPAGATE, a tensor with NaN or Inf is rejected
 	 * anyway
 	 */
 	if (CODEC == WIRE_CODEC_FLOAT8 && !random && !(r.v->options & WIRE_OPTION_PROPAGATE && any_nonfinite(x)))
@@ -213,7 +213,7 @@ DEVICE void put_bytes(uint8_t *to, uint64_t x, uint32_t n)
 			to[k] = (uint8_t)x;
 }
 
-/* Pack TRITS_CHUNK codes of TERNARY, five per byte. Each lane writes 8 bytes. */
+/* TERNARY: pack TRITS_CHUNK codes, five per byte. Each lane writes 8 bytes. */
 DEVICE_CALL void pack_trits(const uint8_t *codes, uint8_t *to, uint32_t lane)
 {
 	uint64_t packed = 0;

@@ -4,7 +4,7 @@
 #include "rows/store.cuh"
 #include "rows/store_float8.cuh"
 
-/* Version of put_values for sinks and quads that cannot be handled by one vector store. Not inlined. */
+/* Version of put_values, not inlined, for four values that cannot be stored by one vector store. */
 DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, float a, float b, float c,
 			    float d, float scale)
 {
@@ -13,7 +13,7 @@ DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, 
 	put_values(sink, dtype, i, n, y, scale);
 }
 
-/* Packed codes of a block, nbytes bytes. */
+/* Address and size of a block's packed codes, or the error with which they were rejected. */
 struct found_codes {
 	const uint8_t *codes;
 	uint64_t nbytes;
@@ -63,14 +63,14 @@ DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint6
 }
 
 /*
- * Decode and store whole rows of 128 values from row r on. Handles nearly all values of most tensors. Returns the
- * index of the first row that was not decoded. *bad is set if scales or codes are invalid.
+ * Decode and store whole rows of 128 values, from row r on, of a block of m values. Decodes nearly all values of most
+ * tensors. Return the index of the first row that was not decoded. Set *bad if scales or codes are invalid.
  */
 template <int CODEC>
 DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint32_t m, uint8_t *to, uint32_t dtype,
 				uint32_t *bad, uint32_t lane)
 {
-	/* rows whose loads are in flight together: the compiler moves no load above a store */
+	/* number of rows whose loads are in flight together: the compiler moves no load above a store */
 	const uint32_t AT_ONCE = 8;
 	const bool e4m3 = !q.e5m2, words = CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)w->codes % 4 == 0;
 	float inverse = CODEC == WIRE_CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
@@ -135,7 +135,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 					 : store_float8<false, AT_ONCE>(quad, w->scale, inverse, at, dtype, lane))
 					continue;
 			}
-			/* rare case: the rows have several scales, or NaN or Inf */
+			/* rare case: these rows of 128 values have several scales, or NaN or Inf */
 #pragma unroll 1
 			for (uint32_t k = 0; k < AT_ONCE; k++)
 				put_row(r + k, load_row(r + k));
@@ -150,9 +150,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 	return r;
 }
 
-/*
- * Decode block b, whose region is at the cursor. scratch: memory for a plane, used for entropy-coded codes.
- */
+/* Decode block b, whose region is at cursor c. scratch: memory for a plane, used if codes are entropy-coded. */
 template <int CODEC>
 static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 					 const float *ratio, const codec_sink *sink, uint32_t lane)
@@ -188,10 +186,10 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	return __any_sync(FULL, bad != 0) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* Bytes of scratch memory for a warp, read by the host. */
+/* Bytes of scratch memory per warp; the host reads this symbol. */
 extern "C" __device__ const uint64_t decode_rows_nbytes[] = {PLANE_ROOM};
 
-/* Decode blocks. Grid: (CTAs, frames). */
+/* Kernel: decode the blocks of frames of row codecs. Grid: (CTAs, frames). */
 template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 6) decode_rows(const codec_decoding *decodings)
 {
 	__shared__ float ratio[256];

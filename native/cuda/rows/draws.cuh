@@ -1,5 +1,5 @@
-/* rows/draws.cuh - random bits of groups of 8 values that share the upper half of their counter. docs/spec/encoder.md,
- * section 7.
+/* rows/draws.cuh - random bits for groups of 8 values, if the upper 32 bits of their Philox counters are equal.
+ * docs/spec/encoder.md, section 7.
  */
 #ifndef CODEC_CUDA_ROWS_DRAWS_CUH
 #define CODEC_CUDA_ROWS_DRAWS_CUH
@@ -7,15 +7,15 @@
 #include "rows/groups.cuh"
 
 /*
- * Parts of philox_block that are equal for all blocks whose number has the same upper 32 bits: the keys of all rounds,
- * and two words.
+ * Intermediate results of philox_block that are equal for all Philox blocks whose number has the same upper 32 bits:
+ * the keys of all rounds, and two words.
  */
 struct group_draws {
 	uint32_t key[2 * PHILOX_ROUNDS];
 	uint32_t second_low, second_high;
 };
 
-/* Return the parts for block numbers whose upper 32 bits are `high`. */
+/* Compute the group_draws of Philox blocks whose number has the upper 32 bits `high`. */
 DEVICE group_draws group_draws_of(const struct philox &key, uint32_t high)
 {
 	group_draws d;
@@ -33,7 +33,8 @@ DEVICE group_draws group_draws_of(const struct philox &key, uint32_t high)
 }
 
 /*
- * Compute philox_block of the block whose number has the lower 32 bits `low`, for the first random bits of each value.
+ * Compute philox_block of the Philox block whose number has the lower 32 bits `low`: the first 16 random bits of each
+ * of 8 values.
  */
 DEVICE void draw_group(const group_draws &d, uint32_t low, uint32_t out[4])
 {
@@ -53,15 +54,15 @@ DEVICE void draw_group(const group_draws &d, uint32_t low, uint32_t out[4])
 		out[i] = c[i];
 }
 
-/* Check that the numbers of the random blocks of n values from value `first` on have the same upper 32 bits. */
+/* Return true if the Philox blocks of n values from value `first` on have numbers with the same upper 32 bits. */
 DEVICE bool draws_share_high(uint64_t first, uint32_t n)
 {
 	return first / 8 >> 32 == (first + n) / 8 >> 32;
 }
 
 /*
- * Encode 8 values from value `mine` of the block on. Slow fallback of loops, for scales or random bits that they
- * cannot handle.
+ * Encode 8 values from value `mine` of the block on. Slow fallback of the loops in levels.cuh and ternary.cuh, for
+ * scales or random bits for which they are not exact.
  */
 template <int CODEC> DEVICE_CALL void put_group_slowly(const row_job &r, uint32_t mine, float scale, uint8_t *to)
 {

@@ -3,15 +3,15 @@
 #include "rows/encode.cuh"
 
 /*
- * Bytes of scratch memory for a warp, read by the host. [0]: with an entropy stage; memory for the largest region
- * follows. [1]: with ternary codes packed five per byte. Other frames need no scratch memory.
+ * Bytes of scratch memory per warp; the host reads this symbol. [0]: with an entropy stage, plus the size of the
+ * largest region. [1]: with ternary codes packed five per byte. Other frames need no scratch memory.
  */
 #define ROWS_ROOM (2 * PLANE_ROOM + 4 * WORDS_ROOM)
 extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM, TRITS_CHUNK};
 
 /*
- * Encode blocks, as encode_lossless does, and write residuals. Without an entropy stage, blocks are written directly
- * to the frame, because their size is known beforehand.
+ * Kernel: encode the blocks of row codecs, as encode_lossless does, and write residuals. Without an entropy stage,
+ * blocks are written directly to the frame, because their sizes are known in advance.
  */
 template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const codec_encoding *encodings)
 {

@@ -12,8 +12,8 @@
 #include "rows/ternary.cuh"
 
 /*
- * Report that the tensor cannot be encoded. Any other fault replaces CODEC_BAD_SCALE, so that NaN or Inf anywhere
- * takes precedence over a scale that is too small.
+ * Record in out->fault that the tensor cannot be encoded. Any other status replaces CODEC_BAD_SCALE, so that NaN or Inf
+ * anywhere takes precedence over a scale that is too small.
  */
 DEVICE void set_fault(codec_written *out, codec_status status)
 {
@@ -24,9 +24,9 @@ DEVICE void set_fault(codec_written *out, codec_status status)
 }
 
 /*
- * Return true if scales are computed after the blocks. The codes of SIGN do not depend on scales. So if a part has one
- * scale, blocks write sums from which scale_rows computes the scale, and the tensor is read only once. Not with a
- * residual, which needs the scale earlier.
+ * Return true if the scales of parts are computed after the blocks are encoded, which is possible for SIGN, whose codes
+ * do not depend on scales: encode_rows writes sums, from which scale_rows computes the scale, and the tensor is read
+ * only once. Not with a residual, which depends on the scale.
  */
 DEVICE bool scaled_last(const codec_view *v, const codec_source *source)
 {
@@ -57,7 +57,7 @@ DEVICE void put_sign_residuals(const row_job &r, uint64_t first, uint32_t n, flo
 		put(i, value_at(dtype, &r.source, first + i));
 }
 
-/* SIGN: encode a block whose rows are multiples of 32 values: scales, or sums of pieces, and codes. */
+/* SIGN: encode a block whose rows are multiples of 32 values: write codes, and scales or sums of pieces. */
 DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales, uint32_t *words, uint32_t lane)
 {
 	const codec_view *v = r.v;
@@ -92,15 +92,15 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 	return CODEC_OK;
 }
 
-/* TERNARY: return true if the spec gives the scale, which then no magnitude may exceed. */
+/* TERNARY: return true if the spec gives the scale, and no magnitude may exceed that scale. */
 DEVICE bool scale_is_given(const codec_view *v, const codec_row_part *part)
 {
 	return v->scale > 0 && !(v->clip > 0) && part->scale[0] > 0;
 }
 
 /*
- * TERNARY: check that a given scale is not less than the largest magnitude. most: largest magnitude of this lane's
- * values, as bits of float32.
+ * TERNARY: check that the spec's scale, if there is one, is at least the largest magnitude. most: largest magnitude of
+ * this lane's values, as bits of float32.
  */
 DEVICE codec_status check_above(const codec_view *v, const codec_row_part *part, uint32_t most)
 {
@@ -144,8 +144,8 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 }
 
 /*
- * Entropy stage: code ncodes bytes of codes as a plane, and write its mode and the plane to `out`. scratch: the codes,
- * in a buffer of two planes and WORDS_ROOM words. Returns the size in bytes.
+ * Entropy stage: encode ncodes bytes of codes as a plane, and write the plane's mode and the plane to `out`. Return the
+ * number of bytes written. scratch: the codes, in a buffer of two planes and WORDS_ROOM words.
  */
 DEVICE_CALL uint32_t code_plane(const job *j, uint8_t *scratch, uint32_t ncodes, uint8_t *out, uint32_t lane)
 {

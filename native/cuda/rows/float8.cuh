@@ -2,8 +2,8 @@
  * rows/float8.cuh - encode float8 without random bits or residual, in rows of 32 to 256 or more than 256 values. This
  * covers most tensors of float8. docs/spec/encoder.md, section 7.
  *
- * The loop over a long row's codes loads 8 times 128 values at once. Small rows, and the rows of MXFP8, are encoded in
- * steps of 256 values, 8 per lane, so that 4 to 32 lanes share a row.
+ * In rows of more than 256 values, the loop loads 8 times 128 values at once. Rows of 32 to 256 values, which include
+ * those of MXFP8, are encoded in steps of 256 values, 8 per lane, so that 4 to 32 lanes share a row.
  */
 #ifndef CODEC_CUDA_ROWS_FLOAT8_CUH
 #define CODEC_CUDA_ROWS_FLOAT8_CUH
@@ -21,8 +21,8 @@ template <bool E4M3> DEVICE uint32_t float8_codes(const row_job &r, const uint32
 }
 
 /*
- * Write the codes of a row of n values, a multiple of 128, from value `first` of `values` on. next: distance in bytes
- * to the next row, which is prefetched into the L2 cache; 0: do not prefetch.
+ * Write the codes of a row of n values, a multiple of 128, that begins at value `first` of `values`. next: distance in
+ * bytes to the next row, which is prefetched into the L2 cache; 0: do not prefetch.
  */
 template <bool E4M3>
 DEVICE void put_float8_codes(const row_job &r, const uint8_t *values, uint32_t dtype, uint64_t first, uint32_t n,
@@ -57,9 +57,9 @@ struct float8_loop {
 	uint32_t dtype, nbytes;
 	uint64_t first; /* index in the tensor of the block's first value */
 	uint32_t row_log2, end;
-	/* MXFP8: number added to the bits of the largest magnitude before its mantissa is cut off; see scale_mx */
+	/* MXFP8: number added to the bits of a row's largest magnitude before the mantissa is cut off; see scale_mx */
 	uint32_t more;
-	uint32_t scale_most;  /* MXFP8: largest byte that stores a scale */
+	uint32_t scale_most;  /* MXFP8: largest valid stored scale */
 	float given;          /* scale that the spec gives; 0: compute scales */
 	uint8_t *scales, *to; /* outputs: scales of the block's rows; codes */
 };
@@ -83,7 +83,10 @@ DEVICE uint32_t small_row_scale(const row_job &r, const float8_loop &c, uint32_t
 	return stored;
 }
 
-/* Encode N steps of 256 values from value i of the block on. Returns the largest magnitude of the lane's rows. */
+/*
+ * Encode N steps of 256 values from value i of the block on. Return the largest magnitude in the rows that this lane
+ * shares.
+ */
 template <bool MX, bool E4M3, int N>
 DEVICE uint32_t put_float8_steps(const row_job &r, const float8_loop &c, uint32_t i, uint32_t lane)
 {
@@ -138,7 +141,7 @@ DEVICE groups_put put_small_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 			       r.p.first,
 			       31 - (uint32_t)__clz((int)row),
 			       r.p.m / WARP_STEP * WARP_STEP,
-			       /* so that mantissas above 1.75 carry into the exponent */
+			       /* mantissas above 1.75 then carry into the exponent */
 			       scale_rounds_up(r.q) ? 0x1fffffu : 0u,
 			       r.q.scale_most,
 			       r.v->scale,

@@ -1,15 +1,13 @@
-/*
- * rows/groups.cuh - encode blocks: values one at a time, or in groups of 8 values of one row. encoder.md, section 7.
- */
+/* rows/groups.cuh - encode the values of blocks singly, or in groups of 8 values of one row. encoder.md, section 7. */
 #ifndef CODEC_CUDA_ROWS_GROUPS_CUH
 #define CODEC_CUDA_ROWS_GROUPS_CUH
 
 #include "rows/codes.cuh"
 
 /*
- * Encode values of a block from value `from` on, one at a time. Supports any rows, sizes and alignment. Packed codes
- * are written to `to`, nbytes bytes. `warps` warps share the values. Returns the largest magnitude of this lane's
- * values, as bits of float32.
+ * Encode the values of a block from value `from` on, one at a time, for any row length, code width and alignment.
+ * Packed codes are written to `to`, nbytes bytes. `warps` warps share the values. Return the largest magnitude of this
+ * lane's values, as bits of float32.
  */
 template <int CODEC>
 DEVICE_CALL uint32_t put_codes(const row_job &r, const uint8_t *scales, const float *ratio, uint8_t *to,
@@ -17,7 +15,7 @@ DEVICE_CALL uint32_t put_codes(const row_job &r, const uint8_t *scales, const fl
 {
 	const uint32_t row = r.p.part->group_size, each = (uint32_t)row_scale_nbytes(r.q), per = r.q.bits ? 8 : 5;
 	row_scale s = open_part(r.q, r.p.part);
-	/* end: end of the row whose scale s is; drawn: number of the random block in `draws` */
+	/* end: index after the row to which scale s belongs; drawn: number of the Philox block in `draws` */
 	uint64_t end = 0, drawn = ~0ull;
 	uint32_t draws[4], most = 0;
 
@@ -97,8 +95,8 @@ DEVICE uint32_t largest_of_row(uint32_t most, uint32_t row_log2)
 }
 
 /*
- * Compute and store the scale of a row that row / 8 lanes share. most: largest magnitude of the lane's 8 values. mine:
- * index in the block of the first of them.
+ * Compute and store the scale of a row that row / 8 lanes share, 8 values per lane. most: largest magnitude of the
+ * lane's 8 values. mine: index in the block of the first of these values.
  */
 DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, uint8_t *scales, uint32_t *bad)
 {
@@ -129,8 +127,8 @@ DEVICE row_scale ends_of_lanes(const row_job &r, const uint32_t x[8], uint32_t m
 }
 
 /*
- * Result of put_groups. done: number of values encoded. most: largest magnitude of the lane's values, as bits of
- * float32 (TERNARY, small rows).
+ * Result of put_groups. done: number of values encoded. most (TERNARY, small rows): largest magnitude of the lane's
+ * values, as bits of float32.
  */
 struct groups_put {
 	uint32_t done, most;
@@ -138,8 +136,8 @@ struct groups_put {
 };
 
 /*
- * Version of put_groups for a codec and a kind of rows. SMALL: a few lanes share a row and exchange their largest
- * magnitudes. Otherwise a row is read twice, first to compute its scale, and then, from caches, to encode it.
+ * Version of put_groups for one codec and one kind of rows. SMALL: a few lanes share a row and exchange their largest
+ * magnitudes. Otherwise a row is read twice: first to compute its scale, and then, from caches, to encode it.
  */
 template <int CODEC, bool SMALL>
 DEVICE groups_put put_groups_of(const row_job &given, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
@@ -217,8 +215,8 @@ DEVICE groups_put put_groups_of(const row_job &given, uint8_t *scales, const flo
 }
 
 /*
- * Write scales and codes of the values of a block that form groups of 8 within one row, which are all values of most
- * tensors. Global memory is read once. chunk: scratch memory of TRITS_CHUNK bytes.
+ * Write the scales and codes of a block's values as far as each group of 8 lies within one row, which holds for all
+ * values of most tensors. Global memory is read once. chunk: scratch memory of TRITS_CHUNK bytes.
  */
 template <int CODEC>
 DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,

@@ -1,6 +1,6 @@
 /*
- * rows/levels.cuh - encode quantize with 2, 4 or 8 bits, without zero points and residual, in rows of 64 or 128 values
- * or of a multiple of 256. This covers most tensors of quantize. docs/spec/encoder.md, section 7.
+ * rows/levels.cuh - encode quantize with 2, 4 or 8 bits, without zero points and residual, in rows of 64, 128 or a
+ * multiple of 256 values. This covers most tensors of quantize. docs/spec/encoder.md, section 7.
  *
  * A step encodes 256 values, 8 per lane. A value's position among the levels is rounded by float additions in
  * round-toward-zero mode, and codes are packed as bytes of words. Rows whose scale is below 2^-60 are rare;
@@ -12,8 +12,8 @@
 #include "rows/draws.cuh"
 
 /*
- * Scale of a row. by: reciprocal of the largest magnitude, or 1. times: second factor of a value's position. It is 0
- * in rows of zeros, so that their codes are round_level_zero.
+ * Scale of a row: a value's position among the levels is value * by * times. by: reciprocal of the largest magnitude,
+ * or 1. times: 0 in rows of zeros, so that their codes are round_level_zero.
  */
 struct level_scale {
 	float by, times;
@@ -26,19 +26,19 @@ template <bool ODD> DEVICE level_scale level_scale_of(float levels, uint32_t max
 	return {round_div(1, round_float(max ? max : round_bits(1.0f))), max ? times : 0.0f};
 }
 
-/* Return true if a row's largest magnitude is not 0, but so small that round_over needs two factors. */
+/* Return true if a row's largest magnitude `max` is not 0, but so small that round_over needs two factors. */
 DEVICE bool is_tiny(uint32_t max)
 {
 	return max - 1 < round_bits(0x1p-60f) - 1;
 }
 
 /*
- * Return the code of a value, or with ODD levels the magnitude of its level. WIDE: the result is in the lower bits.
- * Otherwise it has at most 4 bits and begins at bit 17; the other bits are undefined. draws: half `k` has the value's
- * 16 random bits.
+ * Return the code of value x, or with ODD levels the magnitude of its level. WIDE: the result is in the lower bits.
+ * Otherwise the result has at most 4 bits and begins at bit 17; the other bits are undefined. draws: half `k` has the
+ * value's 16 random bits.
  *
- * round_place adds floor(2^17 place) and 2 h + 1. The float sum here has the same integer part, because its last bit
- * has a weight of at most 2^-17 and it is rounded toward zero.
+ * round_place adds floor(2^17 place) and 2 h + 1 as integers. The float sum here has the same integer part, because its
+ * last bit has a weight of at most 2^-17 and the sum is rounded toward zero.
  */
 template <bool ODD, bool WIDE> DEVICE uint32_t level_of(uint32_t x, const level_scale &s, uint32_t draws, uint32_t k)
 {
@@ -62,7 +62,8 @@ DEVICE uint32_t bytes_of_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d, ui
 }
 
 /*
- * Return the codes of four ODD levels from their magnitudes, one per byte. x: the values, whose signs the levels have.
+ * ODD levels: return the codes of four values, given the magnitudes of their levels, one per byte. x: the values, from
+ * which the signs are taken.
  */
 DEVICE uint32_t signed_levels(uint32_t magnitudes, uint32_t levels, const uint32_t *x, uint32_t apart)
 {
@@ -113,7 +114,10 @@ struct level_loop {
 	uint64_t first; /* index in the tensor of the block's first value */
 	float levels;   /* largest code; with ODD levels, largest magnitude of a level */
 	uint32_t zero;  /* ODD levels: code of level 0 in each byte */
-	/* log2 of the values of a row, if its scale is computed in the same step that encodes it; 0: rows are longer */
+	/*
+	 * log2 of the number of values per row, if the step that encodes a row also computes its scale; 0: rows are
+	 * longer
+	 */
 	uint32_t row_log2;
 	uint32_t end;         /* number of values of the block to encode */
 	uint8_t *scales, *to; /* outputs: scales of the block's rows; packed codes */
@@ -122,9 +126,9 @@ struct level_loop {
 };
 
 /*
- * State of a lane over all small rows. worst: largest magnitude, as bits of float32. tiny: bit i is set if step 2 i or
- * 2 i + 1 has a row that put_group_slowly must encode after the loop; a call within the loop would make the compiler
- * spill registers.
+ * A lane's results of the loop over small rows. worst: largest magnitude, as bits of float32. tiny: bit i is set if
+ * step 2 i or 2 i + 1 has a row that put_group_slowly must encode after the loop; a call within the loop would make the
+ * compiler spill registers.
  */
 struct level_rows {
 	uint32_t worst, tiny;
@@ -133,7 +137,7 @@ struct level_rows {
 static_assert(WIRE_ROW_BLOCK <= 32 * 2 * WARP_STEP, "a bit of `tiny` for two steps");
 
 /*
- * Encode N steps of 256 values from value i of the block on. s: scale of their row, if rows are long. For small rows,
+ * Encode N steps of 256 values from value i of the block on. Long rows: s is the scale of the values' row. Small rows:
  * compute the scales here, and update *rows.
  */
 template <int BITS, bool ODD, int N>
@@ -191,7 +195,7 @@ DEVICE void put_level_run(const level_loop &c, bool odd, uint32_t i, uint32_t en
 /* Encode the steps of small rows whose bits in `tiny` are set. */
 DEVICE void put_tiny_rows(const row_job &r, const level_loop &c, uint32_t tiny, uint32_t lane)
 {
-	__syncwarp(); /* makes the scales that other lanes have stored visible */
+	__syncwarp(); /* make the scales that other lanes have stored visible */
 	for (uint32_t i = 0; i < 32 && tiny >> i; i++)
 		for (uint32_t k = 2 * i; tiny >> i & 1 && k < 2 * i + 2 && k * WARP_STEP < c.end; k++) {
 			const uint32_t mine = k * WARP_STEP + 8 * lane;

@@ -1,7 +1,7 @@
 /*
- * rows/reduce.cu - kernels that add up frames of one row codec. The frames must have equal parts and blocks, and codes
- * of fixed width. The warps of a CTA process the same block of all frames, so that sums stay in registers and are
- * written once.
+ * rows/reduce.cu - kernels that decode frames of one row codec and add them up. The frames must have equal parts and
+ * blocks, and codes of fixed width. The warps of a CTA process the same block of all frames, so that sums stay in
+ * registers and are written once.
  *
  * Memory traffic of a launch: each frame is read once, and 4 bytes per value are written once.
  */
@@ -12,8 +12,8 @@
 #define TABLED 128 /* maximum number of a block's rows, in all frames together, whose scales fit into shared memory */
 
 /*
- * Check a frame's region of block b: size, padding, last codes. Each lane checks a different frame. Sets *c to the
- * region.
+ * Check block b's region in one frame: size, padding, last codes. Each lane checks a different frame. Set *c to the
+ * region. m: number of values in the block; nscales, ncodes: bytes of its scales and codes.
  */
 DEVICE codec_status check_region(struct row_kind q, const codec_decoding *d, uint64_t b, uint64_t nscales,
 				 uint64_t ncodes, uint32_t m, cursor *c)
@@ -29,15 +29,15 @@ DEVICE codec_status check_region(struct row_kind q, const codec_decoding *d, uin
 	return bad || !allowed_end(q, here(c) + nscales, ncodes, m) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* Return the address p of lane f. */
+/* Return lane f's pointer p to all lanes. */
 DEVICE const uint8_t *address_of(const uint8_t *p, uint32_t f)
 {
 	return (const uint8_t *)(uint64_t)__shfl_sync(FULL, (unsigned long long)p, (int)f);
 }
 
 /*
- * State of adding up a block of all frames. Lane f holds the region of frame f. Bit f of `good` is set if that region
- * is valid.
+ * State of adding up one block of all frames. Lane f holds the address of the block's region in frame f. Bit f of
+ * `good` is set if that region is valid.
  */
 struct summed {
 	const codec_decoding *decodings;
@@ -68,8 +68,8 @@ DEVICE summed_row open_summed(struct row_kind q, const codec_row_part *part, con
 }
 
 /*
- * FLOAT8: read the scales of all rows of a block, if they fit into shared memory. Sets s->tabled to the mask of frames
- * whose scales all have an inverse. Returns the mask of frames of which this lane has read an invalid scale.
+ * FLOAT8: read the scales of all rows of a block into shared memory, if they fit. Set s->tabled to the mask of frames
+ * whose scales all have an inverse. Return the mask of frames in which this lane has read an invalid scale.
  */
 DEVICE uint32_t fill_scales(summed *s, uint32_t lane)
 {
@@ -100,8 +100,8 @@ DEVICE uint32_t fill_scales(summed *s, uint32_t lane)
 }
 
 /*
- * Combine four sums with four values of a frame by the sink's operation, and return the new sums. sums, values: bits
- * of float32.
+ * Combine four sums with four decoded values of a frame, by the sink's operation, and return the new sums. sums,
+ * values: bits of float32.
  */
 DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, uint4 values, float scale)
 {
@@ -151,8 +151,9 @@ DEVICE_CALL uint4 divide_four(uint4 u, float divide)
 }
 
 /*
- * FLOAT8: combine sums with a frame's values, which must be finite. sets_or_adds() must be true, and all scales of the
- * frame must have an inverse. scales: element of the frame's first row.
+ * FLOAT8: combine sums with a frame's values, which must be finite, given their codes. sets_or_adds() must be true, and
+ * all scales of the frame must have an inverse. scales: the entry of s.scales for the frame's first row. at: index of
+ * the row to which each quad of values belongs.
  */
 DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *scales, const uint32_t at[QUADS],
 		       const uint32_t codes[QUADS], float sum[QUADS][4])
@@ -187,7 +188,7 @@ DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *sc
 			four_of_bits(divide_four(bits_of_four(sum[i]), divide), sum[i]);
 }
 
-/* FLOAT8: return true if one of QUADS quads of codes has NaN or Inf. */
+/* FLOAT8: return true if one of QUADS words of four codes has NaN or Inf. */
 DEVICE bool any_specials(bool e4m3, const uint32_t codes[QUADS])
 {
 	bool any = false;
@@ -236,8 +237,8 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 }
 
 /*
- * Add up QUADS rows of 128 values from row r on, all of which must exist. Each quad must lie within one row of the
- * codec. Returns the mask of frames in which this lane has read invalid codes or scales.
+ * Add up QUADS rows of 128 values of all frames, from row r of the block on; all must exist. The four values of a lane
+ * must lie within one row of the codec. Return the mask of frames in which this lane has read invalid codes or scales.
  */
 template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
 {
@@ -249,7 +250,7 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 	for (uint32_t i = 0; i < QUADS; i++) {
 		uint4 w = {0, 0, 0, 0};
 
-		/* with other operations, results do not depend on the destination's values */
+		/* CODEC_INTO_FLOAT32 ignores the destination's values; other operations combine with them */
 		if (s.decodings->sink.into != CODEC_INTO_FLOAT32)
 			w = to[32 * i];
 		four_of_bits(w, sum[i]);
@@ -297,8 +298,8 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 }
 
 /*
- * Add up row r of 128 values, which may be incomplete and lie in several rows of the codec. Returns the same mask as
- * add_quads.
+ * Add up row r (128 values) of the block in all frames. The row may be incomplete and lie in several rows of the codec.
+ * Return the mask of frames in which this lane has read invalid codes or scales.
  */
 template <int CODEC> DEVICE_CALL uint32_t add_row(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
 {
@@ -390,9 +391,9 @@ DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, u
 }
 
 /*
- * Add up `count` frames, at most 32, in order, to one destination. Each frame has a codec_decoding, whose sink
- * specifies how its values are combined with the sum. Grid: (CTAs, sums); sum s uses codec_decodings s * count to s *
- * count + count - 1. Errors are reported for each frame as by decode_rows.
+ * Kernel: decode `count` frames, at most 32, and add them up, in order, to one destination. Each frame has a
+ * codec_decoding, whose sink specifies how its values are combined with the sum. Grid: (CTAs, sums); sum s uses
+ * codec_decodings s * count to s * count + count - 1. Errors are reported for each frame as decode_rows reports them.
  */
 template <int CODEC>
 __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decoding *decodings, uint32_t count)
@@ -450,8 +451,8 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 		if (wrong >> lane & 1)
 			status = CODEC_BAD_REGION;
 		/*
-		 * each frame is reported by one warp, so that of several faults of a block a wrong checksum takes
-		 * precedence
+		 * one warp reports all faults of a frame, so that a wrong checksum takes precedence over other faults
+		 * of a block
 		 */
 		status = check_digests(s, b, known, left(&c), status, warp, lane);
 		if (lane < count && lane % WARPS == warp && status != CODEC_OK)

@@ -2,8 +2,8 @@
  * rows/rows.cuh - codes, scales and values of the row codecs: sign, ternary, float8, float4 and quantize. format.md,
  * section 8.
  *
- * Values of a row share a scale. All rows of a part have the same length (group_size); 0: all values of the part share
- * a scale.
+ * Values of a row share a scale. All rows of a part have the same length, group_size values; group_size 0: all values
+ * of the part share a scale.
  */
 #ifndef CODEC_CUDA_ROWS_ROWS_CUH
 #define CODEC_CUDA_ROWS_ROWS_CUH
@@ -36,7 +36,7 @@ constexpr bool is_quantize(int codec)
 	return codec == WIRE_CODEC_QUANTIZE || codec == QUANTIZE_AFFINE;
 }
 
-/* Return a row_kind in which the fields that CODEC determines are compile-time constants. Not used by decode_rows. */
+/* Return a copy of q in which the fields that CODEC determines are compile-time constants. Not used by decode_rows. */
 template <int CODEC> DEVICE struct row_kind kind_for(struct row_kind q)
 {
 	q.codec = is_quantize(CODEC) ? WIRE_CODEC_QUANTIZE : CODEC;
@@ -44,7 +44,7 @@ template <int CODEC> DEVICE struct row_kind kind_for(struct row_kind q)
 	return q;
 }
 
-/* Return true if codes are entropy-coded. A compile-time constant for most codecs. */
+/* Return true if codes are entropy-coded. The result is a compile-time constant for most codecs. */
 template <int CODEC> DEVICE bool is_entropy_coded(struct row_kind q)
 {
 	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_FLOAT8) && q.entropy;
@@ -61,9 +61,9 @@ static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64
 }
 
 /*
- * Read the scale of a row. SIGN: sets *scale and *below to the decoded values of positive and of negative numbers.
- * QUANTIZE with zero points: sets them to half the range and the middle of the row. Returns false if the scale is
- * invalid.
+ * Read the scale of a row, stored at p, into *scale. SIGN: set *scale and *below to the decoded values of positive and
+ * of negative numbers. QUANTIZE with zero points: set them to half the row's range and its midpoint. Return false if
+ * the scale is invalid.
  */
 DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint8_t *p, float *scale, float *below)
 {
@@ -105,10 +105,10 @@ DEVICE_CALL uint32_t read_trits(const uint8_t *codes, uint32_t i, uint32_t n)
 	return quad;
 }
 
-/* Read n codes of `bits` bits (any number) from code i on. Returns one code per byte. */
+/* Read n codes of any width `bits`, from code i on. Return one code per byte. */
 DEVICE_CALL uint32_t read_odd_bits(const uint8_t *codes, uint32_t bits, uint32_t i, uint32_t n)
 {
-	/* `bit` is bit 0 or 4 of a byte, so that four codes lie within four bytes */
+	/* i is a multiple of 4, so `bit` is bit 0 or 4 of a byte, and four codes lie within four bytes */
 	uint64_t bit = (uint64_t)i * bits;
 	uint32_t at = (uint32_t)bit % 8, x = load_bytes(codes + bit / 8, (at + n * bits + 7) / 8);
 
@@ -182,8 +182,8 @@ template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 }
 
 /*
- * Return the dequantized value of a code. ratio: the code's value before scaling (code_ratio). below: middle of the
- * row (QUANTIZE with zero points).
+ * Return the dequantized value of a code. ratio: the code's value before scaling (code_ratio). below: midpoint of the
+ * row's range (QUANTIZE with zero points).
  */
 template <int CODEC> DEVICE float dequantize(struct row_kind q, float ratio, float scale, float below)
 {
@@ -255,7 +255,7 @@ DEVICE float divide_float8(float ratio, float scale, float inverse)
 	return round_float(round_bits(quotient) | (round_bits(ratio) & ~ROUND_ABS)); /* -0 */
 }
 
-/* Fill a table of code_ratio for all codes in shared memory, by all threads of the CTA. */
+/* Fill a table of code_ratio for all codes in shared memory. Called by all threads of the CTA. */
 template <int CODEC> DEVICE void fill_ratios(const codec_view *v, float *ratio)
 {
 	for (uint32_t code = threadIdx.x; code < 256 && CODEC != WIRE_CODEC_SIGN; code += blockDim.x)
@@ -263,12 +263,12 @@ template <int CODEC> DEVICE void fill_ratios(const codec_view *v, float *ratio)
 	__syncthreads();
 }
 
-/* State of reading a block's values in order: its scales and codes, and the scale of the current row. */
+/* State of reading a block's values in order: the block's scales and codes, and the scale of the current row. */
 struct row_walk {
 	const codec_row_part *part;
 	const uint8_t *scales, *codes;
 	const float *ratio;
-	uint32_t row, end; /* row: values of a row; end: index in the block of the current row's end */
+	uint32_t row, end; /* row: number of values per row; end: index in the block after the current row */
 	float scale, below;
 };
 
@@ -281,7 +281,7 @@ DEVICE row_walk walk_rows(struct row_kind q, const codec_row_part *part, const u
 		below};
 }
 
-/* Scale of a row, and index in the block of the row's end. wrong: not 0 if the scale is invalid. */
+/* Scale of a row, and index in the block after the row. wrong: not 0 if the scale is invalid. */
 struct opened_row {
 	float scale, below;
 	uint32_t end, wrong;
@@ -309,7 +309,7 @@ DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
 	return o.wrong;
 }
 
-/* Set *y to the value of a code in the current row. Returns a nonzero number if the code is invalid. */
+/* Set *y to the dequantized value of a code in the current row. Return a nonzero number if the code is invalid. */
 template <int CODEC> DEVICE uint32_t walk_code(struct row_kind q, const row_walk &w, uint32_t code, float *y)
 {
 	if (CODEC == WIRE_CODEC_SIGN) {
@@ -322,7 +322,7 @@ template <int CODEC> DEVICE uint32_t walk_code(struct row_kind q, const row_walk
 	return (CODEC == WIRE_CODEC_TERNARY || is_quantize(CODEC)) && ratio != ratio;
 }
 
-/* Read n <= 4 values from value i on, which may lie in several rows. */
+/* Dequantize n <= 4 values from value i of the block on, which may lie in several rows. */
 template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
 {
 	uint32_t wrong = 0, quad = n ? read_codes<CODEC>(q, w->codes, i, n) : 0;

@@ -5,7 +5,7 @@
 #include "rows/rows.cuh"
 
 /*
- * Return the larger of `most` and the magnitude of x, as bits of float32. Magnitudes of `limit` and above are ignored.
+ * Return the larger of `most` and the magnitude of x, as bits of float32. A magnitude of `limit` or above is ignored.
  */
 DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 {
@@ -14,10 +14,7 @@ DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 	return a < limit && a > most ? a : most;
 }
 
-/*
- * Return larger(most, x, ~0u), except that a NaN may become another NaN. Uses one float instruction, which compares
- * magnitudes.
- */
+/* Return larger(most, x, ~0u), except that a NaN may become another NaN. One float instruction compares magnitudes. */
 DEVICE uint32_t larger_magnitude(uint32_t most, uint32_t x)
 {
 #ifdef __CUDA_ARCH__
@@ -32,7 +29,7 @@ DEVICE uint32_t larger_magnitude(uint32_t most, uint32_t x)
 #endif
 }
 
-/* Return the largest of `most` and the magnitudes of N values, as larger() does. */
+/* Return the largest of `most` and the magnitudes of N values below `limit`, as larger() does. */
 template <int N> DEVICE uint32_t largest_of(uint32_t most, const uint32_t *x, uint32_t limit)
 {
 	if (limit == ~0u)
@@ -86,7 +83,7 @@ DEVICE summing summing_of(const codec_view *v)
 	return v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_TWO_MEAN ? SUM_BY_SIGN : SUM_ABS;
 }
 
-/* Sums over a lane's values. */
+/* Running sums over the values of one lane. */
 template <summing HOW> struct lane_sums {
 	codec_row_sums out = {{0, 0}, 0, 0};
 	double s = 0, t = 0;
@@ -94,9 +91,10 @@ template <summing HOW> struct lane_sums {
 	uint32_t kept = 0;
 
 	/*
-	 * Add one value. SIGNS: also compute the word of 32 sign bits of step k, which lane k stores; the bit of a
-	 * value that does not exist (`there` is false) is 0. The value has index 32 * k + lane in a piece of 1,024; k
-	 * and `lane` may both be reduced by the same number.
+	 * Add value 32 * k + lane of a run of 1,024 values; x is 0 if it does not exist (`there` is false). SIGNS: also
+	 * collect the codes of SIGN for the 32 values of step k, one per lane, as a word: a bit is 1 if the value
+	 * exists and its sign bit is 0. Lane k keeps the word in `kept`. Only k == lane is tested, so callers may
+	 * subtract the same number from both.
 	 */
 	template <bool SIGNS> __device__ __forceinline__ void add(float x, bool there, uint32_t k, uint32_t lane)
 	{
@@ -165,8 +163,8 @@ DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint6
 }
 
 /*
- * Return sums of n values, at most WIRE_TREE, in the order of encoder.md, section 7.2: each lane sums up its values,
- * then the 32 lanes' sums are added in a binary tree. SIGNS: also write the codes of SIGN to `words`, unless that is
+ * Return the sums of n values, at most WIRE_TREE, added in the order of encoder.md, section 7.2: each lane sums up its
+ * values, then the 32 lanes' sums are added in a binary tree. SIGNS: also write the codes of SIGN to `words`, unless
  * NULL. Called by one warp.
  */
 template <bool SIGNS>
@@ -187,15 +185,15 @@ struct scaled {
 };
 
 /*
- * Return sums of a row of SIGN that has more than WIRE_TREE values, in the order of scale_push and scale_total. Lane l
- * stores the sums of 2^l pieces, since an array in each lane would be in local memory.
+ * SIGN: return the sums of a row of n > WIRE_TREE values, added in the order of scale_push and scale_total. Lane l
+ * stores the sums of 2^l pieces of WIRE_TREE values, since an array in each lane would be in local memory.
  */
 DEVICE_CALL codec_row_sums sums_of_pieces(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
 					  uint32_t *words, uint32_t lane)
 {
 	codec_row_sums all = {{0, 0}, 0, 0};
 	double level[2] = {0, 0};
-	uint32_t npieces = 0; /* less than 2^32 / WIRE_TREE */
+	uint32_t npieces = 0; /* number of pieces, less than 2^32 / WIRE_TREE */
 	bool lowest = true;
 
 	for (uint64_t i = 0; i < n; i += WIRE_TREE, npieces++) {
@@ -227,8 +225,8 @@ DEVICE_CALL codec_row_sums sums_of_pieces(const codec_view *v, const codec_sourc
 }
 
 /*
- * SIGN: compute the scales of a row of n values and store them in 4 or 8 bytes at `to`; also write its codes, unless
- * `words` is NULL.
+ * SIGN: compute the scales of a row of n values and store them, 4 or 8 bytes, at `to`; also write the row's codes to
+ * `words`, unless NULL.
  */
 DEVICE_CALL scaled put_sign_row(const codec_view *v, struct row_kind q, const codec_source *source, uint64_t first,
 				uint32_t n, uint8_t *to, uint32_t *words, uint32_t lane)
@@ -245,7 +243,7 @@ DEVICE_CALL scaled put_sign_row(const codec_view *v, struct row_kind q, const co
 	return {CODEC_OK, scale[0], round_sign_below(q.variant == WIRE_SIGN_TWO_MEAN ? scale[1] : scale[0])};
 }
 
-/* Return a row's stored scale from its largest magnitude. SIGN computes its scales from sums instead. */
+/* Compute a row's stored scale from its largest magnitude `max`. Not for SIGN, whose scales are computed from sums. */
 DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_row_part *part, uint32_t max)
 {
 	return q.scale_most                   ? scale_byte(q, max, part->scale[0])
@@ -253,7 +251,7 @@ DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_r
 					      : max;
 }
 
-/* Return the scale that is stored as `bits`. */
+/* Convert a row's stored scale, `bits`, to the scale for rounding. */
 DEVICE scaled scale_of_bits(struct row_kind q, const codec_row_part *part, uint32_t bits)
 {
 	if (q.scale_most)
@@ -279,7 +277,7 @@ DEVICE void extend(extremes *e, uint32_t x)
 	e->high = a > e->high ? a : e->high;
 }
 
-/* Return the extremes over `lanes` neighbouring lanes; `lanes` is a power of two. */
+/* Return the smallest and largest value over `lanes` neighbouring lanes; `lanes` is a power of two. */
 DEVICE extremes extremes_of_lanes(extremes e, uint32_t lanes)
 {
 	for (uint32_t by = 1; by < lanes; by *= 2) {
@@ -297,14 +295,14 @@ DEVICE bool is_nonfinite(extremes e)
 	return e.high >= (int32_t)ROUND_INF || e.low <= ~(int32_t)ROUND_INF;
 }
 
-/* Return the scale of a row with zero points: its half range and its middle, also as stored bits. */
+/* QUANTIZE with zero points: return half a row's range and its midpoint, and the row's ends as stored bits. */
 DEVICE row_ends ends_of(extremes e, uint32_t dtype)
 {
 	return scale_ends(round_float((uint32_t)round_ordered((uint32_t)e.low)),
 			  round_float((uint32_t)round_ordered((uint32_t)e.high)), dtype);
 }
 
-/* Version of put_scale for QUANTIZE with zero points. */
+/* Version of put_scale for QUANTIZE with zero points: store a row's smallest and largest value. */
 DEVICE_CALL scaled put_ends(struct row_kind q, const codec_source *source, uint64_t first, uint32_t n, uint8_t *to,
 			    uint32_t lane)
 {
@@ -323,8 +321,8 @@ DEVICE_CALL scaled put_ends(struct row_kind q, const codec_source *source, uint6
 }
 
 /*
- * Return the bits of the least magnitude that is ignored: Inf if NaN and Inf are propagated; ~0 if no magnitude is
- * ignored.
+ * Return the smallest magnitude, as bits of float32, that scales ignore: Inf if NaN and Inf are propagated; ~0: no
+ * magnitude is ignored.
  */
 DEVICE uint32_t limit_of(const codec_view *v)
 {
@@ -332,8 +330,8 @@ DEVICE uint32_t limit_of(const codec_view *v)
 }
 
 /*
- * Compute the scale of a row of n values and store it at `to`. Called by one warp. This is the inlined version of
- * put_scale: in a function that is not inlined, each load needs two more instructions for its memory descriptor.
+ * Compute the scale of a row of n values and store it at `to`. Called by one warp. Inlined version of put_scale: in a
+ * function that is not inlined, each load takes two more instructions to read its memory descriptor.
  */
 template <int CODEC>
 DEVICE scaled put_scale_here(const codec_view *v, struct row_kind q, const codec_row_part *part,
@@ -362,8 +360,8 @@ DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec
 }
 
 /*
- * Compute the scales of a block's rows from value `from` on, which must begin a row. `warps` warps process rows
- * round-robin.
+ * Compute and store the scales of a block's rows, from the row that begins at value `from` on. `warps` warps process
+ * rows round-robin.
  */
 template <int CODEC>
 DEVICE codec_status put_scales(const codec_view *v, struct row_kind q, const row_place &p, const codec_source *source,

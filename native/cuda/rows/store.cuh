@@ -1,6 +1,6 @@
 /*
- * rows/store.cuh - decode whole rows of 128 codes of 2, 4 or 8 bits. This covers most tensors of quantize and ternary.
- * docs/spec/format.md, section 8.
+ * rows/store.cuh - decode codes of 2, 4 or 8 bits, in whole rows of 128. This covers most tensors of quantize and
+ * ternary. docs/spec/format.md, section 8.
  *
  * All codes must have been checked before. A value is the product of its row's scale and an entry of a table in shared
  * memory.
@@ -10,7 +10,7 @@
 
 #include "rows/rows.cuh"
 
-/* Return true if the only code that may be invalid has all bits set, and check_codes finds it. */
+/* Return true if the only invalid code is the one with all bits set, which check_codes finds. */
 DEVICE bool checks_words(struct row_kind q)
 {
 	return q.bits == 2 || q.bits == 4 || q.bits == 8;
@@ -28,7 +28,7 @@ DEVICE bool any_full(uint32_t x, uint32_t bits)
 /* TERNARY, QUANTIZE: check that nbytes bytes of codes contain no code with all bits set, if such a code is invalid. */
 DEVICE bool check_codes(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint32_t lane)
 {
-	const uint32_t AT_ONCE = 4; /* words whose loads are in flight together */
+	const uint32_t AT_ONCE = 4; /* number of words whose loads are in flight together */
 	uint64_t i = lane;
 	bool bad = false;
 
@@ -52,7 +52,7 @@ DEVICE bool check_codes(struct row_kind q, const uint8_t *codes, uint64_t nbytes
 }
 
 /*
- * Return two values, rounded to a dtype of 16 bits, in a word. Their magnitudes must not exceed the dtype's largest
+ * Return a and b, rounded to a dtype of 16 bits, in a word. Their magnitudes must not exceed the dtype's largest
  * number: the hardware rounds larger values to Inf, while round_to_bfloat16 and round_to_float16 return the largest
  * number.
  */
@@ -77,7 +77,7 @@ DEVICE uint32_t largest_of_dtype(uint32_t dtype)
 	return dtype == WIRE_FLOAT32 ? ROUND_MAX : dtype == WIRE_BFLOAT16 ? 0x7f7f0000 : 0x477fe000;
 }
 
-/* Store four values of a row, whose codes are the lower bits of x, at `to`. */
+/* Dequantize four values of a row, whose codes are the lower bits of x, and store them at `to`. */
 template <int CODEC, int BITS>
 DEVICE void store_quad_of(uint32_t x, float scale, const float *ratio, uint32_t dtype, uint8_t *to)
 {
@@ -86,7 +86,7 @@ DEVICE void store_quad_of(uint32_t x, float scale, const float *ratio, uint32_t 
 	for (uint32_t k = 0; k < 4; k++) {
 		const float r = ratio[x >> BITS * k & ((1u << BITS) - 1)];
 
-		/* adding 0 changes only -0, to 0, which is the value of a row whose scale is 0 */
+		/* adding 0 changes only -0, to +0, as required if the row's scale is 0 */
 		y[k] = CODEC == WIRE_CODEC_TERNARY ? round_mul(r, scale) : __fmaf_rn(r, scale, 0.0f);
 	}
 	if (dtype == WIRE_FLOAT32)
@@ -96,9 +96,9 @@ DEVICE void store_quad_of(uint32_t x, float scale, const float *ratio, uint32_t 
 }
 
 /*
- * Decode and store 8 rows of 128 values at a time. EACH: the codec's rows have 64 to 512 values, a power of two, so
- * that the 8 rows have several scales; else all 8 rows have one scale. Returns the number of rows of 128 decoded, which
- * is less than all if scales need walk_code. *bad is set if a scale is invalid.
+ * Decode and store 8 rows of 128 values at a time, of a block of m values. EACH: the codec's rows have 64 to 512
+ * values, a power of two, so that the 8 rows of 128 have several scales; else they have one scale. Return the number of
+ * rows of 128 decoded, fewer than all if a scale needs walk_code. Set *bad if a scale is invalid.
  */
 template <int CODEC, int BITS, bool EACH>
 DEVICE uint32_t store_rows_of(const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype, uint32_t *bad, uint32_t lane)
@@ -156,8 +156,8 @@ DEVICE uint32_t store_rows_by(const row_walk &w, uint32_t m, uint8_t *to, uint32
 }
 
 /*
- * Decode and store whole rows of 128 values, 8 at a time, as many as the loops support. to: a multiple of the size of
- * four values. Returns the number of rows decoded. *bad is set if a scale is invalid.
+ * Decode and store as many whole rows of 128 values, of a block of m values, as the loops support, 8 at a time. to:
+ * address, a multiple of the size of four values. Return the number of rows decoded. Set *bad if a scale is invalid.
  */
 template <int CODEC>
 DEVICE uint32_t store_whole_rows(struct row_kind q, const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype,

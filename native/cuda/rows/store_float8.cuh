@@ -1,5 +1,5 @@
 /*
- * rows/store_float8.cuh - decode whole rows of 128 codes of float8. This covers most tensors of float8.
+ * rows/store_float8.cuh - decode codes of float8, in whole rows of 128. This covers most tensors of float8.
  * docs/spec/format.md, section 8.
  */
 #ifndef CODEC_CUDA_ROWS_STORE_FLOAT8_CUH
@@ -19,8 +19,8 @@ DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
 }
 
 /*
- * FLOAT8: store the lane's quads of N rows of 128 values that share a scale. to: destination of the first row. Returns
- * false, without storing anything, if a code is NaN or Inf.
+ * FLOAT8: dequantize and store N rows of 128 values that share a scale. quad: the lane's four codes of each row. to:
+ * destination of the first row. Return false, without storing anything, if a code is NaN or Inf.
  */
 template <bool E4M3, int N>
 DEVICE bool store_float8(const uint32_t quad[N], float scale, float inverse, uint8_t *to, uint32_t dtype, uint32_t lane)
@@ -46,14 +46,14 @@ DEVICE bool store_float8(const uint32_t quad[N], float scale, float inverse, uin
 	return true;
 }
 
-/* Scale of a row of float8, and its inverse: the factor of its values (MX), or float8_inverse. */
+/* Scale of a row of float8. inverse: the factor by which codes are multiplied (MX), or float8_inverse of the scale. */
 struct opened_scale {
 	float scale, inverse;
 };
 
 /*
- * Read the scale of row i. Sets *bad if it is invalid. The result's inverse is 0 if the row needs walk_code, because
- * values of its largest codes may exceed the dtype or float8_inverse is 0.
+ * Read the scale of row i. Set *bad if the scale is invalid. The result's inverse is 0 if the row needs walk_code,
+ * because the largest codes may exceed the dtype's range or float8_inverse is 0.
  */
 template <bool MX, bool E4M3>
 DEVICE opened_scale open_small(struct row_kind q, const uint8_t *scales, uint32_t i, uint32_t dtype, uint32_t *bad)
@@ -70,7 +70,7 @@ DEVICE opened_scale open_small(struct row_kind q, const uint8_t *scales, uint32_
 	return {round_float(stored), float8_inverse(round_float(stored))};
 }
 
-/* Store the lane's quad of a row of 128 values. */
+/* Dequantize and store the lane's four values of a row of 128. quad: their codes. */
 template <bool MX, bool E4M3>
 DEVICE void store_small_quad(uint32_t quad, const opened_scale &s, uint8_t *to, uint32_t dtype)
 {
@@ -88,9 +88,9 @@ DEVICE void store_small_quad(uint32_t quad, const opened_scale &s, uint8_t *to, 
 }
 
 /*
- * Decode and store 8 rows of 128 values at a time. They consist of 1,024 >> row_log2 rows of float8, at most 32, each
- * with a scale: a lane reads one scale, and lanes exchange them. Returns the number of rows of 128 decoded, which is
- * less than all if some need walk_code or if *bad is set.
+ * Decode and store 1,024 values at a time, as 8 rows of 128, of a block of m values. They have 1,024 >> row_log2
+ * scales, at most 32: each lane reads one scale, and lanes exchange them. Return the number of rows of 128 decoded,
+ * fewer than all if a scale needs walk_code or if *bad is set.
  */
 template <bool MX, bool E4M3>
 DEVICE uint32_t store_small_of(struct row_kind q, const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype,
@@ -134,9 +134,9 @@ DEVICE uint32_t store_small_of(struct row_kind q, const row_walk &w, uint32_t m,
 }
 
 /*
- * Decode and store whole rows of 128 values, as many as the loops support, if rows of float8 have 32 (MXFP8) or 64 to
- * 512 values. to: a multiple of the size of four values; NULL: only check. Returns the number of rows of 128 decoded.
- * *bad is set if a scale is invalid.
+ * If rows of float8 have 32 (MXFP8) or 64 to 512 values, decode and store as many whole rows of 128 values, of a block
+ * of m values, as the loops support. to: a multiple of the size of four values; NULL: only check. Return the number of
+ * rows of 128 decoded. Set *bad if a scale is invalid.
  */
 DEVICE uint32_t store_small_rows(struct row_kind q, const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype,
 				 uint32_t *bad, uint32_t lane)

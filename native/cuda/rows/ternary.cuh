@@ -1,16 +1,18 @@
 /*
  * rows/ternary.cuh - encode ternary with 2 bits and without residual. docs/spec/encoder.md, section 7.
  *
- * A step encodes 256 values, 8 per lane. Most codes follow from comparing the random bits with the integer part of a
- * value's exact position. About 1 step in 128 has a code for which this is not certain; put_group_slowly encodes its
- * groups.
+ * A step encodes 256 values, 8 per lane. Most codes follow from comparing the value's random bits with the integer part
+ * of |x| / scale * 2^16. In about 1 step of 128, this does not decide every code; put_group_slowly then encodes the
+ * groups of that step again.
  */
 #ifndef CODEC_CUDA_ROWS_TERNARY_CUH
 #define CODEC_CUDA_ROWS_TERNARY_CUH
 
 #include "rows/draws.cuh"
 
-/* Codes of 8 values, 2 bits each. sure: false if a code may be wrong. */
+/*
+ * Codes of 8 values, 2 bits each. sure: false if a code may be wrong, so that put_group_slowly must encode the values.
+ */
 struct ternary_codes {
 	uint32_t packed;
 	bool sure;
@@ -20,9 +22,10 @@ struct ternary_codes {
  * Return the codes of 8 values, computed from the first 16 random bits of each. by: result of round_over for a scale s
  * of at least 2^-60.
  *
- * round_ternary_code compares the random bits h with the integer part of the rounded product of |x| and `by`. It
- * equals `part`, the integer part of the exact product, or part + 1. If h is neither of them, comparing h with `part`
- * gives the same code. This holds also if |x| is at least s, since the exact product is then larger than 65535.
+ * round_ternary_code compares the random bits h with the integer part of the rounded product of |x| and `by`. That
+ * integer part equals `part`, the integer part of the exact product, or part + 1. If h is neither `part` nor part + 1,
+ * comparing h with `part` gives the same code. This holds also if |x| is at least s, since the exact product is then
+ * larger than 65535.
  */
 DEVICE ternary_codes code_ternary(const uint32_t x[8], float by, const uint32_t draws[4])
 {
@@ -44,8 +47,9 @@ DEVICE ternary_codes code_ternary(const uint32_t x[8], float by, const uint32_t 
 }
 
 /*
- * Write the codes of a block's values, in pairs of steps of 256. Does nothing if the options or the alignment require
- * put_groups. The result's `most` is the largest magnitude, computed only if check_above needs it (`given`).
+ * Write the codes of a block's values, in pairs of steps of 256 values. Does nothing if the options or the alignment
+ * require put_groups. The result's `most` is the largest magnitude, computed only if `given`: the spec gives the scale,
+ * and check_above compares.
  */
 DEVICE groups_put put_ternary_steps(const row_job &r, uint8_t *to, bool given, uint32_t lane)
 {

@@ -2,8 +2,8 @@
 #include "topk/decode.cuh"
 
 /*
- * Decode blocks, one per warp, or only check them. Grid: (CTAs, frames). Values are stored while codes are read. If an
- * invalid frame must not change the destination, run a launch that only checks first.
+ * Kernel: decode blocks, one per warp, or only check them. Grid: (CTAs, frames). Values are stored while codes are
+ * read. If an invalid frame must not change the destination, run a launch that only checks before.
  */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 6) decode_topk(const codec_decoding *decodings)
 {

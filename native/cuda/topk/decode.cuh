@@ -1,9 +1,9 @@
 /*
- * topk/decode.cuh - decode a block of TopK by a warp. docs/spec/format.md, section 11.
+ * topk/decode.cuh - decode a block of TopK with one warp. docs/spec/format.md, section 11.
  *
- * Codes have variable sizes, so all lanes read the same code at a time, and lane k keeps code number k. After every 32
- * codes, values are stored: each lane combines its kept value with the destination before the lanes overwrite the
- * values in between with 0.
+ * Codes have variable sizes, so all lanes read the same code at a time, and lane k keeps the k-th code. After every 32
+ * codes, values are stored: each lane combines the value of its code with the destination before the lanes overwrite
+ * the values in between with 0.
  */
 #ifndef CODEC_CUDA_TOPK_DECODE_CUH
 #define CODEC_CUDA_TOPK_DECODE_CUH
@@ -12,7 +12,7 @@
 #include "frame/decode.cuh"
 #include "topk/topk.cuh"
 
-/* Chunk being decoded, and the lane's kept value: position in the chunk, and code. */
+/* State of decoding a chunk, and the lane's kept value: position in the chunk, and code. */
 struct topk_codes {
 	topk_kind q;
 	topk_range range;
@@ -22,8 +22,8 @@ struct topk_codes {
 };
 
 /*
- * Check that the scales of a block are finite and not negative, and that no chunk's lowest level is above its highest.
- * `each`: number of scales of a chunk.
+ * Return true if the `count` scales of a block are finite and not negative, and no chunk's lowest level is above its
+ * highest. `each`: number of scales per chunk.
  */
 DEVICE bool scales_valid(const uint8_t *scales, uint32_t count, uint32_t each, uint32_t lane)
 {
@@ -37,7 +37,7 @@ DEVICE bool scales_valid(const uint8_t *scales, uint32_t count, uint32_t each, u
 	return !__any_sync(FULL, bad);
 }
 
-/* Read the gap and the code of a kept value. Most are decoded from one load of 32 bits. */
+/* Read the next kept value: return its gap, and set *code. One load of 32 bits contains most gaps and codes. */
 DEVICE uint32_t read_kept(const topk_kind &q, bit_reader *r, uint32_t *code, bool *bad)
 {
 	const uint32_t bits = peek_bits(*r), zeros = (uint32_t)__ffs((int)(bits | 1u << WIRE_RICE_LONGEST)) - 1;
@@ -87,13 +87,13 @@ DEVICE void put_codes(const codec_sink &sink, const topk_codes &c, uint32_t coun
 	__syncwarp();
 }
 
-/* Decode a chunk in which `kept` values have codes. Returns false if the codes are not valid. */
+/* Decode a chunk that has codes for `kept` values. Return false if the codes are invalid. */
 DEVICE bool read_chunk(const codec_sink &sink, topk_codes *c, uint32_t kept, bit_reader *r, uint32_t lane)
 {
 	uint32_t next = 0, done = 0;
 	bool bad = false;
 
-	do { /* runs once also for a chunk without codes, to store zeros */
+	do { /* also runs once for a chunk without codes, to store zeros */
 		const uint32_t count = kept < 32 ? kept : 32;
 
 		for (uint32_t i = 0; i < count; i++) {
@@ -114,7 +114,7 @@ DEVICE bool read_chunk(const codec_sink &sink, topk_codes *c, uint32_t kept, bit
 	return r->at <= 32ull * r->nwords;
 }
 
-/* Decode block b, or only check it. */
+/* Decode block b of a TopK frame, whose region is at `cursor`, or only check it. */
 DEVICE codec_status read_topk(const codec_decoding &d, const codec_view &v, uint64_t b, const cursor &cursor,
 			      uint32_t lane)
 {

@@ -2,8 +2,8 @@
 #include "topk/small.cuh"
 
 /*
- * Search a tensor for NaN and Inf, before encode_topk changes the residual. Grid: (CTAs, frames); threads check values
- * in a grid-stride loop. If v.row_sums is empty, there is nothing to search.
+ * Kernel: search a tensor for NaN and Inf, before encode_topk changes the residual. Grid: (CTAs, frames); threads check
+ * values in a grid-stride loop. If v.row_sums is empty, no search is needed.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_topk(const codec_encoding *encodings)
 {
@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_topk(const code
 }
 
 /*
- * Encode blocks, one per CTA at a time. Grid: (CTAs, frames). A CTA acquires scratch memory for the largest region. If
- * choose_topk has found a fault, nothing is written.
+ * Kernel: encode blocks, each by one CTA. Grid: (CTAs, frames). A CTA acquires scratch memory for the largest region.
+ * If choose_topk has set out->fault, nothing is written.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 4) encode_topk(const codec_encoding *encodings)
 {

@@ -1,10 +1,10 @@
 /*
- * topk/encode.cuh - encode a block of TopK by a CTA, one chunk after the other. docs/spec/encoder.md, section 11.
+ * topk/encode.cuh - encode a block of TopK with one CTA, one chunk after the other. docs/spec/encoder.md, section 11.
  *
  * Prefix sums over threads give the index of each kept value. Kept values are listed in shared memory (position and
- * code), so that in the next step each thread has one kept value, and prefix sums of code sizes give the bit position
- * of its code. A region is built in scratch memory, and is copied to the frame once its size and therefore its offset
- * are known.
+ * code), so that in the next step each thread encodes one kept value, and prefix sums of code sizes give the bit
+ * position of its code. A region is built in scratch memory, and is copied to the frame once its size and therefore its
+ * offset are known.
  */
 #ifndef CODEC_CUDA_TOPK_ENCODE_CUH
 #define CODEC_CUDA_TOPK_ENCODE_CUH
@@ -17,15 +17,15 @@
 /* an entry has the position in the chunk in the lower bits, and the code from this bit on */
 #define CODE_AT 16
 
-/* Shared memory of a CTA. */
+/* Shared memory of a CTA that encodes blocks of TopK. */
 struct topk_room {
 	uint32_t counts[DIGITS], list[LISTED];
 	topk_candidates candidates;
 	uint32_t scale;
-	uint32_t sizes[2][CTA_WARPS]; /* small chunks: bits of the codes of each warp's chunk */
+	uint32_t sizes[2][CTA_WARPS]; /* small chunks: size in bits of the codes of each warp's chunk */
 };
 
-/* Writer of a region, whose memory was zeroed before. All threads hold the same state. */
+/* State of writing a region, whose memory was zeroed before. It is equal in all threads. */
 struct topk_writer {
 	uint8_t *region;
 	uint32_t bit;  /* bit position of the stream's end */
@@ -33,8 +33,8 @@ struct topk_writer {
 };
 
 /*
- * Return the mean of the kept magnitudes as bits of bfloat16. Magnitudes are added in order of position. Called by a
- * warp.
+ * Return the mean magnitude of a chunk's kept values, as bits of bfloat16. Magnitudes are added in order of position.
+ * Called by a warp.
  */
 DEVICE_CALL uint32_t mean_scale(const topk_chunk &c, const topk_least &least, uint32_t lane)
 {
@@ -56,7 +56,7 @@ DEVICE_CALL uint32_t mean_scale(const topk_chunk &c, const topk_least &least, ui
 	return round_to_bfloat16(round_bits(round_to_float(round_div64(sum, (double)c.kept))));
 }
 
-/* Write the scales of chunk k, and return the chunk's range. */
+/* Write the scales of chunk k, and return the chunk's lowest and highest level. */
 DEVICE topk_range put_scales(const topk_kind &q, const topk_chunk &c, const topk_least &least, uint32_t k,
 			     const topk_writer &w, topk_room *room)
 {
@@ -103,8 +103,8 @@ DEVICE_CALL void put_list(const topk_kind &q, const uint32_t *list, uint32_t cou
 }
 
 /*
- * Return the code of a kept value. key_of: key of the random bits, NULL: round deterministically; index: index of the
- * value in the tensor.
+ * Return the code of a kept value. x: the value, as bits of float32. key_of: key of the random bits; NULL: round
+ * deterministically. index: index of the value in the tensor.
  */
 DEVICE uint32_t code_of(const topk_kind &q, const topk_range &range, const philox *key_of, uint64_t index, uint32_t x)
 {

@@ -1,5 +1,5 @@
 /*
- * topk/select.cuh - find the values of largest magnitude in a chunk, by a CTA. docs/spec/encoder.md, section 11.
+ * topk/select.cuh - find the values of largest magnitude in a chunk, with one CTA. docs/spec/encoder.md, section 11.
  *
  * A key is the bit pattern of a magnitude as float32, which orders magnitudes as integers. Candidates are the values
  * whose keys are at least a threshold, which is guessed from the least key that was kept in the previous chunk. If the
@@ -17,10 +17,13 @@
 #define DIGITS 2048                   /* number of values of the first digit */
 #define TILE_VALUES (4 * CTA_THREADS) /* values that a CTA reads in one step, four per thread */
 #define MOST_FOUND 256                /* maximum candidates in a warp's part of a chunk */
-/* difference of keys that is an eighth of an octave: there are about 1.5 times as many candidates as kept values */
+/*
+ * by how much the guessed threshold is below the least key kept before: an eighth of an octave, which gives about 1.5
+ * times as many candidates as kept values
+ */
 #define GUESS_SLACK (1u << 20)
 
-/* Values of a chunk from which the largest are chosen: all values, or only candidates. */
+/* A chunk's values from which the largest are chosen: all values, or only candidates. */
 struct topk_chunk {
 	const codec_source *source;
 	const uint16_t *at; /* positions of candidates in the chunk, ascending; NULL: all values */
@@ -30,14 +33,15 @@ struct topk_chunk {
 	bool quads; /* true if four values can be read by one aligned load */
 };
 
-/* Shared memory of a CTA for candidates. */
+/* Positions of candidates, in the shared memory of a CTA. */
 struct topk_candidates {
 	uint16_t found[CTA_WARPS][MOST_FOUND], at[CTA_WARPS * MOST_FOUND];
 	uint32_t count[CTA_WARPS];
 };
 
 /*
- * Least key that is kept. Of the values with this key only the first `ties` are kept. most: largest key of the chunk.
+ * Least key (bit pattern of a magnitude) that is kept. Of the values with this key only the first `ties` are kept.
+ * most: largest key of the chunk.
  */
 struct topk_least {
 	uint32_t key, ties, most;
@@ -49,7 +53,7 @@ DEVICE uint32_t place_of(const topk_chunk &c, uint32_t i)
 	return c.at ? c.at[i] : i;
 }
 
-/* Load those of the values i to i + 3 that are below c.n, as bits of float32. Returns their number. */
+/* Load values i to i + 3, as far as they exist (c.n values), as bits of float32. Return their number. */
 DEVICE uint32_t load_four(const topk_chunk &c, uint32_t i, uint32_t x[4])
 {
 	const uint32_t there = i < c.n ? (c.n - i < 4 ? c.n - i : 4) : 0;
@@ -112,8 +116,8 @@ DEVICE uint32_t list_candidates(const topk_chunk &c, uint32_t low, topk_candidat
 }
 
 /*
- * Compute a histogram of the digit of `bits` bits from bit `shift` on, over the keys whose bits above the digit equal
- * `high`. Keys of 0 are not counted. Returns the thread's largest key.
+ * Compute a histogram of one digit of the keys: the `bits` bits from bit `shift` on. Only keys whose bits above the
+ * digit equal `high` are counted, and no keys of 0. Return the thread's largest key.
  */
 DEVICE uint32_t count_digits(const topk_chunk &c, uint32_t *counts, uint32_t shift, uint32_t bits, uint32_t high)
 {
@@ -141,7 +145,7 @@ DEVICE uint32_t count_digits(const topk_chunk &c, uint32_t *counts, uint32_t shi
 
 /*
  * Return the digit of the *rank-th largest key, and set *rank to the key's rank among the keys with that digit. If
- * fewer keys were counted, return `digits`, and reduce *rank by their number.
+ * fewer than *rank keys were counted, return `digits`, and reduce *rank by the number of keys counted.
  */
 DEVICE uint32_t choose_digit(const uint32_t *counts, uint32_t digits, uint32_t *rank)
 {
@@ -170,17 +174,17 @@ DEVICE uint32_t choose_digit(const uint32_t *counts, uint32_t digits, uint32_t *
 	const uint32_t digit = found[0];
 
 	*rank = found[1];
-	__syncthreads(); /* all threads have read before the next digit is found */
+	__syncthreads(); /* all threads have read the result before the next digit is searched */
 	return digit;
 }
 
-/* Find the least of the c.kept largest keys. counts: shared memory for DIGITS counters. */
+/* Find the least of the c.kept largest keys of a chunk. counts: shared memory for DIGITS counters. */
 DEVICE topk_least find_least(const topk_chunk &c, uint32_t *counts)
 {
 	topk_least least = {0, c.kept, cta_max(count_digits(c, counts, 20, 11, 0))};
 	const uint32_t digit = choose_digit(counts, DIGITS, &least.ties);
 
-	if (digit == DIGITS) /* fewer than c.kept values are not 0 */
+	if (digit == DIGITS) /* the chunk has fewer than c.kept non-zero values */
 		return least;
 	least.key = digit << 20;
 	count_digits(c, counts, 10, 10, least.key);
@@ -191,9 +195,9 @@ DEVICE topk_least find_least(const topk_chunk &c, uint32_t *counts)
 }
 
 /*
- * Return the candidates of a chunk, which include all values to keep; or the chunk itself if it cannot be narrowed.
- * guess: key that is tried as the threshold; 0: no guess. room: memory for candidates; counts: memory for a histogram,
- * as in find_least.
+ * Return the candidates of a chunk, which include all values to keep; or the chunk itself if it has too many
+ * candidates. guess: key to try as the threshold; 0: no guess. room: memory for candidates; counts: memory for a
+ * histogram, as in find_least.
  */
 DEVICE topk_chunk narrow(const topk_chunk &c, uint32_t guess, topk_candidates *room, uint32_t *counts)
 {
@@ -208,7 +212,7 @@ DEVICE topk_chunk narrow(const topk_chunk &c, uint32_t guess, topk_candidates *r
 		count_digits(c, counts, 20, 11, 0);
 		const uint32_t digit = choose_digit(counts, DIGITS, &rank);
 
-		if (digit == DIGITS) /* fewer than c.kept values are not 0 */
+		if (digit == DIGITS) /* the chunk has fewer than c.kept non-zero values */
 			return c;
 		count = list_candidates(c, digit ? digit << 20 : 1, room);
 	}

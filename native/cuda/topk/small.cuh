@@ -1,8 +1,8 @@
 /*
- * topk/small.cuh - encode a block of TopK whose chunks have 64 to 256 values. Each warp encodes a chunk; the warps of
+ * topk/small.cuh - encode a block of TopK whose chunks have 64 to 256 values. Each warp encodes one chunk; the warps of
  * a CTA encode adjacent chunks. docs/spec/encoder.md, section 11.
  *
- * Lane l holds values l, l + 32, l + 64 ... of a chunk, so that the bits of a ballot are in order of position. The bit
+ * Lane l holds values l, l + 32, l + 64, ... of a chunk, so that the bits of a ballot are in order of position. The bit
  * position of a code is a prefix sum over the lanes and over the preceding warps.
  */
 #ifndef CODEC_CUDA_TOPK_SMALL_CUH
@@ -10,7 +10,7 @@
 
 #include "topk/encode.cuh"
 
-/* Chunk of up to 32 N values: the lane's N values as bits of float32; 0 beyond the chunk's last value. */
+/* Chunk of up to 32 * N values. x: the lane's N values as bits of float32; 0 beyond the chunk's last value. */
 template <int N> struct small_chunk {
 	uint64_t first; /* index of the chunk's first value */
 	uint32_t n, kept;
@@ -18,7 +18,7 @@ template <int N> struct small_chunk {
 	uint32_t mask[N]; /* lanes whose values are kept; equal in all lanes */
 };
 
-/* Return the number of keys of a chunk that are at least `low`. */
+/* Return the number of values of a chunk whose magnitude, as a bit pattern, is at least `low`. */
 template <int N> DEVICE uint32_t count_keys(const small_chunk<N> &c, uint32_t low)
 {
 	uint32_t count = 0;
@@ -28,7 +28,7 @@ template <int N> DEVICE uint32_t count_keys(const small_chunk<N> &c, uint32_t lo
 	return count;
 }
 
-/* Return the c.kept-th largest key. most: the largest key. */
+/* Return the c.kept-th largest magnitude of a chunk, as a bit pattern. most: the largest magnitude. */
 template <int N> DEVICE uint32_t least_kept(const small_chunk<N> &c, uint32_t most)
 {
 	uint32_t low = 0, count = 32 * N;
@@ -36,8 +36,8 @@ template <int N> DEVICE uint32_t least_kept(const small_chunk<N> &c, uint32_t mo
 	if (c.kept == 1 || !most)
 		return most;
 	/*
-	 * search bit by bit for the largest number that at least c.kept keys reach; stop early if exactly c.kept keys
-	 * reach it
+	 * search bit by bit for the largest number that at least c.kept magnitudes reach; stop early if exactly c.kept
+	 * magnitudes reach it
 	 */
 	for (uint32_t bit = 1u << (31 - __clz((int)most)); bit && count != c.kept; bit >>= 1) {
 		const uint32_t reached = (low | bit) <= most ? count_keys(c, low | bit) : 0;
@@ -57,7 +57,7 @@ template <int N> DEVICE uint32_t least_kept(const small_chunk<N> &c, uint32_t mo
 	return ~warp_max(~least);
 }
 
-/* Choose the values that are kept. Of the values with the least key, the first ones are kept. */
+/* Choose the values that are kept. Of several values with the magnitude `least`, the first ones are kept. */
 template <int N> DEVICE void choose_kept(small_chunk<N> *c, uint32_t least, uint32_t lane)
 {
 	uint32_t ties = c->kept - count_keys(*c, least + 1);
@@ -71,7 +71,9 @@ template <int N> DEVICE void choose_kept(small_chunk<N> *c, uint32_t least, uint
 	}
 }
 
-/* Return the mean of the kept magnitudes as bits of bfloat16. Magnitudes are added in order of position. */
+/*
+ * Return the mean magnitude of a chunk's kept values, as bits of bfloat16. Magnitudes are added in order of position.
+ */
 template <int N> DEVICE uint32_t mean_of_kept(const small_chunk<N> &c)
 {
 	double sum = 0;
@@ -85,7 +87,7 @@ template <int N> DEVICE uint32_t mean_of_kept(const small_chunk<N> &c)
 	return round_to_bfloat16(round_bits(round_to_float(round_div64(sum, (double)c.kept))));
 }
 
-/* Write the scales of chunk number `number`, and return its range. */
+/* Write the scales of chunk number `number`, and return its lowest and highest level. */
 template <int N>
 DEVICE topk_range put_small_scales(const topk_kind &q, const small_chunk<N> &c, uint32_t least, uint32_t most,
 				   uint32_t number, uint8_t *region, uint32_t lane)
@@ -133,8 +135,8 @@ DEVICE uint32_t nbits_of_list(const topk_kind &q, const uint32_t *list, uint32_t
 }
 
 /*
- * Write the codes of a list to the stream from bit `bit` on, and the residuals of the listed values. first: index in
- * the tensor of the chunk's first value.
+ * Write the codes of a list of `kept` values to the stream from bit `bit` on, and the residuals of these values. first:
+ * index in the tensor of the chunk's first value.
  */
 DEVICE_CALL void put_small_list(const topk_kind &q, const codec_source *source, const uint32_t *list, uint32_t kept,
 				uint64_t first, topk_range range, const philox *key_of, uint8_t *region, uint32_t bit,
@@ -163,8 +165,8 @@ DEVICE_CALL void put_small_list(const topk_kind &q, const codec_source *source, 
 }
 
 /*
- * Choose the values of a chunk that are kept, list their positions, and write the chunk's scales. Returns the chunk's
- * range.
+ * Choose the values of a chunk that are kept, list their positions, and write the chunk's scales. Return the chunk's
+ * lowest and highest level.
  */
 template <int N>
 DEVICE topk_range list_chunk(const topk_kind &q, const codec_source *source, small_chunk<N> *c, uint32_t *most,
@@ -191,7 +193,7 @@ DEVICE topk_range list_chunk(const topk_kind &q, const codec_source *source, sma
 	return put_small_scales(q, *c, least, *most, number, region, lane);
 }
 
-/* Encode a block whose chunks have 32 N values, as write_topk does. */
+/* Encode a block whose chunks have 32 * N values, as write_topk does. */
 template <int N>
 DEVICE codec_status write_small(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
 				topk_room *room, uint32_t *size)
@@ -200,7 +202,7 @@ DEVICE codec_status write_small(const codec_encoding &e, const codec_view &v, ui
 	const philox key = {v.seed, (uint32_t)v.stream, (uint32_t)(v.stream >> 32)};
 	const philox *key_of = v.options & WIRE_OPTION_STOCHASTIC ? &key : NULL;
 	const uint32_t m = (uint32_t)block_values(&v, b), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-	uint32_t bit = 8 * (uint32_t)topk_scales_nbytes(&q, m); /* end of the stream */
+	uint32_t bit = 8 * (uint32_t)topk_scales_nbytes(&q, m); /* bit position of the stream's end */
 	/* list: up to half of a chunk may be kept; turn: index into room->sizes */
 	uint32_t *list = room->list + 16 * N * warp, turn = 0;
 

@@ -10,7 +10,7 @@ DEVICE topk_kind kind_of_topk(const codec_view &v)
 	return topk_kind_of(v.group_size, v.bits, v.dtype);
 }
 
-/* Range of a chunk: its lowest and highest level. `high` is 0 if the chunk has no codes. */
+/* Range of a chunk: magnitudes of its lowest and highest level. `high` is 0 if the chunk has no codes. */
 struct topk_range {
 	float low, high;
 };

@@ -2,8 +2,8 @@
  * truncate/choose.cu - kernel that chooses the contents of the side section of Truncate frames: scale model and
  * codebook. docs/spec/encoder.md, section 8.
  *
- * One launch: CTAs take numbered tasks, as in lossless/choose.cu. The first tasks fit the scale model, the others count
- * symbols of a sample under that model.
+ * One launch: CTAs claim numbered tasks, as in lossless/choose.cu. The first tasks fit the scale model, the others
+ * count symbols of a sample under that model.
  */
 #include "coder/choose.cuh"
 #include "truncate/encode.cuh"
@@ -11,7 +11,7 @@
 
 #define SYMBOL_SHARES 32
 
-/* Shared memory of a CTA, which the tasks use one after the other. */
+/* Shared memory of a CTA that runs choose_truncate; its tasks use the members one after the other. */
 union cut_room {
 	model_room model;
 	struct {
@@ -24,7 +24,7 @@ union cut_room {
 	} codes;
 };
 
-/* Count symbols in share `share` of the sample. */
+/* Count the symbols, after bits are dropped, in share `share` of the sample. */
 DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_source *source, const codec_cuts &by,
 			    uint32_t share, codec_choice *to, cut_room *room)
 {
@@ -88,8 +88,8 @@ DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity,
 }
 
 /*
- * Complete planned jobs (codec_encode_plan) of TRUNCATE for encode_truncate. Grid: (CTAs, frames). Sets v->nblocks to
- * 0 if the tensor is to be stored uncompressed, or if levels are invalid (out->fault).
+ * Kernel: complete the planned jobs (codec_encode_plan) of TRUNCATE, for encode_truncate. Grid: (CTAs, frames). Set
+ * v->nblocks to 0 if the tensor is to be stored uncompressed, or if levels are invalid (out->fault).
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const codec_encoding *encodings)
 {
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const 
 	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
 
 	for (uint32_t t; (t = cta_next_task(&c->ticket)) < all;) {
-		if (t == 0) { /* the finest shift gives offsets of whole octaves */
+		if (t == 0) { /* this shift is the finest one: offsets are whole octaves */
 			if (threadIdx.x == 0) {
 				c->finest = WIRE_MAX_SHIFT;
 				c->bins = 1;

@@ -1,4 +1,4 @@
-/* truncate/cut.cuh - cut values to the bits that are kept. docs/spec/encoder.md, section 8. */
+/* truncate/cut.cuh - drop mantissa bits of values. docs/spec/encoder.md, section 8. */
 #ifndef CODEC_CUDA_TRUNCATE_CUT_CUH
 #define CODEC_CUDA_TRUNCATE_CUT_CUH
 
@@ -6,8 +6,8 @@
 #include "truncate/truncate.cuh"
 
 /*
- * Parameters of cutting a tensor's values. A cut is a value's level or, with per-bit granularity, its number of
- * dropped bits.
+ * Parameters of dropping bits of a tensor's values. The "cut" of a value is its level or, with per-bit granularity, its
+ * number of dropped bits.
  */
 struct cutter {
 	cut_kind q;
@@ -16,10 +16,10 @@ struct cutter {
 	bool joint, model; /* joint: levels are coded together with exponents; model: exponents have offsets */
 	int guard;
 	const uint8_t *values;             /* the tensor */
-	const uint8_t *exponents, *levels; /* exponents of A; levels that the caller passes; NULL if not used */
+	const uint8_t *exponents, *levels; /* exponents of the metric A; levels from the caller; NULL if not used */
 };
 
-/* dtype: v->dtype, passed separately so that it can be a compile-time constant. */
+/* Return the cutter of a job. dtype: v->dtype, passed separately so that it can be a compile-time constant. */
 DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const codec_cuts &by, uint32_t dtype)
 {
 	const cut_kind q = cut_kind_of(dtype);
@@ -40,14 +40,14 @@ DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const c
 }
 
 /*
- * A lane's values after the cut: bits, exponents, and cuts (level or, with per-bit granularity, number of dropped
- * bits).
+ * A lane's four values after bits were dropped: their bits, exponents, and cuts (level or, with per-bit granularity,
+ * number of dropped bits).
  */
 struct cut_quad {
 	uint32_t x[4], e[4], cuts[4];
 };
 
-/* Compute the cuts of values i to i + n - 1. e: exponents of these values. */
+/* Compute the cuts (levels, or numbers of dropped bits) of values i to i + n - 1. e: exponents of these values. */
 DEVICE void cuts_asked(const cutter &c, uint64_t i, uint32_t n, const uint32_t e[4], uint32_t cuts[4])
 {
 	if (c.exponents)
@@ -58,7 +58,7 @@ DEVICE void cuts_asked(const cutter &c, uint64_t i, uint32_t n, const uint32_t e
 		cuts[k] = e[k] == c.q.last ? 0 : byte_of(levels, k) & 3;
 }
 
-/* Cut n <= 4 values from value i on. */
+/* Drop bits of n <= 4 values from value i on. */
 DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
 {
 	cut_quad cut;

@@ -3,8 +3,8 @@
 #include "truncate/fields.cuh"
 
 /*
- * Set *p to the address of the next nbits bits, and move the cursor past their last byte. Returns false if fewer bits
- * are left, or if the unused bits of the last byte are not 0.
+ * Set *p to the address of the next nbits bits of the region, and move the cursor past their last byte. Return false if
+ * fewer bits are left, or if the unused bits of the last byte are not 0.
  */
 DEVICE bool take_bits(cursor *c, uint64_t nbits, const uint8_t **p)
 {
@@ -17,7 +17,7 @@ DEVICE bool take_bits(cursor *c, uint64_t nbits, const uint8_t **p)
 	return true;
 }
 
-/* Replace a row's escapes by literals of two bytes. Returns false if there are too few literals. */
+/* Replace the escapes in a row of 128 pairs by literals of two bytes. Return false if there are too few literals. */
 DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uint32_t lane)
 {
 	uint32_t total, at = warp_scan(__popc(escapes), lane, &total);
@@ -34,8 +34,8 @@ DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uin
 }
 
 /*
- * Read the symbols of row r: exponents from which offsets were subtracted, and levels if they are coded together. Sets
- * o->bad if a symbol is invalid.
+ * Read the lane's symbols of row r (128 of m values): lowered exponents, and levels if they are coded together with
+ * exponents. Set o->bad if a symbol is invalid.
  */
 DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, uint32_t m, cursor *c, uint32_t e[4],
 		       uint32_t levels[4], uint32_t lane)
@@ -84,17 +84,17 @@ DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t 
 }
 
 /*
- * Parameters from which the cuts of a block's values are computed, unless the region contains levels. A cut is a
- * value's level or, with per-bit granularity, its number of dropped bits.
+ * Parameters from which the cuts of a block's values are computed, unless the region contains levels. The cut of a
+ * value is its level or, with per-bit granularity, its number of dropped bits.
  */
 struct cutting {
-	const uint8_t *exponents; /* exponents of A for the block; NULL: levels are not shared */
+	const uint8_t *exponents; /* exponents of the metric A for the block; NULL: levels are not shared */
 	int guard;
 	uint32_t fixed; /* level of all values, if levels are neither shared nor in the region */
 	bool by_bit;
 };
 
-/* Compute the cuts of row r. */
+/* Compute the cuts (levels, or numbers of dropped bits) of the lane's values in row r (128 of m values). */
 DEVICE void cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t m, const uint32_t e[4],
 		    uint32_t cuts[4], uint32_t lane)
 {
@@ -107,7 +107,7 @@ DEVICE void cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t 
 		cuts[k] = e[k] == q.last ? 0 : cut.fixed;
 }
 
-/* Return true if an Inf or NaN has a level other than 0, which is invalid. */
+/* Return true if one of four values is Inf or NaN and has a level other than 0, which is invalid. */
 DEVICE bool cuts_last(const cut_kind &q, const uint32_t e[4], const uint32_t levels[4])
 {
 	bool bad = false;
@@ -117,7 +117,7 @@ DEVICE bool cuts_last(const cut_kind &q, const uint32_t e[4], const uint32_t lev
 	return bad;
 }
 
-/* Store n <= 4 values, or combine them with their destination. x: their bits. */
+/* Store n <= 4 values from value i on, or combine them with the destination. x: bits of the values. */
 DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, uint4 x)
 {
 	const uint64_t wide[4] = {x.x, x.y, x.z, x.w};
@@ -132,9 +132,9 @@ DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i
 struct cut_block {
 	cut_kind q;
 	cutting cut;
-	uint32_t m, rows;       /* number of values; number of rows of 128 values */
-	uint32_t most;          /* maximum bits of a field; the lower bits are 0 in all fields */
-	uint32_t mode;          /* mode of the plane of symbols */
+	uint32_t m, rows; /* number of values; number of rows of 128 values */
+	uint32_t most; /* number of bits of a field that may be non-zero in the block; lower bits are 0 in all fields */
+	uint32_t mode; /* mode of the plane of symbols */
 	uint32_t left_out;      /* mask of pieces that are 0 in all values */
 	bool sends, plane_sent; /* sends: the region contains levels; plane_sent: in a separate plane */
 	uint32_t *e, *w;        /* scratch memory with four values per word: e: exponents; w: levels */
@@ -164,13 +164,16 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 		 tail > total || (coded && o->mode == WIRE_MODE_RAW));
 }
 
-/* Totals of a block. */
+/* Totals over a block's values. */
 struct cut_totals {
 	kept_sums kept; /* for each piece, the number of values that keep it */
 	uint32_t bits;  /* CODEC_OPTION_BITS: mantissa bits that the values of this lane keep */
 };
 
-/* Read the block's symbols. Writes exponents, and levels that are coded together with them, to scratch memory. */
+/*
+ * Read the symbols of a block: write exponents, and levels if they are coded together with exponents, to scratch
+ * memory.
+ */
 DEVICE codec_status read_symbols(const job *j, const cut_block &o, uint64_t first, cursor *c, const pairs &by,
 				 cut_totals *totals, bool *bad, uint32_t lane)
 {
@@ -206,8 +209,8 @@ DEVICE codec_status read_symbols(const job *j, const cut_block &o, uint64_t firs
 }
 
 /*
- * Read levels from their separate plane to scratch memory. count: number of values whose exponent is not 0, which have
- * levels. Returns false if there are too few.
+ * Read levels from their separate plane to scratch memory. count: number of levels, one per value whose exponent is not
+ * 0. Return false if the plane has fewer.
  */
 DEVICE bool read_levels(const cut_block &o, const bit_source &source, uint32_t count, cursor *c, kept_sums *kept,
 			bool *bad, uint32_t lane)
@@ -232,7 +235,7 @@ DEVICE bool read_levels(const cut_block &o, const bit_source &source, uint32_t c
 	return true;
 }
 
-/* Compute the bit index at which each piece begins. Returns false if a piece is incomplete. */
+/* Compute the bit index at which each piece of the fields begins. Return false if a piece is incomplete. */
 DEVICE bool find_pieces(const cut_block &o, const bit_source &source, const cut_totals &totals, cursor *c, pieces *p)
 {
 	*p = {{0}, o.left_out};
@@ -283,8 +286,8 @@ DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint
 }
 
 /*
- * Decode block b, whose region is at the cursor. scratch: memory for two planes. exponents: exponents of A for all
- * values of the tensor; used if levels are shared.
+ * Decode block b, whose region is at cursor c. scratch: memory for two planes. exponents: exponents of the metric A for
+ * all values of the tensor; used if levels are shared.
  */
 template <uint32_t DTYPE>
 DEVICE codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
@@ -328,10 +331,10 @@ DEVICE codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by
 	return status;
 }
 
-/* Bytes of scratch memory for a warp, read by the host. */
+/* Bytes of scratch memory per warp; the host reads this symbol. */
 extern "C" __device__ const uint64_t decode_truncate_nbytes[] = {2 * PLANE_ROOM};
 
-/* Decode blocks. Grid: (CTAs, frames). */
+/* Kernel: decode the blocks of Truncate frames. Grid: (CTAs, frames). */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) decode_truncate(const codec_decoding *decodings)
 {
 	decode_blocks<13>(decodings, 0,

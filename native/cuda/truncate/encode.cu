@@ -3,14 +3,14 @@
 #include "truncate/encode.cuh"
 
 /*
- * Bytes of scratch memory for a warp, read by the host. [0]: levels are stored separately from symbols; [1]: coded
- * together with them.
+ * Bytes of scratch memory per warp; the host reads this symbol. [0]: if levels are stored separately from symbols; [1]:
+ * if levels are coded together with exponents.
  */
 extern "C" __device__ const uint64_t encode_truncate_nbytes[] = {CUT_ROOM(0), CUT_ROOM(1)};
 
 /*
- * Encode blocks, as encode_lossless does, and write residuals. The residual must not be one of the source's input
- * arrays.
+ * Kernel: encode the blocks of Truncate frames, as encode_lossless does, and write residuals. The residual must not be
+ * one of the source's input arrays.
  */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_truncate(const codec_encoding *encodings)
 {

@@ -9,8 +9,8 @@
 #include "truncate/rings.cuh"
 
 /*
- * Bytes of scratch memory for a warp: symbols, then literals (joint: pairs of symbol and level, two bytes each), then
- * words. Values are cut twice, since storing them after the first cut would need more memory traffic.
+ * Bytes of scratch memory per warp: symbols, then literals (joint: two bytes each), then words. Bits of values are
+ * dropped twice, since storing the results of the first pass would need more memory traffic.
  */
 #define CUT_ROOM(joint) ((1 + 1 + (joint)) * PLANE_ROOM + 4 * WORDS_ROOM)
 

@@ -90,8 +90,8 @@ static inline uint32_t *PUSH(uint32_t *end, __m256i v, __m256i mask)
 	unsigned m = bits_of(mask);
 
 	/*
-	 * words are packed against the top of the vector, so words at `end` and above are kept; the next call
-	 * overwrites the words below
+	 * the permutation packs the masked words against the top of the vector, just below `end`; the next call
+	 * overwrites the other words stored here
 	 */
 	STORE(end - 8, _mm256_permutevar8x32_epi32(v, permutation(COMPRESS, m)));
 	return end - __builtin_popcount(m);
@@ -105,7 +105,7 @@ static inline uint32_t *PUSH(uint32_t *end, __m256i v, __m256i mask)
 struct pair {
 	__m256i by_row[2];
 	__m256i row[16][2];
-	__m256i high[16]; /* row number, in the high nibble of each byte */
+	__m256i high[16]; /* vector r: every byte is r << 4 */
 	int nrows;
 };
 
@@ -140,7 +140,7 @@ static inline void pair_find(const struct pair *t, __m256i x, __m256i *a, __m256
 	*a = _mm256_shuffle_epi8(t->by_row[0], high);
 	*b = _mm256_shuffle_epi8(t->by_row[1], high);
 	for (int r = 0; r < t->nrows; r++) {
-		/* for indices in other rows the saturated sum has bit 7 set, so that pshufb gives 0 */
+		/* if an index is not in row r, the saturated sum has bit 7 set, so that pshufb gives 0 */
 		__m256i i = _mm256_adds_epu8(_mm256_xor_si256(x, t->high[r]), _mm256_set1_epi8(0x70));
 
 		*a = OR(*a, _mm256_shuffle_epi8(t->row[r][0], i));
@@ -181,8 +181,8 @@ static inline __m256i at_least(__m256i v, __m256i floor)
 }
 
 /*
- * Pack the bytes of p where e is at least `least`: 8 bytes at a time with the COMPRESS permutations, or 32 at a time if
- * all or none are packed. Returns the number of values processed, and the number of bytes packed in *m.
+ * Pack the bytes p[i] with e[i] >= least: 8 bytes at a time with the COMPRESS permutations, or 32 at a time if all or
+ * none are packed. Return the number of bytes read, and set *m to the number of bytes packed.
  */
 static inline size_t prune_avx2(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
@@ -205,8 +205,8 @@ static inline size_t prune_avx2(const uint8_t *e, uint8_t least, const uint8_t *
 			__m128i order = _mm_loadl_epi64((const __m128i *)(COMPRESS + (mask & 255)));
 
 			/*
-			 * the shift moves bytes down that COMPRESS packed against the top; if there are none, the next
-			 * store overwrites this one
+			 * COMPRESS packed `count` bytes against the top; the shift moves them down. If count is 0, the
+			 * next store overwrites this one
 			 */
 			store64(dst + at,
 				(uint64_t)_mm_cvtsi128_si64(_mm_shuffle_epi8(x, order)) >> (8 * (8 - count) & 63));

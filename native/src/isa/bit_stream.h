@@ -1,8 +1,8 @@
 /*
  * bit_stream.h - read and write bit streams (bit i is bit i mod 8 of byte i / 8) and their Rice codes.
  *
- * The Rice code of a number x with parameter k is x >> k zeros, a one, and the lower k bits of x. If that needs
- * WIRE_RICE_LONGEST zeros or more, the code is an escape: WIRE_RICE_LONGEST zeros and all bits of x.
+ * The Rice code of a number x with parameter k is x >> k zeros, a one, and the lower k bits of x. If x >> k is
+ * WIRE_RICE_LONGEST or more, the code is an escape: WIRE_RICE_LONGEST zeros, then all bits of x.
  */
 #ifndef CODEC_BIT_STREAM_H
 #define CODEC_BIT_STREAM_H
@@ -20,7 +20,7 @@ struct bit_reader {
 	uint64_t nbytes, at;
 };
 
-/* Return the next bits, at least 57 of them valid, without consuming them. */
+/* Return the next bits of the stream without consuming them. At least the lower 57 bits of the result are valid. */
 ALWAYS uint64_t peek_bits(const struct bit_reader *r)
 {
 	uint64_t byte = r->at >> 3;
@@ -55,8 +55,8 @@ ALWAYS uint64_t read_bits(struct bit_reader *r, uint32_t n)
 }
 
 /*
- * Read a Rice code, k < full, of a number that must be below 2^full; an escape has `full` bits. Set *bad if the number
- * is too large.
+ * Read the Rice code, with parameter k < full, of a number that must be below 2^full. An escape has the number in
+ * `full` bits. Set *bad if the number is too large.
  */
 ALWAYS uint64_t read_rice(struct bit_reader *r, uint32_t k, uint32_t full, uint32_t *bad)
 {
@@ -69,13 +69,13 @@ ALWAYS uint64_t read_rice(struct bit_reader *r, uint32_t k, uint32_t full, uint3
 	}
 	*bad |= (uint32_t)((uint64_t)q >> 1 >> (full - 1 - k));
 	r->at += q + 1;
-	if (full > 32) /* an escape is too long for one peek */
+	if (full > 32) /* an escape is too long for one call of peek_bits */
 		return (uint64_t)q << k | read_bits(r, k);
 	r->at += k;
 	return (uint64_t)q << k | (v >> (q + 1) & ((1ull << k) - 1));
 }
 
-/* Return 1 if a stream has been read to its end: fewer than 64 bits remain, and these are 0. */
+/* Return 1 if a stream has been read to its end: fewer than 64 bits remain, and all of them are 0. */
 ALWAYS int stream_ends(const struct bit_reader *r)
 {
 	struct bit_reader rest = *r;
@@ -84,7 +84,7 @@ ALWAYS int stream_ends(const struct bit_reader *r)
 	return r->at <= 8 * r->nbytes && left < 64 && !read_bits(&rest, (uint32_t)left);
 }
 
-/* Bit stream being written. When it reaches `end`, `full` is set and further bits are dropped. */
+/* State of writing a bit stream. When it reaches `end`, `full` is set and further bits are dropped. */
 struct bit_writer {
 	uint64_t word;
 	uint32_t count;
@@ -124,7 +124,7 @@ ALWAYS void put_rice(struct bit_writer *w, uint64_t x, uint32_t k, uint32_t full
 	put_bits(w, x & ((1ull << k) - 1), k);
 }
 
-/* Write the last bits. Returns the size of the stream in bytes, or 0 if it was full. */
+/* Write the bits that are still in w->word. Return the size of the stream in bytes, or 0 if it was full. */
 ALWAYS size_t close_bits(struct bit_writer *w, const uint8_t *start)
 {
 	size_t rest = (w->count + 7) / 8;

@@ -40,8 +40,8 @@ static unsigned detect(void)
 }
 
 /*
- * Return the instruction sets found. The result of CPUID never changes, and is cached because CPUID traps in virtual
- * machines, which takes microseconds.
+ * Return the instruction sets that detect() finds. The result is cached, because CPUID traps in virtual machines, which
+ * takes microseconds; it never changes.
  */
 static unsigned cpu(void)
 {
@@ -103,7 +103,9 @@ void call_leave(uint64_t saved)
 }
 #endif
 
-/* Kernels, slowest first. To add an instruction set, add its file, which includes the loops, and an entry here. */
+/*
+ * Kernels of each instruction set, slowest first. To add a set, add a file that includes the loops, and an entry here.
+ */
 extern const struct kernels kernels_avx2, kernels_avx512;
 
 static const struct {

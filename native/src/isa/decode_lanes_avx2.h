@@ -1,17 +1,18 @@
 /*
  * decode_lanes_avx2.h - decode the lane coder in 256-bit vectors, or only check it without computing symbols.
  *
- * Included by avx2.c, which defines the vector operations. Four vectors hold the 32-bit words of 32 lanes. Quantities
- * of one byte per lane, such as code lengths, are in one vector: its word i has the bytes for word i of vectors 3, 1, 2
- * and 0, lowest first. In this order, two vectors of 16-bit values hold the top bits of all lanes, and only shifts are
- * needed to move bytes to words and back.
+ * Included by avx2.c, which defines the vector operations. Four vectors hold the 32-bit words of 32 lanes. One-byte
+ * quantities of the 32 lanes, such as code lengths, are in a single vector: its word i has the bytes for word i of
+ * vectors 3, 1, 2 and 0, lowest byte first. In this order, two vectors of 16-bit values hold the top bits of all lanes,
+ * and only shifts are needed to move bytes to words and back.
  */
 #include "place.h"
 
 /*
- * Decoding table of 256 bytes for books whose codes below 11000000 have at most 4 bits, and those below 11110000 at
- * most 6. So the first 192 entries are equal in groups of 16, and the next 48 in groups of 4. An entry is the sum of
- * three look-ups in tables of 16 bytes; in the last two, entry 0 is 0.
+ * Decoding table of 256 entries, indexed by the next 8 bits, for books in which codes that begin below binary 11000000
+ * have at most 4 bits, and codes that begin below 11110000 at most 6. So the first 192 entries are equal in groups of
+ * 16, and the next 48 in groups of 4. An entry is computed as the sum of three look-ups in tables of 16 bytes; in
+ * by_four and `last`, entry 0 is 0.
  */
 struct sums {
 	__m256i by_sixteen, by_four, last;
@@ -33,9 +34,9 @@ static inline struct sums sums_load(const uint8_t *of)
 
 struct lookup {
 	struct sums length, symbol;
-	struct pair both;                          /* for any book */
-	int few;                                   /* 1: the book allows struct sums */
-	__m256i escape, escape_first, escape_bits; /* the escape's code is on top of x if x & bits equals first */
+	struct pair both;                          /* tables for any book */
+	int few;                                   /* 1: the book's code lengths allow struct sums */
+	__m256i escape, escape_first, escape_bits; /* the top bits of x are the escape if x & bits == first */
 };
 
 static inline struct lookup lookup_load(const book_lookup *book)
@@ -43,7 +44,7 @@ static inline struct lookup lookup_load(const book_lookup *book)
 	struct lookup t;
 	int first = 0;
 
-	t.few = book->length[191] <= 4 && book->length[239] <= 6; /* lengths do not decrease */
+	t.few = book->length[191] <= 4 && book->length[239] <= 6; /* lengths ascend with the index */
 	if (t.few) {
 		t.length = sums_load(book->length);
 		t.symbol = sums_load(book->symbol);
@@ -73,8 +74,8 @@ static inline __m256i sum_at(const struct sums *t, const struct where *i)
 }
 
 /*
- * Return, per byte, the length of the code that the bits of x begin with, and its symbol in *symbol unless that is
- * NULL.
+ * For each byte of x, find the code with which its bits begin: return the code's length, and set *symbol, unless NULL,
+ * to its symbol.
  */
 static inline __attribute__((always_inline)) __m256i find_codes(const struct lookup *t, int few, __m256i x,
 								__m256i *symbol)
@@ -95,7 +96,7 @@ static inline __attribute__((always_inline)) __m256i find_codes(const struct loo
 	return length;
 }
 
-/* Count, per byte, the escape codes on top of x. */
+/* Add 1 to each byte of `count` where the top bits of the byte of x are the escape. */
 static inline __m256i note_escapes(const struct lookup *t, __m256i x, __m256i count)
 {
 	return _mm256_sub_epi8(count, _mm256_cmpeq_epi8(AND(x, t->escape_bits), t->escape_first));
@@ -125,14 +126,14 @@ static inline __m256i upper_bytes(__m256i a, __m256i b)
 }
 
 /*
- * Loop over the streams. A few instructions of each stream alternate, to hide latency. Alternating whole rows would not
- * hide it, because waiting instructions would fill the CPU's scheduler.
+ * Loop over the streams, unrolled: a few instructions of each stream alternate, to hide latency. Alternating whole rows
+ * of 128 symbols would not, because waiting instructions would fill the CPU's scheduler.
  */
 #define EACH_STREAM for (int s = 0; s < count; s++)
 
 /*
- * Decode the next two codes of all lanes. Their bits are the top bits of each lane's word; *bits is the length of both
- * codes together. `wanted`: store the symbols; otherwise only count escapes, per byte.
+ * Decode the next two codes of all lanes: the top bits of each lane's word. *bits is the length of both codes together.
+ * `wanted`: store the symbols; otherwise only count escapes, one counter per byte.
  */
 static inline __attribute__((always_inline)) void two_codes(const struct lookup *t, int few, int wanted, int count,
 							    const __m256i word[2][NV], __m256i *const symbol[2],
@@ -168,7 +169,7 @@ static inline __attribute__((always_inline)) void two_codes(const struct lookup 
 	}
 }
 
-/* Combine the four symbols of each lane, store them in lane order, and mark the escapes. */
+/* Store the four symbols of each lane at dst, in lane order, and set the bits of symbols that are escapes. */
 static inline void store_quads(const __m256i s[4], __m256i escape, uint8_t *dst, uint32_t *escaped)
 {
 	const __m256i upper = _mm256_set1_epi16((short)0xff00);
@@ -192,7 +193,7 @@ struct decoding {
 	struct stream *stream;
 	struct place at;
 	__m256i word[NV], part[NV], tail;
-	__m256i escapes; /* number of escapes, in 64-bit lanes */
+	__m256i escapes; /* number of escapes so far, as sums of 64 bits */
 };
 
 static inline void decoding_begin(struct decoding *d, struct stream *s)

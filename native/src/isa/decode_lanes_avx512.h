@@ -7,15 +7,15 @@
 #include "place.h"
 
 /*
- * Decoding tables. Looking up a code's length is on the critical path. The next 7 bits determine it, since codes of 8
- * bits come in pairs that differ only in the last bit. The next 6 bits suffice unless a code of 7 bits is next to two
- * of 8. 6 bits also determine the symbols of codes of at most 6 bits. Longer codes begin with two ones if few values
- * are rare; one more permute looks up their symbols.
+ * Decoding tables. Looking up a code's length is on the critical path. The next 7 bits determine the length, since
+ * codes of 8 bits come in pairs that differ only in the last bit. The next 6 bits suffice unless a code of 7 bits is
+ * adjacent to two codes of 8 bits. 6 bits also determine the symbols of codes of at most 6 bits. If few values are
+ * rare, longer codes begin with two ones, and one more permute looks up their symbols.
  */
 struct lookup512 {
 	struct bytes256 symbol;
 	__m512i length[2], top_length, top_symbol, last_symbol;
-	__m512i escape, escape_first, escape_bits; /* the escape's code is on top of x if x & bits equals first */
+	__m512i escape, escape_first, escape_bits; /* the top bits of x are the escape if x & bits == first */
 	int few;
 };
 
@@ -45,7 +45,7 @@ static inline struct lookup512 lookup512_load(const book_lookup *book)
 
 		alike &= _mm512_cmpeq_epi8_mask(t.length[k], turned);
 	}
-	t.few = book->length[191] <= 6 && !~alike; /* lengths do not decrease */
+	t.few = book->length[191] <= 6 && !~alike; /* lengths ascend with the index */
 	t.escape = _mm512_set1_epi8((char)book->escape);
 	t.escape_first = _mm512_set1_epi8((char)first);
 	t.escape_bits = _mm512_set1_epi8((char)(0xff00 >> book->length[first]));
@@ -69,9 +69,9 @@ static inline __m512i lookup512_symbol(const struct lookup512 *t, int few, __m51
 }
 
 /*
- * Combine the upper (or lower) parts of the words of two vectors, b's parts below a's: upper or lower bytes of 16-bit
- * words, upper or lower halves of 32-bit words. These use a masked byte shuffle. The variants named _soon use a shift
- * and a select, which have lower latency.
+ * Combine the upper (or lower) parts of the words of two vectors, the parts of b below the parts of a: bytes of 16-bit
+ * words, or halves of 32-bit words. These functions use a masked byte shuffle. The variants named _soon use a shift and
+ * a select, which have lower latency.
  */
 static inline __m512i upper_bytes(__m512i a, __m512i b)
 {
@@ -112,9 +112,10 @@ static inline __m512i upper_halves_soon(__m512i a, __m512i b)
 }
 
 /*
- * Expand bytes to words. Two streams are decoded together to hide latency: vectors 0 and 1 hold the words of the first,
- * 2 and 3 those of the second. Quantities of one byte per lane, 64 bytes in all, are in one vector: its word i has the
- * bytes for word i of vectors 2, 0, 3, 1, lowest first. Bits above the lowest byte of the results are unspecified.
+ * Expand bytes to words. Two streams are decoded together to hide latency: vectors 0 and 1 hold the 32 words of the
+ * first, vectors 2 and 3 the words of the second. One-byte quantities of all 64 lanes are in a single vector: its word
+ * i has the bytes for word i of vectors 2, 0, 3, 1, lowest byte first. Bits above the lowest byte of each resulting
+ * word are unspecified.
  */
 static inline void by_word(__m512i bytes, __m512i v[4])
 {
@@ -125,8 +126,8 @@ static inline void by_word(__m512i bytes, __m512i v[4])
 }
 
 /*
- * Count the escape codes on top of x: some[0] in the first stream, which has the upper byte of each 16-bit half,
- * some[1] in the second.
+ * Count the bytes of x whose top bits are the escape: some[0] in the first stream, which has the upper byte of each
+ * 16-bit word, some[1] in the second.
  */
 static inline void note_escapes(const struct lookup512 *t, __m512i x, size_t some[2])
 {
@@ -136,7 +137,9 @@ static inline void note_escapes(const struct lookup512 *t, __m512i x, size_t som
 	some[1] += (size_t)__builtin_popcountll(escaped & 0x5555555555555555);
 }
 
-/* Combine the four symbols of each lane, store them in lane order for both streams, and mark the escapes. */
+/*
+ * Store the four symbols of each lane, in lane order, for both streams, and set the bits of symbols that are escapes.
+ */
 static inline void store_quads(const struct lookup512 *table, const __m512i symbol[4], struct stream *const stream[2],
 			       size_t r)
 {
@@ -166,7 +169,7 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 	const size_t step = ahead_step(ahead, rows);
 	__m512i word[4], part[4], tails[4], tail;
 	struct place at[2];
-	const uint8_t *p[2]; /* at[].p in a register */
+	const uint8_t *p[2]; /* copies of at[].p, kept in registers */
 	size_t nescaped[2] = {0, 0};
 
 	for (int v = 0; v < 4; v++) {
@@ -193,7 +196,7 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 				place_row(at + s);
 				p[s] = at[s].p;
 			}
-		for (int k = 0; k < 4; k += 2) { /* the upper 16 bits of a word hold at least two codes */
+		for (int k = 0; k < 4; k += 2) { /* two codes have at most 16 bits: the upper half of a word */
 			__m512i a = upper_halves_soon(word[1], word[0]), b = upper_halves_soon(word[3], word[2]);
 			__m512i x = upper_bytes_soon(a, b), n, n2;
 

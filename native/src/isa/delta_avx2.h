@@ -3,7 +3,7 @@
 
 #include "kernels.h"
 
-/* Return a mask of bit 7 of each of 64 bytes. */
+/* Return a mask whose bit i is bit 7 of byte i of 64 bytes. */
 static inline uint64_t bits_avx2(__m256i low, __m256i high)
 {
 	return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
@@ -23,7 +23,7 @@ static inline void pack32_avx2(const __m256i x[8], __m256i y[4])
 		y[i] = _mm256_permute4x64_epi64(_mm256_packs_epi32(x[2 * i], x[2 * i + 1]), 0xd8);
 }
 
-/* Return a mask of the values, among 64, that are equal in a and b. */
+/* Compare 64 values of `item` bytes: return a mask whose bit i is set if values i of a and b are equal. */
 static inline __attribute__((always_inline)) uint64_t equal_avx2(const char *a, const char *b, uint32_t item)
 {
 	__m256i x[16], y[8], z[4], w[2];
@@ -86,7 +86,7 @@ static inline __attribute__((always_inline)) void fields_avx2(const struct delta
 		e[i] = _mm256_permute4x64_epi64(_mm256_packus_epi16(z[2 * i], z[2 * i + 1]), 0xd8);
 }
 
-/* Compute classes from exponents: exponent - S, saturated to 0..255, halved and rounded up. */
+/* Compute classes of values from exponents: exponent - scale, saturated to 0..255, halved and rounded up. */
 static inline __attribute__((always_inline)) size_t classes_avx2(const struct delta_kind *q, const void *base, size_t n,
 								 int scale, uint64_t *const *plane, uint32_t *top,
 								 uint32_t item, uint64_t *sums, const uint32_t *key)
@@ -129,8 +129,8 @@ static inline __attribute__((always_inline)) size_t classes_avx2(const struct de
 }
 
 /*
- * Numbers are below 2^31. Compare 32 at a time, because the distance is unpredictable and each branch may be
- * mispredicted.
+ * Find the word of a mask that contains member `number`, given the counts of members before each word, which are below
+ * 2^31. Compare 32 counts per branch, because the distance is unpredictable and a branch may be mispredicted.
  */
 static inline size_t find_word_avx2(const uint32_t *before, size_t from, uint32_t number)
 {

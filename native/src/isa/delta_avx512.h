@@ -28,7 +28,7 @@ static inline __attribute__((always_inline)) size_t differences_avx512(const voi
 	return i;
 }
 
-/* List the positions of set bits, 8 words at a time. Fast if most words are 0. */
+/* List the positions of the set bits of a mask, 8 words at a time. Fast if most words are 0. */
 static inline size_t list_avx512(const uint64_t *bits, size_t words, uint32_t *at, size_t *count)
 {
 	uint8_t number[64];
@@ -94,7 +94,7 @@ static inline __attribute__((always_inline)) __m512i fields_avx512(const struct 
 	}
 }
 
-/* Compute classes from exponents: exponent - S, saturated to 0..255, halved and rounded up. */
+/* Compute classes of values from exponents: exponent - scale, saturated to 0..255, halved and rounded up. */
 static inline __attribute__((always_inline)) size_t classes_avx512(const struct delta_kind *q, const void *base,
 								   size_t n, int scale, uint64_t *const *plane,
 								   uint32_t *top, uint32_t item, uint64_t *sums,
@@ -135,8 +135,8 @@ static inline __attribute__((always_inline)) size_t classes_avx512(const struct 
 }
 
 /*
- * Combine bit planes to masks of the members of a class. Class 8 is the only class with bit 3; others follow from bits
- * 0 to 2.
+ * Combine the planes of class numbers to a mask of the values in one class. Class 8 is the only class with bit 3; other
+ * classes follow from bits 0 to 2.
  */
 #define MEMBERS_OF(class_)                                                                                             \
 	case class_: return _mm512_ternarylogic_epi64(LOWER(2), LOWER(1), LOWER(0), 1 << (class_))
@@ -160,8 +160,9 @@ static inline
 }
 
 /*
- * Find the members of a class, 8 words at a time, and count the members before each word; three shifts and adds compute
- * the prefix sums within a group. Returns the number of words processed; *total is the number of members.
+ * Compute the mask of the values in a class, 8 words at a time, and the number of these values before each word; three
+ * shifts and adds compute the prefix sums of 8 words. Return the number of words processed, and set *total to the
+ * number of values in the class.
  */
 static inline __attribute__((always_inline)) size_t members_avx512_as(const struct delta_buffers *b, size_t words,
 								      uint32_t class_, uint32_t *total)
@@ -187,7 +188,7 @@ static inline __attribute__((always_inline)) size_t members_avx512_as(const stru
 
 static inline size_t members_avx512(const struct delta_buffers *b, size_t words, uint32_t class_, uint32_t *total)
 {
-	switch (class_) { /* constant class_ in each loop */
+	switch (class_) { /* class_ is a compile-time constant in each loop */
 	case 0: return members_avx512_as(b, words, 0, total);
 	case 1: return members_avx512_as(b, words, 1, total);
 	case 2: return members_avx512_as(b, words, 2, total);
@@ -200,7 +201,7 @@ static inline size_t members_avx512(const struct delta_buffers *b, size_t words,
 	}
 }
 
-/* Compare 64 at a time, because the distance is unpredictable and each branch may be mispredicted. */
+/* Find the word of a mask that contains member `number`. Compare 64 words per branch, which may be mispredicted. */
 static inline size_t find_word_avx512(const uint32_t *before, size_t from, uint32_t number)
 {
 	const __m512i than = _mm512_set1_epi32((int)number);

@@ -16,7 +16,10 @@ ALWAYS uint64_t read_gamma(struct bit_reader *r)
 	return 1ull << n | read_bits(r, n);
 }
 
-/* Read a Rice code of a gap, k <= 16, and the sign bit after it. One peek has both unless the code is an escape. */
+/*
+ * Read the Rice code of a gap, with parameter k <= 16, and the sign bit after it. One call of peek_bits returns both
+ * unless the code is an escape.
+ */
 ALWAYS uint32_t read_gap(struct bit_reader *r, uint32_t k, uint32_t *negative, uint32_t *bad)
 {
 	uint64_t v = peek_bits(r);
@@ -48,8 +51,9 @@ ALWAYS uint32_t select_bit(uint64_t x, uint32_t k)
 }
 
 /*
- * Read the steps of the values of class 0, `small`. Returns 0 if the stream is invalid. Every value is written to the
- * list, which has room for it, and the count advances only if its step is not 0: a branch would be mispredicted.
+ * Read the steps of the n values of class 0, at the positions `small`. Return 0 if the stream is invalid. Every value
+ * is written to the list, which has room for it, but the list's count advances only if the step is not 0, because a
+ * branch would be mispredicted.
  */
 ALWAYS int decode_small(const struct delta_kind *q, const void *base, int scale, const uint32_t *small, size_t n,
 			struct bit_reader *r, struct delta_list *list, uint32_t item)
@@ -74,7 +78,7 @@ ALWAYS int decode_small(const struct delta_kind *q, const void *base, int scale,
 	return !bad && r->at <= 8 * r->nbytes;
 }
 
-/* Process a gap code of 0, which extends the preceding change by one step. Returns 0 if the stream is invalid. */
+/* Process a gap of 0, which extends the preceding change by one step. Return 0 if the stream is invalid. */
 ALWAYS int decode_more(const struct delta_kind *q, uint64_t x, uint32_t negative, uint32_t *more, struct bit_reader *r,
 		       struct delta_list *list, uint32_t item)
 {
@@ -95,12 +99,12 @@ ALWAYS int decode_more(const struct delta_kind *q, uint64_t x, uint32_t negative
 	return 1;
 }
 
-/* Read the changes of a class. Returns 0 if its codes are invalid. */
+/* Read the changes of the values in a class. Return 0 if the codes are invalid. */
 ALWAYS int decode_class(const struct delta_kind *q, const void *base, size_t n, uint32_t class_,
 			const struct delta_buffers *b, struct bit_reader *r, struct delta_list *list, uint32_t item)
 {
 	uint64_t codes = read_gamma(r) - 1, x = 0;
-	/* `more`: codes 0 since the last change; starts at the limit, since no code 0 may come first */
+	/* `more`: number of gaps of 0 since the last change; starts at the limit, since the first gap may not be 0 */
 	uint32_t k = delta_class_k(class_), more = WIRE_DELTA_MORE, negative = 0, bad = 0, next = 0, total;
 	struct delta_list l = *list;
 	size_t j = 0;

@@ -10,8 +10,8 @@ ALWAYS void put_gamma(struct bit_writer *w, uint64_t x)
 }
 
 /*
- * Count samples of the base by exponent. Each exponent has four counters, used in turn: few exponents are frequent, and
- * consecutive increments of one counter must wait for each other.
+ * Count the sampled values of the base by exponent. Each exponent has four counters, which successive values use in
+ * turn: few exponents are frequent, and consecutive increments of one counter would wait for each other.
  */
 ALWAYS void count_samples(const struct delta_kind *q, const void *base, size_t n, struct delta_bin *bin, uint32_t item)
 {
@@ -34,7 +34,7 @@ ALWAYS void count_samples(const struct delta_kind *q, const void *base, size_t n
 #undef EXPONENT_AT
 }
 
-/* Fill in bins of exponents from samples of the base and from all changes. Returns their number. */
+/* Fill in the bins, one per exponent, from samples of the base and from all changes. Return the number of bins. */
 ALWAYS uint32_t fill_bins(const struct delta_kind *q, const void *base, const void *values, size_t n,
 			  const uint32_t *at, size_t count, struct delta_bin *bin, uint32_t item)
 {
@@ -93,7 +93,9 @@ ALWAYS void encode_small(const struct delta_kind *q, const void *base, const voi
 	}
 }
 
-/* Return the number of codes of a change of `size` steps: one, plus one per further step, up to WIRE_DELTA_MORE. */
+/*
+ * Return the number of codes that encode a change of `size` steps: 1, plus 1 per further step, at most WIRE_DELTA_MORE.
+ */
 ALWAYS uint64_t codes_of(uint64_t size)
 {
 	return size <= WIRE_DELTA_MORE ? size : WIRE_DELTA_MORE + 1;

@@ -9,8 +9,7 @@
 #define DELTA_WORDS(n) (((n) + 63) / 64)
 #define BY_ITEM(item, call) ((item) == 1 ? call(1) : (item) == 2 ? call(2) : (item) == 4 ? call(4) : call(8))
 /*
- * Call a loop that is compiled separately for each dtype with exponents, so that *q is a constant; not for 8-bit
- * dtypes.
+ * Call a loop that is compiled separately for each dtype with exponents, except 8-bit dtypes, so that *q is a constant.
  */
 static const struct delta_kind FLOAT32_KIND = {4, 23, 255}, FLOAT64_KIND = {8, 52, 2047}, BFLOAT16_KIND = {2, 7, 255},
 			       FLOAT16_KIND = {2, 10, 31};
@@ -20,9 +19,7 @@ static const struct delta_kind FLOAT32_KIND = {4, 23, 255}, FLOAT64_KIND = {8, 5
 	 : (q)->item == 8  ? call(&FLOAT64_KIND, 8)                                                                    \
 	 : (q)->mbits == 7 ? call(&BFLOAT16_KIND, 2)                                                                   \
 			   : call(&FLOAT16_KIND, 2))
-/*
- * Number of changes by which to prefetch ahead: lists are not in order of position, and the tensor may be in no cache.
- */
+/* Prefetch distance, in changes: a list is not in order of position, and the tensor may be in no cache. */
 #define PUT_AHEAD 32
 
 ALWAYS uint64_t delta_load(const void *p, size_t i, uint32_t item)
@@ -51,7 +48,7 @@ ALWAYS void delta_store(void *p, size_t i, uint32_t item, uint64_t x)
 	}
 }
 
-/* Add the contributions of a block's changes to the sums of its chunks. The block begins at the start of a chunk. */
+/* Add the effect of a block's changes to the checksum sums of its chunks. The block begins at the start of a chunk. */
 ALWAYS void change_sums_as(const void *base, const struct delta_list *list, uint64_t *sums, uint32_t item)
 {
 	for (size_t c = 0; c < list->count; c++) {
@@ -96,7 +93,7 @@ static void chunk_sums(const uint8_t *src, size_t n, uint64_t *sums)
 		sums[c] = CHUNK_SUM(src + DELTA_CHUNK * c, CHECKSUM_KEY);
 }
 
-/* Default for vectorized parts, which process the first values, in groups of 64, and return how many. */
+/* Default for a vectorized part, which processes the first values, in groups of 64, and returns how many. */
 #ifndef DIFFERENCES_FIRST
 #define DIFFERENCES_FIRST(a, b, n, item, changed, count) 0
 #endif
@@ -174,7 +171,10 @@ static size_t list_changes(const uint64_t *changed, size_t n, uint32_t *at)
 	return count;
 }
 
-/* sums: receives the sums of the base's whole chunks, computed while these are in the cache; NULL: not computed. */
+/*
+ * Compute the class of each value. sums: receives the checksum sums of the base's whole chunks, computed while they are
+ * in the cache; NULL: not computed.
+ */
 ALWAYS uint32_t classes(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *plane,
 			uint64_t *sums, uint32_t item)
 {
@@ -202,8 +202,8 @@ ALWAYS uint32_t classes(const struct delta_kind *q, const void *base, size_t n, 
 }
 
 /*
- * Find the members of a class, and count the members before each word. Class 8 has only bit 3 set, and other classes do
- * not.
+ * Compute b->member, the mask of the values in a class, and b->before, their number before each word. Class 8 is the
+ * only class with bit 3 set.
  */
 static void members(const struct delta_buffers *b, size_t n, uint32_t class_)
 {

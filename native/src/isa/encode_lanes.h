@@ -4,7 +4,7 @@
  * Included by avx2.c and avx512.c, which define:
  *   - V, NV: a vector of words; number of vectors for the 32 lanes
  *   - LANES: words in a V
- *   - LOAD STORE SET1: memory and constants
+ *   - LOAD STORE SET1: load and store a V; a V of equal words
  *   - ADD SUB OR AND: on words
  *   - SHL SHR (v, counts): by lane; counts above 31 and negative counts give 0
  *   - GT (a, b): lanes where a > b, as MASK; signed
@@ -12,16 +12,16 @@
  *   - SELECT (mask, a, b): mask ? a : b
  *   - PUSH (end, v, mask): store the masked lanes, in lane order, just below end; returns the new end
  *   - CODES, codes_load (book): tables to look up symbols
- *   - codes_find (t, few, x, c, n, e): look up the quads at x: code (right-justified) to c, its length to n, one per
- *     word, and a mask of the escaped symbols to e
- *   - FEW (t): `few` for codes_find, a constant in each call: 0, or the number of a faster variant for books with few
- *     codes
+ *   - codes_find (t, few, x, c, n, e): look up the four symbols per lane at x: their codes together (right-justified)
+ *     to c, the total length to n, one per lane, and a mask of the escaped symbols to e
+ *   - FEW (t): `few` for codes_find, a constant in each call: 0, or the number of a faster variant of codes_find for
+ *     books with few codes
  */
 #include "place.h"
 
 /*
- * Escapes are stored in whole words of 32 bits, LANES / 8 words per V, so LANES must be at least 8. For shorter vectors
- * (NEON) let V be a pair of vectors. simd_loops.h relies on this, too.
+ * The mask of escapes is stored in whole words of 32 bits, LANES / 8 words per V, so LANES must be at least 8. For
+ * shorter vectors (NEON) let V be a pair of vectors. simd_loops.h relies on this, too.
  */
 _Static_assert(LANES >= 8, "the escapes of fewer than 8 lanes do not fill a word: make V a pair of vectors");
 _Static_assert(NV *LANES == WIRE_LANES, "NV vectors hold the lanes");
@@ -46,8 +46,8 @@ static inline __attribute__((always_inline)) uint32_t *encode_rows_by(const CODE
 			codes_find(table, few, symbol + WIRE_ROW * rows + 4 * LANES * v, &code, &n,
 				   escaped + 4 * rows + LANES / 8 * v);
 			/*
-			 * prepend n bits; if `part` then exceeds 32 bits, `word` is complete: store it and continue
-			 * with `part`
+			 * prepend the n bits of the codes to the lane; if `part` then exceeds 32 bits, `word` is
+			 * complete: store it and continue with `part`
 			 */
 			t = ADD(tail[v], n);
 			m = GT(t, SET1(31));

@@ -12,8 +12,8 @@ static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)
 }
 
 /*
- * Tables of codes. In most books only a few adjacent values, and perhaps 0, have codes. One permute in a window of 64
- * values then suffices, and all values outside the window are escapes.
+ * Tables of codes. In most books only a few adjacent byte values, and perhaps 0, have codes. One permute in a window of
+ * 64 values then suffices, and all values outside the window are escapes.
  */
 struct codes512 {
 	struct bytes256 code, length;
@@ -24,7 +24,7 @@ struct codes512 {
 #define CODES struct codes512
 #define FEW(t) (t)->few
 
-/* Return 64 bytes from p[first] on, where p has 256 bytes; bytes past its end are p[beyond]. */
+/* Return the 64 bytes from p[first] on, where p has 256 bytes; bytes past the end of p are p[beyond]. */
 static inline __m512i window512(const uint8_t *p, int first, int beyond)
 {
 	__mmask64 there = ~0ull >> (first > 192 ? first - 192 : 0);

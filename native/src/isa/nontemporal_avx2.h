@@ -7,8 +7,8 @@
 #include "kernels.h"
 
 /*
- * Store a vector. A non-temporal store is done as two stores of 16 bytes, because malloc guarantees 16-byte alignment
- * only. call_leave orders non-temporal stores.
+ * Store a vector. A non-temporal store is done as two stores of 16 bytes, because malloc guarantees only 16-byte
+ * alignment. call_leave orders non-temporal stores before later stores.
  */
 static inline void put256(int nontemporal, void *p, __m256i v)
 {

@@ -17,7 +17,7 @@ static inline void pack_bits_of(const uint8_t *code, size_t n, int bits, uint8_t
 	for (; i + 8 <= n; i += 8, dst += bits) {
 		uint64_t x = bits_squeeze(load64(code + i), bits);
 
-		if (n - i >= 72) { /* dst has room for 8 bytes */
+		if (n - i >= 72) { /* 72 codes have at least 9 bytes, so an 8-byte store fits dst */
 			store64(dst, x);
 		} else {
 			uint8_t last[8];

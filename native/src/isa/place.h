@@ -1,10 +1,10 @@
-/* place.h - positions of a loop over quad rows: in the words that it decodes, and in the memory that it prefetches. */
+/* place.h - positions of a decoding loop: in the words that it reads, and in the memory that it prefetches. */
 #ifndef CODEC_PLACE_H
 #define CODEC_PLACE_H
 
 #include "kernels.h"
 
-/* Return the number of bytes of each piece to prefetch per quad row, rounded up to whole cache lines. */
+/* Return how many bytes of each piece to prefetch per row of 128 symbols, rounded up to whole cache lines. */
 static inline size_t ahead_step(const struct ahead *ahead, size_t rows)
 {
 	return rows ? (ahead->n + 64 * rows - 1) / (64 * rows) * 64 : 0;
@@ -18,14 +18,14 @@ static inline void ahead_fetch(const struct ahead *ahead, size_t step, size_t ro
 }
 
 /*
- * Copy of a stream's last words, followed by zeros. A row consumes at most 32 words, and a vector may read LANES_SLACK
- * words beyond them.
+ * Copy of a stream's last words, followed by zeros. A row of 128 symbols consumes at most 32 words, and a vector may
+ * read LANES_SLACK words beyond them.
  */
 struct tail {
 	uint8_t bytes[4 * (WIRE_LANES + 2 * LANES_SLACK)];
 };
 
-/* Position in a stream's words. */
+/* Read position in a stream's words, or in the copy of its last words. */
 struct place {
 	const uint8_t *p, *end;
 	struct tail last;
@@ -39,7 +39,7 @@ static inline void place_begin(struct place *at, const struct stream *s)
 	at->in_last = 0;
 }
 
-/* bytes that a row may consume, plus bytes that a vector may read after them */
+/* bytes that a row of 128 symbols may consume, plus bytes that a vector may read after them */
 #define PLACE_LEAST (4 * (WIRE_LANES + LANES_SLACK))
 
 static inline void place_row(struct place *at)

@@ -29,7 +29,8 @@ static void copy(uint8_t *dst, const uint8_t *src, size_t n)
 
 /*
  * Defaults for instruction sets without vectorized parts. An instruction set may define *_FIRST, which processes the
- * first values of a loop and returns their number, and the sum of one whole chunk of the checksum.
+ * first values of a loop and returns their number, and a function that computes the checksum's sum of one chunk of 1
+ * KiB.
  */
 #ifndef SPLIT2_FIRST
 #define SPLIT2_FIRST(src, n, offset, plane) 0
@@ -74,7 +75,7 @@ static inline void split4(const void *src, size_t n, const uint16_t *offset, uin
 		p0[i] = (uint8_t)(y >> 8);
 		p1[i] = (uint8_t)y;
 	}
-	for (size_t i = done; i < n; i++) { /* separate: with more pointers it would not be vectorized */
+	for (size_t i = done; i < n; i++) { /* separate: with more pointers, it is not vectorized */
 		uint32_t x = native32(src, i);
 
 		p2[i] = (uint8_t)(x >> 8);
@@ -236,7 +237,7 @@ static void columns(const uint16_t *p, int row, uint16_t zero, size_t n, struct 
 	}
 }
 
-static const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS + 1] = {CHECKSUM_KEYS}; /* extra key: read and ignored */
+static const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS + 1] = {CHECKSUM_KEYS}; /* extra key: read, not used */
 
 #ifndef CHUNK_SUM
 static inline uint64_t CHUNK_SUM(const uint8_t *src, const uint32_t *key)
@@ -304,7 +305,7 @@ static size_t count(const uint8_t *e, uint8_t least, size_t n)
 	size_t total = 0;
 
 	for (size_t i = COUNT_LEAST(e, least, n, &total); i < n;
-	     i += 128) { /* 128 values do not overflow a byte counter */
+	     i += 128) { /* counts of 128 values do not overflow a byte */
 		size_t end = i + 128 < n ? i + 128 : n;
 		uint8_t some = 0;
 

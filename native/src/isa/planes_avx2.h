@@ -14,8 +14,8 @@
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
 /*
- * Vectorized bits_turn and bits_unturn, for the two top bytes of 16 floats. Rotating is subtraction modulo n: the
- * difference d is correct, or negative and n must be added. As unsigned words the correct one is min(d, d + n).
+ * Vectorized bits_turn and bits_unturn, for the two top bytes of 16 floats. They subtract an offset modulo n =
+ * CIRCLE256: if the difference d is negative, n must be added. As unsigned words, the correct result is min(d, d + n).
  */
 #define CIRCLE256 _mm256_set1_epi16(WIRE_CIRCLE(128))
 
@@ -37,7 +37,7 @@ static inline __m256i raise256(__m256i u, __m256i offset)
 }
 
 /*
- * Compute planes 0 and 1 of the values in a and b. 128-bit halves of the results are in the order of
+ * Compute planes 0 (*high) and 1 (*low) of the 32 values in a and b. The results are in the order of
  * _mm256_packus_epi16.
  */
 static inline void turn256(__m256i a, __m256i b, __m256i offset_a, __m256i offset_b, __m256i *high, __m256i *low)
@@ -51,7 +51,10 @@ static inline void turn256(__m256i a, __m256i b, __m256i offset_a, __m256i offse
 	*low = _mm256_packus_epi16(u, v);
 }
 
-/* y: bytes of the two planes of 16 values, plane 0's in the upper byte of each word. */
+/*
+ * Compute the upper 16 bits of 16 floats from y, which has the byte of plane 0 in the upper half of each word and the
+ * byte of plane 1 in the lower half.
+ */
 static inline __m256i unturn256(__m256i y, __m256i offset)
 {
 	const __m256i mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16((short)0x8000);
@@ -125,8 +128,8 @@ static inline void offsets_unpacked(const uint16_t *offset, __m256i *lo, __m256i
 static inline size_t split4_avx2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
 	/*
-	 * in each 128-bit half, gather byte 0 of all values, then byte 1, and so on; then join the halves: 8 bytes of
-	 * each kind
+	 * byte order in each 128-bit half: byte 0 of its four values, then byte 1 of each, and so on; then the halves
+	 * are joined to groups of 8 equal bytes
 	 */
 	const __m256i kinds =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -197,7 +200,7 @@ static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, const ui
 	return i;
 }
 
-/* Return sum(word[i] * key[i]) over a whole chunk. key[WIRE_CHUNK_WORDS] is read and ignored. */
+/* Return sum(word[i] * key[i]) over a chunk of 1 KiB. key[WIRE_CHUNK_WORDS] is read and ignored. */
 static inline uint64_t chunk_sum_avx2(const uint8_t *src, const uint32_t *key)
 {
 	__m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;

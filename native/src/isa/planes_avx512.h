@@ -19,7 +19,7 @@ static inline __m512i select512(__m512i mask, __m512i a, __m512i b)
 	return _mm512_ternarylogic_epi32(mask, a, b, 0xca);
 }
 
-/* Return the mask of lanes whose pattern is at least 128. The scale model's offset applies to these only. */
+/* Return the mask of 16-bit lanes whose pattern is at least 128: the patterns that the scale model changes. */
 static inline __mmask32 moving512(__m512i x)
 {
 	return _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7f80));
@@ -50,9 +50,9 @@ static inline __m512i unturn512(__m512i y, __m512i offset)
 }
 
 /*
- * Byte orders for permutes. PLANAR512 gathers the lower bytes of 16-bit words, then the upper ones; WORDS512 is the
- * inverse. PAIRED: values k and 16 + k share a 32-bit word. QUARTERS: 64-bit lanes are in the order 0 4 1 5 2 6 3 7,
- * which unpacking to 32 bits undoes.
+ * Byte orders for permutes. PLANAR512 gathers the lower bytes of 16-bit words, then the upper bytes; WORDS512 is the
+ * inverse. PAIRED: order of 16-bit words in which values k and 16 + k share a 32-bit word. QUARTERS: 64-bit lanes are
+ * in the order 0 4 1 5 2 6 3 7, which unpacking to 32 bits undoes.
  */
 static const uint8_t PLANAR512[64] = {
 	0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
@@ -89,7 +89,7 @@ static inline void put_planes512(__m512i v, __m512i w, const uint8_t *order, uin
 	_mm512_storeu_si512(b, _mm512_shuffle_i64x2(v, w, 0xee));
 }
 
-/* Return words with lower bytes from a and upper bytes from b. */
+/* Return 16-bit words whose lower bytes are from a and whose upper bytes are from b. */
 static inline __m512i get_planes512(const uint8_t *a, const uint8_t *b, const uint8_t *order)
 {
 	return _mm512_permutexvar_epi8(_mm512_loadu_si512(order),
@@ -149,8 +149,9 @@ static inline void put512(int nontemporal, void *p, __m512i v)
 }
 
 /*
- * Return the number of values of `width` bytes before the first cache line of dst. These are stored with one normal
- * vector store, whose other bytes are stored again later. Clear *nontemporal if dst contains no whole cache line.
+ * Return the number of values of `width` bytes before the first cache-line boundary in dst. The caller stores these
+ * values with one normal vector store, whose other bytes are stored again later. Clear *nontemporal if dst contains no
+ * whole cache line.
  */
 static inline size_t before_line(const void *dst, size_t width, size_t n, int *nontemporal)
 {
@@ -214,7 +215,7 @@ static inline void stream_avx512(uint8_t *dst, const uint8_t *src, size_t n)
 	memcpy(dst + i, src + i, n - i);
 }
 
-/* Return sum(word[i] * key[i]) over a whole chunk. key[WIRE_CHUNK_WORDS] is read and ignored. */
+/* Return sum(word[i] * key[i]) over a chunk of 1 KiB. key[WIRE_CHUNK_WORDS] is read and ignored. */
 static inline uint64_t chunk_sum_avx512(const uint8_t *src, const uint32_t *key)
 {
 	__m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;

@@ -1,10 +1,10 @@
 /*
- * row_loops.h - loops without intrinsics for codecs of rows, compiled once per instruction set; with scale_loops.h,
+ * row_loops.h - loops without intrinsics for row codecs, compiled once per instruction set; includes scale_loops.h,
  * pack_loops.h and sum_loops.h.
  *
- * Included by scalar.c, avx2.c and avx512.c like plane_loops.h. The first `row` values share scale[0], the next `row`
- * values scale[1], and so on; the last row may be shorter. Values are float32; round.h has the functions on single
- * words.
+ * Included by scalar.c, avx2.c and avx512.c, like plane_loops.h. The first `row` values share scale[0], the next `row`
+ * values scale[1], and so on; the last row may be shorter. Values are float32; exact/round.h has the functions for
+ * single values.
  */
 #include "kernels.h"
 #include "scale_loops.h"
@@ -41,7 +41,7 @@ static inline void put_signs(const uint8_t *bits, size_t from, size_t n, float n
 	}
 }
 
-/* Dequantize n signs from bit `from` on. `from` is a multiple of 8 if the row length is. */
+/* SIGN: dequantize n sign bits from bit `from` on. `from` is a multiple of 8 if the row length is. */
 static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			float_any *y)
 {
@@ -53,7 +53,9 @@ static void sign_values(const uint8_t *bits, size_t from, size_t n, float negati
 		put_signs(bits, from, n, negative, positive, SIGNS_STORE, y);
 }
 
-/* Generate word 0 of the random bits of nblocks Philox blocks, as 16-bit numbers in element order. */
+/*
+ * Generate the first random bits (word 0) of nblocks Philox blocks: eight 16-bit numbers per block, in element order.
+ */
 static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *restrict h)
 {
 	for (size_t b = HALVES(key, block, nblocks, h); b < nblocks; b++) {
@@ -68,8 +70,8 @@ static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *
 }
 
 /*
- * Compute codes 0, 1, 2 for 0, s, -s, or TERNARY_TIE if the second random number decides. Returns 1 if |x| exceeds s >
- * 0 for any value.
+ * TERNARY: compute the codes 0, 1, 2 for 0, s, -s, or TERNARY_TIE if the second random number decides. Return 1 if |x|
+ * exceeds the scale s > 0 for any value.
  */
 static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
 {
@@ -96,7 +98,9 @@ static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const fl
 					    h ? h[i] : 0);
 }
 
-/* Constant parameters let the compiler specialize the loops. */
+/*
+ * Compute FLOAT8's codes. Each call of float8_run has constant parameters, so that the compiler specializes its loop.
+ */
 static inline void float8_codes(int e5m2, const float_any *x, size_t n, size_t row, const float *scale,
 				const uint16_t *h, int finite, uint8_t *restrict code)
 {
@@ -111,12 +115,12 @@ static inline void float8_codes(int e5m2, const float_any *x, size_t n, size_t r
 static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
 				 float scale, float_any *restrict y)
 {
-	/* scales so small that a quotient could overflow use the scalar loop only */
+	/* if the scale is so small that a quotient could overflow, only the scalar loop is used */
 	for (size_t i = scale < 0x1p-111f ? 0 : FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++)
 		y[i] = round_float8_value(code[i], scale, mbits, bias, last);
 }
 
-/* Compute values of MXFP8's rows of 32. Scales are powers of two that give finite values. */
+/* MXFP8: dequantize n codes in rows of 32. Scales are powers of two that give finite values. */
 static inline void mx_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
 			     const float *scale, float_any *y)
 {
@@ -124,7 +128,7 @@ static inline void mx_values(uint32_t mbits, uint32_t bias, uint32_t last, const
 		y[i] = round_float8_value(code[i], scale[i / 32], mbits, bias, last);
 }
 
-/* Compute the dequantized values before scaling, for codes of at most 4 bits. */
+/* Compute, for each code of at most 4 bits, the dequantized value before scaling. */
 static void ratios(const struct row_kind *q, float ratio[16])
 {
 	for (uint32_t c = 0; c < 16; c++)
@@ -138,12 +142,14 @@ static void ratios(const struct row_kind *q, float ratio[16])
 static inline void table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
 				float_any *y)
 {
-	/* larger scales use the scalar loop only, because FLOAT4's 6 * scale would overflow */
+	/* with larger scales only the scalar loop is used, because FLOAT4's 6 * scale would overflow */
 	for (size_t i = scale > 0x1p125f ? 0 : TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++)
 		y[i] = round_scaled(ratio[code[i] & 15], scale);
 }
 
-/* Compute FLOAT4's codes, with the sign at bit 3. scale[r] is the divisor of row r's values, 0 for a row of zeros. */
+/*
+ * Compute FLOAT4's codes, with the sign at bit 3. scale[r] is the divisor of the values of row r, 0 for a row of zeros.
+ */
 static inline void float4_run(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
 			      uint8_t *restrict code)
 {
@@ -151,7 +157,7 @@ static inline void float4_run(const float_any *x, size_t n, size_t row, const fl
 		code[i] = round_float4_code(round_bits(x[i]), scale[i / row], h != NULL, h ? h[i] : 0);
 }
 
-/* Compute QUANTIZE's codes; amax > 0. */
+/* Compute QUANTIZE's codes of a row whose largest magnitude is amax > 0. */
 static inline void level_run(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
 			     uint8_t *restrict code)
 {
@@ -167,7 +173,7 @@ static void level_values(const uint8_t *code, size_t n, float amax, int odd, int
 		y[i] = round_level(round_level_of(code[i], odd, levels), (float)levels, amax);
 }
 
-/* Compute QUANTIZE's codes of a row with a zero point; half > 0. */
+/* Compute QUANTIZE's codes of a row with a zero point: `half` > 0 is half its range, `middle` the midpoint. */
 static inline void affine_run(const float_any *x, size_t n, float half, float middle, int levels, const uint16_t *h,
 			      uint8_t *restrict code)
 {
@@ -183,7 +189,10 @@ static void affine_values(const uint8_t *code, size_t n, float half, float middl
 		y[i] = round_affine(round_level(round_level_of(code[i], 0, levels), (float)levels, 1), half, middle);
 }
 
-/* Dequantize codes of at most 4 bits, by a table of the row's values, computed from `ratio`, which all rows share. */
+/*
+ * QUANTIZE with zero points: dequantize codes of at most 4 bits with a table of 16 values, computed for the row from
+ * `ratio`.
+ */
 static void affine_table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float half, float middle,
 				float_any *y)
 {

@@ -10,7 +10,7 @@
 
 #include "nontemporal_avx2.h"
 
-/* Return the largest of eight signed words. */
+/* Return the largest of eight signed 32-bit words. */
 static inline int32_t largest_avx2(__m256i v)
 {
 	__m128i four = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -183,7 +183,7 @@ static inline size_t pack_codes_avx2(const uint8_t *code, size_t n, int bits, ui
 		__m256i a = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i)), pairs);
 		__m256i b = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i + 32)), pairs);
 
-		if (bits == 2) { /* gives one byte per 32-bit lane; then restore the order */
+		if (bits == 2) { /* the products give one byte per 32-bit lane; the order is restored afterwards */
 			a = _mm256_packs_epi32(_mm256_madd_epi16(a, quads), _mm256_madd_epi16(b, quads));
 			a = _mm256_permute4x64_epi64(a, 0xd8);
 			_mm_storeu_si128((__m128i *)(dst + i / 4),
@@ -232,8 +232,8 @@ static inline size_t unpack_codes_avx2(const uint8_t *src, size_t n, int bits, u
 }
 
 /*
- * Pack 30 codes into six bytes at a time, 15 codes per 128-bit half, shuffled to match the weights of multiply-add
- * instructions. Reads one more code, and writes one more byte.
+ * TERNARY: pack 30 codes into six bytes at a time, 15 codes per 128-bit half, shuffled to match the weights of
+ * multiply-add instructions. One code after the last is read, and one byte after the last is written.
  */
 static inline size_t pack_trits_avx2(const uint8_t *code, size_t n, uint8_t *dst)
 {
@@ -261,8 +261,8 @@ static inline size_t pack_trits_avx2(const uint8_t *code, size_t n, uint8_t *dst
 }
 
 /*
- * Unpack 15 codes from 3 bytes at a time. In the fraction b * 3^k / 243 mod 1, scaled by 2^16, digit k is floor(3 *
- * fraction). ceil(2^16 / 243) = 270 is precise enough for all 243 values of b. Writes one more code.
+ * TERNARY: unpack 15 codes from 3 bytes at a time. Digit k of byte b is floor(3 * f), where f = b * 3^k / 243 mod 1,
+ * scaled by 2^16. ceil(2^16 / 243) = 270 is precise enough for all 243 values of b. One code after the last is written.
  */
 static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *code)
 {
@@ -270,7 +270,8 @@ static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *co
 	const __m256i take = _mm256_setr_epi8(0, -1, 0, -1, 0, -1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 2,
 					      -1, 2, -1, 2, -1, 2, -1, 2, -1, -1, -1);
 	/*
-	 * byte * 270 * 3^k mod 2^16 is the fraction after k digits; the next digit is the upper 16 bits of 3 * fraction
+	 * byte * 270 * 3^k mod 2^16 is the fraction after k digits, scaled by 2^16; the upper 16 bits of 3 * fraction
+	 * are digit k
 	 *
 	 */
 	const __m256i scale = _mm256_setr_epi16(270, 810, 2430, 7290, 21870, 270, 810, 2430, 7290, 21870, 270, 810,
@@ -306,7 +307,7 @@ static inline __m256 table_find_avx2(struct table_avx2 t, __m256i c, int few)
 				      _mm256_castsi256_ps(_mm256_slli_epi32(c, 28)));
 }
 
-/* Return the smallest of eight signed words. */
+/* Return the smallest of eight signed 32-bit words. */
 static inline int32_t least_avx2(__m256i v)
 {
 	__m128i m = _mm_min_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));

@@ -28,8 +28,9 @@ static inline __m512 signs_at(const uint8_t *bits, size_t i, __m512 negative, __
 }
 
 /*
- * Store dequantized signs with non-temporal stores only, because a normal store that waits for its cache line would
- * delay them. Rows that share a cache line store their parts of the line in groups of four values.
+ * Store the dequantized values of sign bits with non-temporal stores only, because a normal store that waits for its
+ * cache line would delay the others. If a row ends within a cache line, its part of the line is stored in groups of
+ * four values.
  */
 static inline size_t sign_values_nontemporal(const uint8_t *bits, size_t n, float negative, float positive,
 					     float_any *y)
@@ -67,7 +68,7 @@ static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float neg
 	return i;
 }
 
-/* Sum nv vectors of values, from value i on, over all frames. */
+/* SIGN: add the dequantized values of all frames, for nv vectors of values from value i on. */
 static inline void sign_sum_avx512(int nv, const struct signs *s, size_t count, size_t i, int more, int how, float by,
 				   float_any *y)
 {
@@ -105,8 +106,8 @@ static inline size_t sign_sums_avx512(const struct signs *s, size_t count, size_
 }
 
 /*
- * Pack codes: in each 64-bit lane, combine 8 codes to pairs, then to groups of 4, then to one number; then compress the
- * lanes' bytes. Loads and stores have 64 bytes, which the loop condition guarantees.
+ * Pack codes: in each 64-bit lane, combine 8 codes to pairs, then to groups of 4, then to one number; then pack the
+ * used bytes of all lanes. Loads and stores have 64 bytes; the loop condition guarantees that so many exist.
  */
 static inline size_t pack_codes_avx512(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {

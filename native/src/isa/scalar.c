@@ -69,12 +69,12 @@ static inline void source_row(struct source *w)
 		w->end = w->p + left;
 		w->in_last = 1;
 	}
-	w->p = w->p > w->end ? w->end : w->p; /* only zeros follow */
+	w->p = w->p > w->end ? w->end : w->p; /* past the stream's end, where only zeros follow */
 }
 
 /*
- * Consume n bits of a lane, and add a word if fewer than 32 remain. A lane has 64 bits; `used` is the number of used
- * bits minus 1, 0 to 31.
+ * Consume n bits of a lane, and append a word from p if fewer than 32 bits remain. x holds up to 64 bits of the lane;
+ * `used` is the number of consumed bits minus 1, 0 to 31.
  */
 #define TAKE(x, n, used, p)                                                                                            \
 	do {                                                                                                           \
@@ -100,7 +100,7 @@ static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
 		uint32_t l = book->length[i], r = PAIR_BITS - l, n = 1u << r;
 		uint32_t first = (uint32_t)book->symbol[i] << 16;
 
-		if (l == last) { /* copy the preceding code's entries, and add the symbols' difference */
+		if (l == last) { /* copy the entries of the preceding code, and change the symbol in them */
 			uint32_t more = first - ((uint32_t)book->symbol[i - 1] << 16);
 
 			for (uint32_t j = 0; j < n; j++)
@@ -120,8 +120,8 @@ static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
 }
 
 /*
- * Decode the quad at the top bits of *x one symbol at a time; the first symbol is the lowest byte of the result.
- * Advances *x past the quad's bits, and sets *n to their number.
+ * Decode four symbols from the top bits of *x, one at a time; the first symbol is the lowest byte of the result.
+ * Advance *x past their bits, and set *n to the number of these bits.
  */
 static inline uint32_t quad_of(const book_lookup *book, uint64_t *x, uint32_t *n)
 {
@@ -138,7 +138,10 @@ static inline uint32_t quad_of(const book_lookup *book, uint64_t *x, uint32_t *n
 	return quad;
 }
 
-/* Decode rows of quads. pair: table of pairs, or NULL. */
+/*
+ * Decode `rows` rows of 128 symbols, four per lane. pair: decoding table of symbol pairs; NULL: decode one symbol at a
+ * time.
+ */
 static inline void decode_quad_rows(const book_lookup *book, const uint32_t *pair, struct source *w, uint64_t *bits,
 				    uint32_t *used, size_t rows, uint8_t *symbol)
 {
@@ -236,7 +239,7 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 		decode_stream(book, b, rows);
 }
 
-/* Check by decoding: with the table of pairs, looking up symbols takes no extra time. */
+/* Check a stream by decoding it: with the table of pairs, looking up symbols takes no extra time. */
 static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			const struct ahead *ahead)
 {

@@ -121,7 +121,7 @@ static inline void clear_lanes(int kind, struct row_lanes *sums)
 		memset(sums, 0, sizeof *sums);
 		return;
 	}
-	for (int l = 0; l < WIRE_LANES; l++) { /* a loop instead of memset, since rows may be short */
+	for (int l = 0; l < WIRE_LANES; l++) { /* a loop is faster than memset for short rows */
 		sums->a[l] = sums->b[l] = 0;
 		sums->max[l] = 0;
 	}
@@ -157,7 +157,7 @@ static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
 #define SIGN_BITS(x, n, bits) 0
 #endif
 
-/* Set bit i % 8 of byte i / 8 if the sign bit of x[i] is clear. Bits after the last value are 0. */
+/* Set bit i % 8 of byte i / 8 if the sign bit of x[i] is 0. Bits after the last value are 0. */
 static void sign_bits(const float_any *x, size_t n, uint8_t *bits)
 {
 	for (size_t i = SIGN_BITS(x, n, bits); i < n; i += 8) {
@@ -170,7 +170,7 @@ static void sign_bits(const float_any *x, size_t n, uint8_t *bits)
 	}
 }
 
-/* Add value i to lane i % 32. n is a multiple of 32, except for the last values. */
+/* Add x[i] to the sums of lane i % 32. n is a multiple of 32, except in the last call of a row. */
 static void row_sums(int kind, const float_any *x, size_t n, int first, uint8_t *bits, struct row_lanes *sums)
 {
 	size_t i = 0, signs = 0;

@@ -2,8 +2,8 @@
  * simd_codes.h - generate random bits, encode values to codes and decode codes to values, in vectors: see simd_loops.h.
  */
 /*
- * Philox blocks per vector: each 64-bit lane has one block; vectors c hold its words in the lower halves of lanes;
- * upper halves are ignored. Block counters must not carry into their upper word.
+ * Philox blocks per vector: each 64-bit lane has one block. Vectors c hold one word of the block each, in the lower
+ * halves of lanes; upper halves are ignored. Block counters must not carry into their upper word.
  */
 #define BLOCKS (LANES / 2)
 
@@ -57,13 +57,13 @@ static inline size_t halves_simd(struct philox key, uint64_t block, size_t nbloc
 	return b;
 }
 
-/* Return 16 random bits per lane, or 2^15, one half of the range, to round to nearest. */
+/* Return 16 random bits per lane, for values from i on. h NULL: return 2^15, half the range, to round to nearest. */
 static inline V draws(const uint16_t *h, size_t i)
 {
 	return h ? WIDEN16(h + i) : SET1(0x8000);
 }
 
-/* Return 2 * random bits + 1, the number of half units that round_place adds. */
+/* Return 2 h + 1 for 16 random bits h per lane: the offset that round_place adds, in half units. */
 static inline V fine_draws(const uint16_t *h, size_t i)
 {
 	V draw = draws(h, i);
@@ -71,7 +71,7 @@ static inline V fine_draws(const uint16_t *h, size_t i)
 	return ADD(ADD(draw, draw), SET1(1));
 }
 
-/* Vectorized round_ternary_code; *most: the largest magnitude. */
+/* Vectorized round_ternary_code. Set *most to the largest magnitude. */
 static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *code,
 					int32_t *most)
 {
@@ -151,7 +151,7 @@ static inline size_t float8_codes_simd(int mbits, int bias, float max, const flo
 	return i;
 }
 
-/* Compute FLOAT4's codes of many short rows. The row length `row` is a multiple of LANES. Codes of -0 keep the sign. */
+/* Compute FLOAT4's codes of many short rows of `row` values, a multiple of LANES. -0 keeps its sign. */
 static inline size_t float4_codes_simd(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
 				       uint8_t *code)
 {
@@ -204,9 +204,8 @@ static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, flo
 }
 
 /*
- * Return x / by, rounded once, where |x| has at most 8 mantissa bits. `inverse` is 1 / by; a fused multiply-add
- * corrects the product x * inverse. A test checks every mantissa of `by`. No intermediate result may overflow or
- * underflow.
+ * Return x / by, rounded once, where x has at most 8 mantissa bits. `inverse` is 1 / by; a fused multiply-add corrects
+ * the product x * inverse. A test checks every mantissa of `by`. Intermediate results must not overflow or underflow.
  */
 static inline F over_simd(F x, F by, F inverse)
 {
@@ -249,7 +248,7 @@ static inline size_t affine_codes_simd(const float_any *x, size_t n, float half,
 			F place = MULF(ADDF(MULF(tiny ? MULF(y, up) : y, by), SETF(1)), steps);
 
 			c[k] = TRUNC(
-				AS_F(MAX(AS_V(MINF(place, most)), SET1(0)))); /* negative floats have negative bits */
+				AS_F(MAX(AS_V(MINF(place, most)), SET1(0)))); /* bits of negative floats are negative */
 			c[k] = SRL(ADD(c[k], fine_draws(h, i + LANES * k)), 17);
 		}
 		NARROW(code + i, c);
@@ -323,7 +322,7 @@ static inline size_t float8_values_simd(int mbits, int bias, int last, const uin
 	return i;
 }
 
-/* Vectorized mx_values. A product with the reciprocal of a power of two is exact. */
+/* Vectorized mx_values. Scales are powers of two, so multiplying by the reciprocal is exact. */
 static inline size_t mx_values_simd(int mbits, int bias, int last, const uint8_t *code, size_t n, const float *scale,
 				    float_any *y)
 {

@@ -1,4 +1,4 @@
-/* simd_floats.h - conversions, maxima, sums and final operations on float32 values, in vectors: see simd_loops.h. */
+/* simd_floats.h - conversions, maxima, sums and scaling of float32 values, in vectors: see simd_loops.h. */
 static inline size_t from_bfloat16_simd(const void *src, size_t n, float *x)
 {
 	size_t i = 0;
@@ -106,8 +106,8 @@ static inline size_t abs_max_of_32_simd(const float_any *x, size_t n, uint32_t *
 }
 
 /*
- * Add a residual to a tensor, or subtract it. Both are read from memory and prefetched here, so kernels that use the
- * results need not prefetch.
+ * Add residual e to x, or subtract it if `minus`. Both arrays are prefetched here, so kernels that use the results need
+ * not prefetch.
  */
 static inline size_t plus_simd(int minus, const float_any *x, const float_any *e, size_t n, float_any *sum)
 {
@@ -177,7 +177,7 @@ static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, ui
 	return bits ? add_row(by_sign, x, n, bits, sums) : add_row(by_sign, x, n, NULL, sums);
 }
 
-/* dst is a multiple of SETTLE_ALIGN. */
+/* Vectorized `settle`: store x, x * by or x / by with non-temporal stores. dst is a multiple of SETTLE_ALIGN. */
 static inline size_t settle_simd(int how, const float_any *x, size_t n, float by, float_any *dst, int32_t *most)
 {
 	const V magnitude = SET1((int)ROUND_ABS);

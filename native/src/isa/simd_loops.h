@@ -22,7 +22,7 @@
  *   - STORE16 (p, v): store numbers below 65536 as LANES halves
  *   - NARROW (p, v[4]): store numbers below 256 as 4 * LANES bytes
  *   - SHLQ (v, w): shift each 64-bit lane by its own count
- *   - TABLE, TABLE_LOAD (x, by): 16 floats, multiplied by `by`
+ *   - TABLE, TABLE_LOAD (x, by): 16 floats, each multiplied by `by`
  *   - TABLE_FIND (t, v, few): entries v, which is below 16, or below 8 if few
  *   - SIGNS: highest bits of the lanes, the first lane's lowest
  *   - PUT_NONTEMPORAL (p, v): non-temporal store; p is a multiple of SETTLE_ALIGN
@@ -33,13 +33,13 @@
 #define STEP (4 * (size_t)LANES)
 
 /*
- * Value i of a run is added to sum i mod 32, which is in vector k mod NV if the value is in vector k of a step. So the
- * four vectors of a step must begin at sum 0. Also, all lanes of a vector use the same scale.
+ * There are 32 running sums, in NV vectors. A loop step loads four vectors of values, and adds vector k to the sums in
+ * vector k mod NV. Value i must be added to sum i mod 32, so a step must begin at sum 0.
  */
 _Static_assert(NV *LANES == 32 && 4 % NV == 0, "a step must begin at sum 0: for shorter vectors make V a pair of them");
 _Static_assert(16 % LANES == 0, "the shortest rows that share a scale are 16 values, whole vectors");
 
-/* Prefetch distance in bytes while values are coded, so that memory is not idle. */
+/* Prefetch distance in bytes: memory is read while values are encoded. */
 #define AHEAD 16384
 
 static inline void fetch_ahead(const float_any *x)

@@ -1,5 +1,5 @@
 /* simd_truncate.h - TRUNCATE: patterns, pieces and fields, in vectors: see simd_loops.h. */
-/* Vectorized round_truncate, and the exponents of the results. */
+/* Vectorized round_truncate of n patterns x, in place. Store the exponents of the results in e. */
 static inline size_t truncate_simd(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n,
 				   uint32_t *x, uint8_t *e)
 {
@@ -16,7 +16,7 @@ static inline size_t truncate_simd(const struct truncate_kind *q, const uint8_t 
 			if (nearest) {
 				V half = ADD(SUB(SRL(unit, 1), one), AND(SHR(u, drops), one));
 
-				up = ADD(u, AND(half, SUB(unit, one))); /* 0 if no bits are dropped */
+				up = ADD(u, AND(half, SUB(unit, one))); /* adds 0 if no bits are dropped */
 			}
 			up = SELECT(EQ(AND(SHR(up, mbits), last), last), u, up);
 			up = SELECT(EQ(AND(SHR(u, mbits), last), zero), zero, AND(up, kept));
@@ -48,7 +48,9 @@ static inline size_t join_pieces_simd(const struct truncate_kind *q, const uint8
 	return i;
 }
 
-/* Combine the fields of two adjacent values in each 64-bit lane. */
+/*
+ * Combine the kept bits of the fields of two adjacent values in each 64-bit lane: pair has the bits, wide their number.
+ */
 static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, size_t n, int total, uint64_t *pair,
 				      uint64_t *wide)
 {

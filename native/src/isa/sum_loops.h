@@ -43,7 +43,7 @@ static void multiply(float_any *out, size_t n, float by)
 		out[i] = round_mul(out[i], by);
 }
 
-/* Return 1 if `by` is a power of two: multiplying by its inverse is then exact division, and faster. */
+/* Return 1 if `by` is a power of two: multiplying by 1 / by then equals dividing by it, and is faster. */
 static inline int has_inverse(float by)
 {
 	return !(round_bits(by) & 0x7fffff);
@@ -65,7 +65,7 @@ static void maximum(const float *y, size_t n, float_any *out)
 		out[i] = round_larger(out[i], y[i]);
 }
 
-/* Apply the final operation to a result. */
+/* Return x, x * by or x / by, as `how` (SETTLE_*) specifies. */
 static inline float settled(int how, float x, float by)
 {
 	return how == SETTLE_TIMES ? round_mul(x, by) : how == SETTLE_OVER ? round_div(x, by) : x;

@@ -6,7 +6,7 @@
  */
 #include "bit_stream.h"
 
-/* Return a mask of the next 64 values: bit i is set if the pattern of |x[i]| is at least `key`. */
+/* Return a mask of 64 values: bit i is set if the bit pattern of |x[i]| is at least `key`. */
 ALWAYS uint64_t mask_above(const float_any *x, uint32_t key)
 {
 	uint64_t mask = 0;
@@ -22,7 +22,7 @@ ALWAYS uint64_t mask_above(const float_any *x, uint32_t key)
 	return mask;
 }
 
-/* Return the same mask for the last n < 64 values. */
+/* Return the mask of mask_above for n < 64 values. */
 ALWAYS uint64_t mask_rest(const float_any *x, size_t n, uint32_t key)
 {
 	uint64_t mask = 0;

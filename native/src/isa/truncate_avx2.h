@@ -6,7 +6,7 @@
 
 #include "kernels.h"
 
-/* Return the prefix sums of 8 bytes, one per byte; each must be at most 255. */
+/* Return the inclusive prefix sums of 8 bytes, one per byte. The sums must be at most 255. */
 static inline uint64_t running_sums(const uint8_t *p)
 {
 	return load64(p) * 0x0101010101010101;
@@ -25,13 +25,13 @@ static inline size_t unpack_fields_avx2(const uint8_t *src, size_t nbytes, const
 	const __m128i above = _mm_cvtsi32_si128(32 - total);
 	size_t i = 0, at = 0;
 
-	/* the second half's fields begin at most 12 bytes later, where 16 bytes are read */
+	/* the fields of the second half begin at most 12 bytes after `at`, and 16 bytes are read there */
 	for (; i + 8 <= n && at / 8 + 32 <= nbytes; i += 8) {
 		uint64_t sums = running_sums(width + i), half = sums >> 24 & 255;
 		const uint8_t *p = src + at / 8, *q = src + (at + half) / 8;
 		__m256i w = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(width + i))), start, index, x;
 
-		/* start bits within each half, counted from the byte in which the half begins */
+		/* start bit of each field, counted from the byte in which its half begins */
 		start = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)(sums << 8)));
 		start = _mm256_sub_epi32(start, _mm256_setr_m128i(_mm_set1_epi32(-(int)(at % 8)),
 								  _mm_set1_epi32((int)half - (int)((at + half) % 8))));

@@ -33,7 +33,7 @@ static inline size_t unpack_fields_avx512(const uint8_t *src, size_t nbytes, con
 	return i;
 }
 
-/* Return the byte permutation that gathers byte 0 of 16 words, then their bytes 1, 2 and 3; or its inverse. */
+/* Return the byte permutation that gathers byte 0 of 16 words, then bytes 1, 2 and 3 of the words; or the inverse. */
 static inline __m512i byte_order_avx512(int inverse)
 {
 	const __m512i across = _mm512_setr_epi32(0x0c080400, 0x1c181410, 0x2c282420, 0x3c383430, 0x0d090501, 0x1d191511,
@@ -58,7 +58,7 @@ static inline void quarters_avx512(__m512i v[4])
 	v[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
-/* Return a vector each of whose words has the bytes a, b, c, d, a lowest. */
+/* Return a vector in which every 32-bit word has the bytes a, b, c, d, where a is the lowest. */
 static inline __m512i of_pieces(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
 	return _mm512_set1_epi32((int)(a | b << 8 | c << 16 | d << 24));

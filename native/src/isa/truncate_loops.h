@@ -29,7 +29,7 @@ static void store_patterns(const uint32_t *x, size_t n, int nbytes, void *dst)
 	}
 }
 
-/* Compute the exponents of A: 0 if A is NaN, 0 or subnormal, 255 if it is Inf. v and m may be NULL. */
+/* Compute the exponents of the metric A: 0 if A is NaN, 0 or subnormal, 255 if A is Inf. v and m may be NULL. */
 static void metric_exponents(const struct metric_terms *t, const float_any *theta, const float_any *v,
 			     const float_any *m, size_t n, uint8_t *restrict ea)
 {
@@ -90,7 +90,7 @@ static void raise_exponents(const uint8_t *u, const uint16_t *offset, uint8_t la
 		e[i] = bits_raise_exponent(u[i], (uint8_t)(offset[i] >> shift), last);
 }
 
-/* Combine exponents and levels into pairs and symbols. Returns the number of values to escape. */
+/* Combine exponents and levels into pairs (bits_pair) and symbols. Return the number of values that have no symbol. */
 static size_t join(const uint8_t *e, const uint8_t *level, size_t n, int base, uint16_t *restrict pair,
 		   uint8_t *restrict symbol)
 {
@@ -136,7 +136,10 @@ static uint8_t drops_under(const uint8_t *e, const uint8_t *drop, size_t n, uint
 	return any;
 }
 
-/* Return the bitwise OR of all p below 4. Symbols 1 to 3 are invalid, so a result other than 0 is an error. */
+/*
+ * Return the bitwise OR of the bytes of p that are below 4. Joint symbols 1 to 3 are invalid, so a non-zero result is
+ * an error.
+ */
 static uint8_t below_four(const uint8_t *p, size_t n)
 {
 	uint8_t any = 0;
@@ -255,7 +258,9 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 #endif
 #define PAIRS 64
 
-/* Merge adjacent pairs of n runs of bits; n is even. Returns 1 if every pair fits into 64 bits after 7 pending bits. */
+/*
+ * Merge n runs of bits, n even, to n / 2 longer ones. Return 1 if each of these fits into 64 bits after 7 pending bits.
+ */
 static inline int merge_runs(const uint64_t *run, const uint64_t *nbits, size_t n, uint64_t *restrict pair,
 			     uint64_t *restrict wide)
 {
@@ -266,14 +271,14 @@ static inline int merge_runs(const uint64_t *run, const uint64_t *nbits, size_t 
 
 		pair[i] = run[2 * i] | run[2 * i + 1] << (nbits[2 * i] & 63);
 		wide[i] = both;
-		above |= 56 - both; /* its highest bit is set if both exceeds 56 */
+		above |= 56 - both; /* the highest bit is set if `both` exceeds 56 */
 	}
 	return !(above >> 63);
 }
 
 /*
- * Write runs of bits one after the other. `waits` holds the pending bits of the last byte. Returns the new bit
- * position.
+ * Write n runs of bits, run i of nbits[i] bits, one after the other from bit `bit` of dst on. *waits holds the pending
+ * bits of the last byte. Return the new bit position.
  */
 static inline size_t put_runs(const uint64_t *run, const uint64_t *nbits, size_t n, uint8_t *dst, size_t bit,
 			      uint64_t *waits)
@@ -291,8 +296,8 @@ static inline size_t put_runs(const uint64_t *run, const uint64_t *nbits, size_t
 
 /*
  * Pack fields in pairs of at most 48 bits, which fit into 64 bits after 7 pending bits. The loop's critical path is the
- * update of the bit position and the pending bits. To shorten it, pairs are merged to runs of four or eight fields if
- * these fit.
+ * update of the bit position and of the pending bits. To shorten that path, pairs are merged to runs of four or eight
+ * fields if a run fits into 64 bits.
  */
 static void pack_fields(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst)
 {
@@ -324,7 +329,7 @@ static void unpack_fields(const uint8_t *src, size_t nbytes, const uint8_t *widt
 			  uint32_t *restrict f)
 {
 	size_t bit = 0, last = nbytes - (nbytes < 16 ? nbytes : 16);
-	uint8_t tail[24] = {0}; /* copy of the end of src, where 8 bytes can be read */
+	uint8_t tail[24] = {0}; /* copy of the end of src, followed by zeros, so that 8 bytes can be read anywhere */
 
 	memcpy(tail, src + last, nbytes - last);
 	for (size_t i = UNPACK_FIELDS(src, nbytes, width, n, total, f, &bit); i < n; i++) {
