@@ -1,4 +1,7 @@
-/* check.c - decode a frame in all ways, and compare the results. */
+/*
+ * check.c - decode a frame with all instruction sets, flags and destinations, at once and in steps; compare the
+ * results.
+ */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -26,7 +29,7 @@ struct exact exact(size_t n, struct source *s)
 	struct exact e = {.n = n, .base = malloc(n + shift)};
 
 	if (!e.base)
-		shift = 0; /* malloc(0) may return NULL, which the library accepts as an empty span */
+		shift = 0; /* malloc(0) may return NULL, a valid address of an empty span */
 	e.p = e.base ? (uint8_t *)e.base + shift : NULL;
 	return e;
 }
@@ -69,7 +72,10 @@ float check_widen(const void *values, uint32_t dtype, uint64_t i)
 	return round_float(dtype == CODEC_BFLOAT16 ? u << 16 : u);
 }
 
-/* Decode in the way `w`, and check that the status, and on success the bytes, equal those of plain decoding. */
+/*
+ * Decode in the way `w`, and check that the status, and on success the bytes, equal those of `plain`, decoding without
+ * options.
+ */
 static void agree(const struct subject *f, const struct result *plain, struct way w)
 {
 	struct result r;
@@ -97,8 +103,8 @@ static void check_flags(const struct subject *f, const struct result *plain)
 	agree(f, plain, (struct way){.steps = STEPS});
 	agree(f, plain, (struct way){.steps = CHECKED_STEPS});
 	/*
-	 * Check that decoding without checksums gives the same result, except for errors that only checksums detect, or
-	 * that report a wrong argument of the caller once the frame's checksums are correct.
+	 * Check that decoding without checksums gives the same result, except for errors that only checksums detect,
+	 * and errors for wrong arguments, which are reported only if the frame's checksums are correct.
 	 */
 	w.flags |= one_in(f->s, 4) && !w.steps ? CODEC_VERIFY_FIRST : 0;
 	r = decode_in(f, w);
@@ -306,7 +312,7 @@ static void check_room(const struct subject *f, const struct result *plain)
 		      status);
 		with.max_nbytes = TENSOR_LIMIT;
 	}
-	/* another shape of the same size, or another dtype */
+	/* the destination has another shape of the same size, or another dtype */
 	if (t.rank && t.rank < CODEC_MAX_RANK && below(f->s, 2))
 		t.shape[t.rank++] = 1;
 	else if (t.rank == CODEC_MAX_RANK || below(f->s, 2))
@@ -326,7 +332,9 @@ static void check_room(const struct subject *f, const struct result *plain)
 	exact_free(&out);
 }
 
-/* Check that an accepted frame has no more parts than the format allows, because jobs have room for that many only. */
+/*
+ * Check that a frame that is accepted has no more parts than the format allows, because jobs have room only for these.
+ */
 static void check_parts(const struct subject *f, codec_status status)
 {
 	uint32_t codec = f->info.spec.codec;
@@ -348,7 +356,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 		plain = decode_everywhere(f, (struct way){0});
 		status = plain.status;
 		check_parts(f, status);
-		if (f->info.spec.codec == CODEC_DELTA) { /* no base: fuzz_delta.c decodes with one */
+		if (f->info.spec.codec == CODEC_DELTA) { /* this fuzzer has no base; fuzz_delta.c decodes with a base */
 			CHECK(status == CODEC_MISSING_BASE || (status >= 30 && status < 60) || !f->info.n, status, 0);
 			exact_free(&plain.out);
 			exact_free(&f->frame);

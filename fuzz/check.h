@@ -11,7 +11,10 @@
 
 #define TENSOR_LIMIT (1u << 22) /* bytes; larger tensors are not decoded, only their rejection is checked */
 
-/* Report a violated property and abort; with FUZZ_GO_ON in the environment, print each property once and continue. */
+/*
+ * Report the violated property `what` and abort; if the environment has FUZZ_GO_ON, print each property once and
+ * continue.
+ */
 void check_failed(const char *file, int line, const char *what, int64_t a, int64_t b);
 #define CHECK(good, a, b)                                                                                              \
 	do {                                                                                                           \
@@ -29,8 +32,8 @@ struct given {
 
 /*
  * Decode a frame in all ways, and check that the results agree, that calls stay within their buffers (each is an
- * allocation) and that codec.h's guarantees hold. `others`, perhaps of the same shape, are reduced together with it.
- * Returns the status of codec_decode.
+ * allocation) and that codec.h's guarantees hold. Frames `others`, perhaps of the same shape, are reduced together with
+ * the frame. Return the status of codec_decode.
  */
 codec_status check_frame(const struct given *given, const struct given *others, size_t nothers, struct source *s);
 
@@ -51,7 +54,7 @@ void exact_free(struct exact *e);
  * usable sets, slowest first.
  */
 int check_usable(uint32_t isa);
-uint32_t check_some_isa(struct source *s); /* returns 1 + index of a random usable set */
+uint32_t check_some_isa(struct source *s); /* return 1 + index of a random usable instruction set */
 
 float check_widen(const void *values, uint32_t dtype, uint64_t i);
 

@@ -1,11 +1,11 @@
-/* check_reduce.c - reduce frames, and compare the results with those of decoding and adding. */
+/* check_reduce.c - reduce frames, and compare the results with decoding each frame and adding the values. */
 #include <math.h>
 #include <string.h>
 
 #include "codec/codec_engine.h"
 #include "subject.h"
 
-/* Reduce with the steps of codec_engine.h, as callers with several threads do. */
+/* Reduce `count` frames with the steps of codec_engine.h, as callers with several threads do. */
 static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t op, codec_tensor *t, uint32_t isa)
 {
 	struct way w = {.isa = isa, .into = op == CODEC_REDUCE_CODES ? CODEC_INTO_CODES : CODEC_INTO_FLOAT32};
@@ -136,7 +136,7 @@ void check_reduce(const struct subject *f, size_t count)
 		}
 		y = op == CODEC_REDUCE_MEAN ? y / (float)count : y;
 		memcpy(&got, out.p + 4 * i, 4);
-		if (ternary && !(fabsf(y) < INFINITY)) /* integer codes can be summed where float values overflow */
+		if (ternary && !(fabsf(y) < INFINITY)) /* sums of integer codes exist where floats overflow */
 			continue;
 		CHECK(same(y, got), op, i);
 		if (!same(y, got))

@@ -1,13 +1,13 @@
 /*
- * frames.c - generate a frame from the grammar by a seed, and decode it with the library; compare.py loads this as a
- * shared library.
+ * frames.c - generate a frame from a seed, with the frame generator in grammar.c, and decode it with libcodec;
+ * compare.py loads this as a shared library.
  */
 #include <stdlib.h>
 
 #include "grammar.h"
 
 struct frames_one {
-	const uint8_t *frame, *ea, *values; /* ea: n exponents of A; NULL: none needed */
+	const uint8_t *frame, *ea, *values; /* ea: n exponents of the metric A; NULL: none needed */
 	uint64_t nbytes, n, values_nbytes, book_id;
 	uint8_t lengths[257];
 	uint32_t planted;
@@ -16,7 +16,7 @@ struct frames_one {
 
 void frames_make(uint64_t seed, uint64_t most, struct frames_one *one);
 
-/* Make frame number `seed`. *one is valid until the next call. */
+/* Generate the frame of `seed`, with at most `most` values. *one is valid until the next call. */
 __attribute__((visibility("default"))) void frames_make(uint64_t seed, uint64_t most, struct frames_one *one)
 {
 	static struct grammar g;

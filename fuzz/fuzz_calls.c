@@ -13,12 +13,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 enum { NVALUES = 20000, NBYTES = 8 * NVALUES, SCRATCH = 1 << 20 };
 
-/* Buffers, each a separate allocation, so that AddressSanitizer checks their ends. */
+/* Buffers for calls, each a separate allocation, so that AddressSanitizer checks accesses past their ends. */
 struct memory {
 	struct exact values, frame, out, residual, state, scratch, job, work;
 };
 
-/* Arguments of calls, mostly valid. */
+/* Arguments of the calls that are tested, mostly valid. */
 struct arguments {
 	codec_spec spec;
 	codec_tensor like, to, state;
@@ -37,8 +37,8 @@ struct arguments {
 /* Evaluate to x, or sometimes to a smaller number. */
 #define OR_LESS(s, x) (one_in(s, 12) ? (size_t)below(s, (uint64_t)(x) + 1) : (size_t)(x))
 /*
- * Evaluate to the size of a struct, or sometimes to another size: a larger one means a later version, a smaller one is
- * invalid.
+ * Evaluate to the size of a struct, or sometimes to another size: a larger size means a later version of the struct, a
+ * smaller size is invalid.
  */
 #define STRUCT(s, type) (uint32_t)(one_in(s, 24) ? below(s, 3 * sizeof(type)) : sizeof(type))
 
@@ -145,7 +145,7 @@ static codec_status said(codec_status status)
 	return status;
 }
 
-/* Call the one-call functions. Returns the size of the frame, or 0. */
+/* Call the functions that encode or decode in one call. Return the size of the encoded frame, or 0. */
 static size_t whole(struct source *s, struct memory *m, struct arguments *a)
 {
 	codec_info info = {.struct_nbytes = STRUCT(s, codec_info)};

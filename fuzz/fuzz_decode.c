@@ -1,6 +1,6 @@
 /*
- * fuzz_decode.c - libFuzzer: decode arbitrary bytes in all ways, first unchanged, then with recomputed checksums, which
- * an attacker can forge.
+ * fuzz_decode.c - libFuzzer: decode arbitrary bytes in all ways, first unchanged, then with checksums recomputed, as an
+ * attacker can do.
  */
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /*
  * fuzz_delta.c - libFuzzer: decode DELTA frames against their bases, in all ways and with all instruction sets. Frames
- * without a fault must decode to their result. Every error must leave the destination unchanged, also when decoding in
- * place.
+ * without a planted fault must decode to their result. Every error must leave the destination unchanged, also when
+ * decoding in place.
  */
 #include <string.h>
 
@@ -60,7 +60,10 @@ static codec_status decode_steps(const struct delta_case *c, codec_tensor *dst, 
 	return status;
 }
 
-/* Decode in one way, and return the status. On success check the result, else that the destination is unchanged. */
+/*
+ * Decode in the way `way`, and return the status. On success check the result, else check that the destination is
+ * unchanged.
+ */
 static codec_status decode(const struct delta_case *c, uint32_t isa, enum way way, struct source *s)
 {
 	codec_context with = {.struct_nbytes = sizeof with, .isa = isa, .flags = CODEC_VERIFY_FIRST};
@@ -137,7 +140,7 @@ static void decode_part(const struct delta_case *c, uint32_t isa, struct source 
 
 /*
  * Encode the result against the base, with exactly the required capacity. Check that all instruction sets give equal
- * frames, and that these decode.
+ * frames, and that these frames decode to the result.
  */
 static void encode(const struct delta_case *c, struct source *s)
 {

@@ -1,9 +1,10 @@
 /*
  * fuzz_encode.c - libFuzzer: encode arbitrary values with arbitrary specs and optional arguments.
  *
- * All instruction sets must write the same frame, in one call and in steps, no larger than codec_bound. Lossless frames
- * must decode to the input. Residuals must equal the encoding error. Calls that fail must leave inputs unchanged.
- * Fuzzer inputs are short: tensors are generated from a few decisions (scales of rows and columns, runs of zeros).
+ * All instruction sets must write the same frame, in one call and in steps, and it must not exceed codec_bound.
+ * Lossless frames must decode to the input. Residuals must equal the encoding error. Calls that fail must leave inputs
+ * unchanged. Fuzzer inputs are short: tensors are generated from a few decisions (scales of rows and columns, runs of
+ * zeros).
  */
 #include <math.h>
 #include <stdio.h>
@@ -16,7 +17,7 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* Result of encoding. */
+/* Result of encoding a task. */
 struct result {
 	codec_status status;
 	struct exact frame, residual;
@@ -26,7 +27,7 @@ struct result {
 enum { NONE, APART, IN_PLACE, FEEDBACK, DELTA };
 
 /*
- * Prepare buffers for encoding, with known contents in the residual. end() checks that a failed call left them
+ * Prepare buffers for encoding, with known contents in the residual. end() checks that a failed call left the residual
  * unchanged.
  */
 static struct result begin(struct task *k, size_t capacity, int residual, float **at)
@@ -149,7 +150,7 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 	return r;
 }
 
-/* Return 1 if residuals have the same bits. With CODEC_DIFFERENCE payloads of NaN are unspecified. */
+/* Return 1 if residuals a and b have the same bits. With CODEC_DIFFERENCE, payloads of NaN may differ. */
 static int same_residual(const struct exact *a, const struct exact *b, int residual)
 {
 	for (size_t i = 0; residual == DELTA && i < a->n; i += 4) {
@@ -231,7 +232,7 @@ static void check_room(struct task *k, const struct result *r, int residual)
 	more = encode(k, isa, one_in(&k->s, 4) ? 0 : capacity, residual, 0);
 	CHECK(more.status == CODEC_SHORT_OUTPUT, more.status, capacity);
 	result_free(&more);
-	if (r->frame.p[8]) { /* a frame of blocks */
+	if (r->frame.p[8]) { /* the layout is "blocks", not "stored" */
 		more = encode(k, isa, k->bound, residual, 1);
 		CHECK(more.status == CODEC_SHORT_SCRATCH, more.status, k->need);
 		result_free(&more);
@@ -264,7 +265,7 @@ static void bound_by_segments(struct task *k, codec_status bound_status)
 	k->bound = nbytes;
 }
 
-/* Return 1 if the size of a frame does not depend on values, so that the bound for its segments is exact. */
+/* Return 1 if the size of frames of this spec does not depend on values, so that codec_bound_segments is exact. */
 static int fixed_rate(const codec_spec *p)
 {
 	switch (p->codec) {

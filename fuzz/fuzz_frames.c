@@ -1,4 +1,7 @@
-/* fuzz_frames.c - libFuzzer: decode frames from the grammar in all ways. Frames without a planted fault must decode. */
+/*
+ * fuzz_frames.c - libFuzzer: decode generated frames (grammar.h) in all ways. Frames without a planted fault must
+ * decode.
+ */
 #include "check.h"
 #include "grammar.h"
 

@@ -1,4 +1,4 @@
-/* grammar.c - make a frame from the grammar: codec, shape, header and checksums. make_*.c make the codec's parts. */
+/* grammar.c - generate a frame: codec, shape, header and checksums. make_*.c generate the contents, by codec. */
 #include "exact/bits.h"
 #include "maker.h"
 
@@ -141,7 +141,10 @@ static uint32_t pick_dtype(struct maker *m)
 	return m->g->codec == CODEC_LOSSLESS ? DTYPES[below(&m->s, sizeof DTYPES)] : FLOATS[below(&m->s, 3)];
 }
 
-/* Pick codec, dtype, shape and params. */
+/*
+ * Pick codec, dtype, shape and params of a frame. If `like` is not NULL, use its shape, and perhaps its dtype and
+ * codec.
+ */
 static void pick(struct maker *m, const struct grammar *like)
 {
 	static const uint8_t CODECS[] = {1, 7, 2, 3, 4, 5, 6, 1, 7, 1, 4, 3, 9};
@@ -247,8 +250,8 @@ static void make(struct maker *m, const struct grammar *like)
 }
 
 /*
- * Remove the end of a section from the frame, and adjust sizes to be consistent. A decoder that reads the removed bytes
- * reads the next section, or past the frame's end.
+ * Remove the end of a section from the frame, and adjust sizes in the header to be consistent. A decoder that does not
+ * notice this reads bytes of the next section, or past the frame's end.
  */
 static void shorten(struct grammar *g)
 {
@@ -297,7 +300,7 @@ static void spoil(struct maker *m, uint64_t what)
 		g->frame[noise(&m->s) % g->nbytes] ^= (uint8_t)(1 << below(&m->s, 8));
 	if (what == 3)
 		g->frame[WIRE_AT_CHECKSUM + below(&m->s, 8)] ^= (uint8_t)(1 << below(&m->s, 8));
-	if (what == 4) /* truncated; bytes after a frame are tested where the header declares a smaller frame */
+	if (what == 4) /* truncated frame; bytes after a frame are tested where the header declares a smaller frame */
 		g->nbytes = below(&m->s, 2) ? below(&m->s, g->nbytes) : g->nbytes - 1;
 }
 

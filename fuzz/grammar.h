@@ -1,6 +1,6 @@
 /*
- * grammar.h - make frames from the grammar of docs/spec/format.md, including frames that no encoder writes, but that a
- * decoder must accept or reject.
+ * grammar.h - frame generator: frames that follow the grammar of docs/spec/format.md, or violate one rule of it.
+ * Includes valid frames that no encoder writes.
  */
 #ifndef FUZZ_GRAMMAR_H
 #define FUZZ_GRAMMAR_H
@@ -10,7 +10,7 @@
 
 #include "codec/codec.h"
 
-/* A frame and the arguments that decoding it needs. */
+/* A generated frame and the arguments that decoding it needs. */
 struct grammar {
 	uint8_t *frame;
 	size_t nbytes;
@@ -20,15 +20,15 @@ struct grammar {
 	uint64_t shape[CODEC_MAX_RANK], n;
 	int has_book, has_metric;
 	codec_codebook book;
-	uint8_t *ea; /* shared levels: exponents of A */
+	uint8_t *ea; /* shared levels: exponents of the metric A */
 	codec_metric metric[3];
 	codec_tensor theta, v, m;
 	float *a; /* values that the metric's function returns */
 };
 
 /*
- * Make a frame of at most `most` values (100,000 suffices to reach every rule of the format), from the decisions in
- * data[0, size). If `like` is not NULL, the frame has the shape of `like`, and perhaps its dtype and codec. Free with
+ * Generate a frame of at most `most` values (100,000 suffice to reach every rule of the format). data[0, size) controls
+ * the decisions. If `like` is not NULL, the frame has the shape of `like`, and perhaps its dtype and codec. Free with
  * grammar_free.
  */
 void grammar_make(struct grammar *g, const uint8_t *data, size_t size, uint64_t most, const struct grammar *like);

@@ -1,4 +1,4 @@
-/* make_delta.c - make DELTA frames region by region, and the tensors that they decode to. */
+/* make_delta.c - generate DELTA frames region by region, and the tensors to which they decode. */
 #include "make_delta.h"
 
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 #include "grammar.h"
 #include "maker.h"
 
-/* struct bits: bit stream being written. struct block: region of a block being made. */
+/* State of writing a bit stream (struct bits), and of generating the region of a block (struct block). */
 struct bits {
 	uint8_t *p;
 	size_t n, room; /* bits */
@@ -38,7 +38,7 @@ static void put_bits(struct bits *b, uint64_t x, uint32_t n)
 	}
 }
 
-/* Return x, or another number if this code is the one to plant the fault in. */
+/* Return x, the number to code; or another number if the fault is to be planted in this code. */
 static uint64_t site(struct block *k, uint64_t x)
 {
 	if ((*k->left)-- != 1)
@@ -92,7 +92,7 @@ static uint64_t pick_size(struct block *k)
 	return x < most ? x : most;
 }
 
-/* Change value i by a step of this size. */
+/* Set value i of the result to the base's value moved by `size` ranks, downwards if `negative`. */
 static void move(struct block *k, uint64_t i, uint64_t size, uint32_t negative)
 {
 	uint64_t step = (negative ? 0 - size : size) & delta_mask(k->q.item);
@@ -269,7 +269,7 @@ static void put_header(const struct delta_case *c, struct bytes *out, uint64_t l
 		store(out->p + fields[i][0], fields[i][1], (int)fields[i][2]);
 }
 
-/* Plant the fault that this frame should have. Recompute checksums if a mismatch would hide the fault. */
+/* Plant the fault c->fault in the frame. Recompute checksums if a mismatch would hide the fault. */
 static void spoil(struct delta_case *c, struct source *s)
 {
 	if (c->fault == DELTA_WRONG_BYTES)

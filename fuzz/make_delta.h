@@ -1,4 +1,5 @@
-/* make_delta.h - make DELTA frames with their bases, including frames that no encoder writes: format.md, section 10.
+/* make_delta.h - generate DELTA frames with their bases, including frames that no encoder writes: format.md, section
+ * 10.
  */
 #ifndef FUZZ_MAKE_DELTA_H
 #define FUZZ_MAKE_DELTA_H
@@ -18,7 +19,7 @@ enum delta_fault {
 	DELTA_FAULTS
 };
 
-/* A frame with its base and result, each in an allocation of its exact size. */
+/* A DELTA frame with its base and result, each in an allocation of its exact size. */
 struct delta_case {
 	uint32_t dtype, item;
 	uint64_t n;

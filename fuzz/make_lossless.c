@@ -1,4 +1,4 @@
-/* make_lossless.c - make LOSSLESS frames: docs/spec/format.md, sections 3 to 7. */
+/* make_lossless.c - generate LOSSLESS frames: docs/spec/format.md, sections 3 to 7. */
 #include "maker.h"
 
 static void put_side(struct maker *m)
@@ -21,7 +21,7 @@ static void put_side(struct maker *m)
 	put_gap(m);
 }
 
-/* Make n bytes of a plane without a codebook in m->plane. */
+/* Generate n bytes of a plane without a codebook, for the mode `mode`, in m->plane. */
 static void contents(struct maker *m, uint32_t mode, size_t n)
 {
 	uint64_t dense = below(&m->s, 5), runs = noise(&m->s) | noise(&m->s);
@@ -59,8 +59,8 @@ static void put_runs(struct maker *m, size_t n)
 }
 
 /*
- * Write the high nibbles of n values. Each byte holds a value of the first half in its lower nibble and a value of the
- * second half in its upper nibble.
+ * Write the high nibbles of a plane of n values. Each byte has the nibble of a value of the first half in its lower
+ * half, and the nibble of a value of the second half in its upper half.
  */
 static void put_high(struct maker *m, size_t n)
 {
@@ -128,7 +128,7 @@ static void put_region(struct maker *m, uint32_t b, const uint64_t *fixed_at)
 		k = 0;
 		for (size_t i = 0; i < n; i++)
 			k += !m->zero_at[i];
-		if (!k && !one_in(&m->s, 8)) { /* a pruned block without values is invalid */
+		if (!k && !one_in(&m->s, 8)) { /* a pruned block must have a value that is not pruned */
 			pruned = 0;
 			k = n;
 		}

@@ -1,4 +1,4 @@
-/* make_rows.c - make frames whose values share scales: docs/spec/format.md, section 8. */
+/* make_rows.c - generate frames whose values share scales: docs/spec/format.md, section 8. */
 #include "maker.h"
 
 enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };
@@ -42,7 +42,7 @@ static struct kind kind_of(const struct grammar *g)
 	return q;
 }
 
-/* Pick a row that the codec allows. */
+/* Pick a row length (values that share a scale) that the codec allows. */
 static uint32_t pick_row(struct maker *m, const struct kind *q)
 {
 	static const uint32_t ROWS[] = {1, 2, 3, 5, 8, 64, 100, 128, 1000, 2560, 2561, 3000, 8192, 16384, 16385, 20000};
@@ -78,7 +78,7 @@ void pick_rows_params(struct maker *m)
 	put_row(m, m->g->n ? pick_row(m, &q) : 0);
 }
 
-/* Round down to the tensor's dtype. */
+/* Round a magnitude, as bits of float32, down to the tensor's dtype. */
 static uint32_t narrow(const struct maker *m, uint32_t u)
 {
 	uint32_t e = u >> 23;
@@ -92,7 +92,7 @@ static uint32_t narrow(const struct maker *m, uint32_t u)
 	return e >= 113 ? u & 0xffffe000 : e >= 103 ? u & 0xffffffffu << (126 - e) : 0;
 }
 
-/* 2^119: a part with a larger scale, multiplied by a row's scale, may give Inf */
+/* 2^119: the product of a larger scale of a part and a row's scale may be Inf */
 #define LARGE (246u << 23)
 
 /* Write the two scales of a part, if its codec has any. */
@@ -111,7 +111,7 @@ static void put_scales(struct maker *m, const struct kind *q, uint32_t row)
 	put(m, q->two ? pick_scale(m, 1) : 0, 4);
 }
 
-/* Pack n codes: trits or bits. */
+/* Pack the n codes in m->symbol: five per byte (trits), or q->bits bits each. */
 static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t n)
 {
 	uint32_t have = 0;
@@ -139,7 +139,7 @@ static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t 
 	}
 	if (n && slip(m)) /* change the last byte, perhaps its padding */
 		b->p[b->n - 1] ^= (uint8_t)(1 << below(&m->s, 8));
-	if (n && q->bits > 1 && q->bits < 8 && slip(m)) /* an invalid code */
+	if (n && q->bits > 1 && q->bits < 8 && slip(m)) /* plant an invalid code */
 		b->p[below(&m->s, b->n)] = 0xff;
 }
 
@@ -153,7 +153,7 @@ static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 	mode = mode == 3 ? 2 : mode;
 	put(m, mode, 4);
 	switch (mode) {
-	case 0: /* one byte that all bytes equal; the last byte of trits is padded with 0 */
+	case 0: /* mode constant: all bytes equal the byte written; the last byte of trits is padded with 0 */
 		put(m, q->trits ? n % 5 ? 0 : below(&m->s, 243) : below(&m->s, 256), 1);
 		break;
 	case 1:
@@ -211,7 +211,7 @@ static void put_row_ends(struct maker *m, uint64_t n)
 		uint8_t bytes[8];
 
 		switch (below(&m->s, 3)) {
-		case 0: break; /* both positive */
+		case 0: break; /* row ends: both positive */
 		case 1:        /* both negative */
 			low = high ? sign | high : 0;
 			high = a ^ b ^ (low & ~sign);

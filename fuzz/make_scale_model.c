@@ -1,8 +1,8 @@
-/* make_scale_model.c - make segments and their scale models. */
+/* make_scale_model.c - generate segments and their offsets in the scale model. */
 #include "exact/bits.h"
 #include "maker.h"
 
-/* Part of the scale model: offsets of its values, in eighths of an octave. */
+/* Part of the scale model: base and offsets of rows and columns, in eighths of an octave. */
 struct segment {
 	uint64_t count, cols, nrows;
 	int kind, shift[2], base;
@@ -34,7 +34,7 @@ static struct segment segment_make(struct maker *m, uint64_t left, int last, int
 	return s;
 }
 
-/* Write n nibbles, and store the offsets that they stand for in q. */
+/* Write n random offsets as nibbles, and store the offsets, in eighths of an octave, in q. */
 static void put_nibbles(struct maker *m, uint64_t n, int shift, int *q)
 {
 	for (uint64_t i = 0; i < n; i += 2) {

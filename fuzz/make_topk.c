@@ -1,4 +1,4 @@
-/* make_topk.c - make TOPK frames: docs/spec/format.md, section 11. */
+/* make_topk.c - generate TOPK frames: docs/spec/format.md, section 11. */
 #include "maker.h"
 
 enum { VARIANT, OPTIONS, BITS, CAP, GROUP };
@@ -31,7 +31,7 @@ void pick_topk_params(struct maker *m)
 	p[GROUP + 2] = (uint8_t)log2;
 }
 
-/* Bit stream of a region; each byte is filled from its lowest bit. */
+/* State of writing a region's bit stream; each byte is filled from its lowest bit. */
 struct stream {
 	struct bytes *out;
 	uint8_t byte;
@@ -63,7 +63,7 @@ static void put_rice(struct maker *m, struct stream *to, uint64_t x, uint32_t k)
 	put_bits(to, x, k);
 }
 
-/* Write the codes of a chunk of n values, of which `kept` are kept. */
+/* Write the codes of a chunk of n values, of which `kept` are kept. k: Rice parameter of gaps. */
 static void put_codes(struct maker *m, struct stream *to, uint64_t n, uint64_t kept, uint32_t k)
 {
 	uint64_t at = 0;
@@ -80,7 +80,7 @@ static void put_codes(struct maker *m, struct stream *to, uint64_t n, uint64_t k
 	}
 }
 
-/* Write the scales of a chunk. Returns 1 if it has codes. */
+/* Write the scales of a chunk. Return 1 if the chunk has codes. */
 static int put_scales(struct maker *m)
 {
 	uint32_t low = pick_scale(m, 1) >> 16, high = pick_scale(m, 1) >> 16, swap = low;

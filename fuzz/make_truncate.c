@@ -1,4 +1,6 @@
-/* make_truncate.c - make TRUNCATE frames, with the state that shared levels need: docs/spec/format.md, section 9. */
+/*
+ * make_truncate.c - generate TRUNCATE frames, with the state that shared levels need: docs/spec/format.md, section 9.
+ */
 #include <math.h>
 
 #include "maker.h"
@@ -6,8 +8,8 @@
 enum { LEVELS, OPTIONS, LEVEL, CAP, GUARD };
 
 /*
- * By dtype: mantissa bits, exponent bias, largest exponent, base of joint symbols, bits dropped per level, bits per
- * piece.
+ * Constants of a dtype: mantissa bits, exponent bias, largest exponent, base of joint symbols, bits dropped per level,
+ * bits per piece.
  */
 static const struct cut {
 	int p, bias, last, base, drop[4], width[4];
@@ -39,7 +41,7 @@ static float float_of(uint32_t u)
 	return x;
 }
 
-/* Make a state array of random floats, mostly near 1. Store the values as float32 in `wide`. */
+/* Generate a state array of random floats, mostly near 1, and store the values as float32 in `wide`, too. */
 static void state_make(struct maker *m, codec_tensor *t, float *wide)
 {
 	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
@@ -74,7 +76,7 @@ static void state_make(struct maker *m, codec_tensor *t, float *wide)
 	}
 }
 
-/* Metric function of the caller. A damaged header may claim more values than exist; A is 0 for these. */
+/* User-defined metric function. A damaged header may claim more values than exist; A is 0 for these. */
 static void user_a(void *data, uint64_t first, uint64_t n, float *a)
 {
 	const struct grammar *g = data;
@@ -90,7 +92,7 @@ static float term(struct maker *m)
 	return TERMS[below(&m->s, sizeof TERMS / sizeof *TERMS)];
 }
 
-/* Make up to three metrics and the exponents of A. */
+/* Generate a list of up to three metrics, and the exponents of A. */
 static void metric_make(struct maker *m)
 {
 	struct grammar *g = m->g;
@@ -151,7 +153,7 @@ static void metric_make(struct maker *m)
 	free(mean);
 }
 
-/* Fields of different widths, packed from the lowest bit of each byte. */
+/* State of packing fields of different widths; each byte is filled from its lowest bit. */
 struct packed {
 	struct bytes *b;
 	uint32_t have;
@@ -181,7 +183,7 @@ static int raised(const struct maker *m, uint64_t at, int e)
 	return (zero + (e * octave - zero + m->raise[at]) % (WIRE_PATTERNS - zero)) / octave;
 }
 
-/* Write symbols of n values from `first` on: their exponents to e, their joint levels to level. */
+/* Write the symbols of n values from `first` on. Store the values' exponents in e, and joint levels in `level`. */
 static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uint64_t first, size_t n, int *e,
 			int *level)
 {
@@ -230,7 +232,7 @@ static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uin
 		put(m, m->symbol[0], 1);
 }
 
-/* Return the number of bits dropped from a value with exponent e, given the exponent `a` of A. */
+/* Return the number of bits dropped from a value with exponent e, if the metric A has the exponent `a`. */
 static int slack_drops(const struct cut *q, int e, int a, int guard, int by_bit)
 {
 	int d = (a - 127) - (e - q->bias) - guard, k = 0;

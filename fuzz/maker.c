@@ -1,4 +1,4 @@
-/* maker.c - make parts common to several codecs: fields, codebooks, coded planes, scale models. */
+/* maker.c - generate the parts of frames that several codecs share: fields, codebooks, coded planes, scale models. */
 #include <math.h>
 
 #include "exact/bits.h"
@@ -35,7 +35,7 @@ void put_zeros(struct bytes *b, size_t n)
 	}
 }
 
-/* Return a value other than x that a field of nbytes can hold: close to x, or at an end of the field's range. */
+/* Return a value other than x for a field of nbytes bytes: close to x, or at an end of the field's range. */
 static uint64_t other(struct maker *m, uint64_t x, int nbytes)
 {
 	uint64_t mask = nbytes == 8 ? ~0ull : (1ull << 8 * nbytes) - 1, y;
@@ -125,7 +125,7 @@ uint32_t bad_scale(struct maker *m)
 	return NONE[below(&m->s, 7)];
 }
 
-/* Compute canonical codes from the lengths. The escape follows the values of equal length. */
+/* Compute canonical codes from code lengths. Of codes of equal length, the escape is the last. */
 static void book_codes_of(struct book *b)
 {
 	int at = 0;
@@ -157,7 +157,10 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 	uint8_t length[256] = {0};
 	uint16_t value[256];
 
-	/* split leaves until there are k: split a random leaf, or always the newest, which gives the longest codes */
+	/*
+	 * build a tree of k leaves by splitting leaves: a random one, or always the newest, which gives the longest
+	 * codes
+	 */
 	k = 2 + (int)below(&m->s, one_in(&m->s, 3) || most < 12 ? (uint64_t)most : 12);
 	for (int deep = one_in(&m->s, 3); n < k;) {
 		int i = deep ? n - 1 : (int)(noise(&m->s) % (uint64_t)n);
@@ -166,7 +169,7 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 			i = (i + 1) % n;
 		length[n++] = ++length[i];
 	}
-	/* choose which values have codes: adjacent ones or random ones */
+	/* choose which byte values have codes: adjacent or random values */
 	from = (int)below(&m->s, (uint64_t)span);
 	for (int i = 0; i < span; i++) {
 		int v = lowest + (from + i) % span;
@@ -208,7 +211,7 @@ void book_put(struct maker *m, const struct book *b)
 
 		put_raw(&m->out, &two, 1);
 	}
-	if (slip(m)) /* changes the length of the last value or the padding */
+	if (slip(m)) /* plant a fault: change the code length of the last value, or the padding */
 		m->out.p[m->out.n - 1] ^= 0x10;
 }
 
@@ -220,15 +223,15 @@ void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals)
 		uint64_t x = noise(&m->s);
 
 		/*
-		 * distributed as the code lengths imply; or long runs of a constant with rare exceptions; or all
-		 * escaped
+		 * symbols distributed as the code lengths imply; or long runs of one symbol with rare exceptions; or
+		 * escapes only
 		 */
 		if (style == 1 || (style == 2 && x >> 56) || (style == 3 && i % 100))
 			m->symbol[i] = i && style > 1 ? m->symbol[i - 1] : b->lookup[run];
 		else
 			m->symbol[i] = style == 4 ? ESCAPE : b->lookup[x & 255];
 		m->literal[i] = (uint16_t)((x >> 8 & 0xffff) % literals);
-		if (style == 5) /* literals that also have codes, mostly 0 */
+		if (style == 5) /* literals of byte values that also have codes, mostly of 0 */
 			m->literal[i] = x >> 32 & 1 ? 0 : m->literal[i];
 		m->plane[i] = (uint8_t)(m->symbol[i] == ESCAPE ? m->literal[i] : m->symbol[i]);
 	}
@@ -238,7 +241,7 @@ void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals)
 	}
 }
 
-/* Write bits, most significant first in each byte. */
+/* Append n bits of x, most significant first in each byte. *have: number of bits written so far. */
 static void put_bits(struct bytes *b, uint32_t *have, uint64_t x, uint32_t n)
 {
 	while (n-- > 0) {
@@ -250,8 +253,8 @@ static void put_bits(struct bytes *b, uint32_t *have, uint64_t x, uint32_t n)
 }
 
 /*
- * Encode m->symbol, last row first. Store the lanes' remaining bits in `lane` and `have`, and the words in `pushed`.
- * Returns the number of words.
+ * Encode the symbols m->symbol, last row of 128 first. Store the lanes' remaining bits in `lane`, their number in
+ * `have`, and the words in `pushed`. Return the number of words.
  */
 static size_t code_rows(const struct maker *m, const struct book *b, size_t rows, uint64_t *lane, uint32_t *have,
 			uint32_t *pushed)

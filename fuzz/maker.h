@@ -1,7 +1,4 @@
-/*
- * maker.h - state shared by all parts of the grammar: the frame written so far, planted faults, codebooks, coded
- * planes.
- */
+/* maker.h - state of the frame generator: the frame written so far, planted faults, codebooks, coded planes. */
 #ifndef FUZZ_MAKER_H
 #define FUZZ_MAKER_H
 
@@ -29,46 +26,47 @@ struct book {
 };
 
 /*
- * State while a frame is made. Each field written is a site. A frame is made once to count its sites, and perhaps a
- * second time with a wrong value at one site. So every site gets a fault equally often.
+ * State while a frame is generated. Each field that is written is a "site". A frame is generated once to count its
+ * sites, and perhaps a second time with a wrong value at one site. So every site gets a fault equally often.
  */
 struct maker {
 	struct source s;
 	struct grammar *g;
 	struct bytes out;
 	uint64_t sites, fault; /* number of sites so far; site that gets the fault */
-	uint64_t most;         /* maximum number of values */
+	uint64_t most;         /* maximum number of values of the frame */
 	int planes;
 	uint32_t octave, zero; /* octave 0: the dtype has no patterns */
 	uint8_t layout, block_log2, fixed, coded, halved, flags;
 	uint32_t nblocks;
 	uint64_t side_at, directory_at;
 	struct book book[WIRE_MAX_PLANES];
-	uint16_t symbol[BLOCK + WIRE_ROW],
-		literal[BLOCK]; /* current plane; if a symbol is ESCAPE, its literal is used */
+	uint16_t symbol[BLOCK + WIRE_ROW], literal[BLOCK]; /* symbols and literals of the current plane; if symbol[i] is
+							      ESCAPE, literal[i] is used */
 	uint8_t plane[BLOCK], zero_at[BLOCK];
 	uint16_t *raise; /* pattern offset of each value; NULL: no scale model */
 };
 
 /*
- * Return 1 if the fault must be planted at this site. For rules of the format that do not concern the value of a field.
+ * Begin a site, and return 1 if the caller must plant a fault here. For rules of the format that do not concern the
+ * value of a field.
  */
 int slip(struct maker *m);
 void put(struct maker *m, uint64_t x, int nbytes);
-void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes); /* overwrite zeros written before; also a site */
+void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes); /* overwrite zeros; also a site */
 void put_raw(struct bytes *b, const void *p, size_t n);
 void put_zeros(struct bytes *b, size_t n);
-/* Pad with fewer than 8 zero bytes to a multiple of 8. */
+/* Pad the frame with fewer than 8 zero bytes to a multiple of 8 bytes. */
 void put_gap(struct maker *m);
-/* End the region of block b. */
+/* Pad the region of block b, and write its directory entry. */
 void end_region(struct maker *m, uint32_t b);
 
-/* Make a codebook that gives codes to values in lowest..highest, and perhaps to 0. */
+/* Generate a codebook that gives codes to byte values in lowest..highest, and perhaps to 0. */
 void book_make(struct maker *m, struct book *b, int lowest, int highest, int zero);
 void book_put(struct maker *m, const struct book *b);
 /*
- * Draw n random symbols from a book. Store them in m->symbol, literals below `literals` in m->literal, and the decoded
- * bytes in m->plane.
+ * Generate n random symbols for a book. Store them in m->symbol, their literals, below `literals`, in m->literal, and
+ * the decoded bytes in m->plane.
  */
 void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals);
 /* Write m->symbol as a coded plane of n values with literals of `nbytes` bytes. */
@@ -78,7 +76,7 @@ void put_scale_model(struct maker *m, int octaves);
 void put_prior(struct maker *m, const struct book *b, uint8_t symbols);
 
 uint64_t digest(const uint8_t *p, size_t n, uint32_t seed);
-/* Return the float32 bits of a valid scale. bad_scale returns those of an invalid scale, or 0. */
+/* Return the float32 bits of a random valid scale. bad_scale returns the bits of an invalid scale, or 0. */
 uint32_t pick_scale(struct maker *m, int may_be_zero);
 uint32_t bad_scale(struct maker *m);
 

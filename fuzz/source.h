@@ -1,6 +1,6 @@
 /*
- * source.h - read decisions from a fuzzer's input and, when the input is used up, from a random generator that it
- * seeds.
+ * source.h - read decisions from a fuzzer's input and, when the input is used up, from a random generator that the
+ * input seeds.
  */
 #ifndef FUZZ_SOURCE_H
 #define FUZZ_SOURCE_H
@@ -17,7 +17,7 @@ struct source {
 	uint64_t state;
 };
 
-/* Return 64 random bits for tensor contents. They never come from the input, which would be used up soon. */
+/* Return 64 random bits for tensor contents, from the generator: the input would be used up soon. */
 static inline uint64_t noise(struct source *s)
 {
 	uint64_t x = s->state += 0x9e3779b97f4a7c15ull;
@@ -57,7 +57,7 @@ static inline uint64_t between(struct source *s, uint64_t least, uint64_t most)
 	return most <= least ? least : least + below(s, most - least + 1);
 }
 
-/* Return 1 with probability 1 / n. Input bytes of 0 give 0. */
+/* Return 1 with probability 1 / n, else 0. If the input's bytes are 0, return 0. */
 static inline int one_in(struct source *s, uint64_t n)
 {
 	return below(s, n) == n - 1;

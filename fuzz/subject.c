@@ -1,11 +1,14 @@
-/* subject.c - decode a frame at once or in steps, with any flags, into any destination. */
+/* subject.c - decode a frame in one call or in steps, with any flags, into any destination. */
 #include "codec/codec_engine.h"
 #include "subject.h"
 
-/* Operation that step_blocks applies to blocks. */
+/* Operation that step_blocks performs on blocks. */
 enum { CHECK_BLOCKS, DECODE_BLOCKS };
 
-/* Process blocks in ranges of any size, in any order. Returns the status of the lowest failing range. */
+/*
+ * Check or decode (`what`) all blocks, in ranges of random size and order. Return the status of the lowest range that
+ * fails.
+ */
 static codec_status step_blocks(const struct subject *f, int what, codec_tensor *t, const codec_context *with,
 				const void *job, const codec_plan *plan, uint64_t *checksum)
 {

@@ -1,4 +1,4 @@
-/* subject.h - a frame with its properties; decode it in one of many ways. */
+/* subject.h - a frame under test with its properties, and functions that decode it in one of many ways. */
 #ifndef FUZZ_SUBJECT_H
 #define FUZZ_SUBJECT_H
 
@@ -18,9 +18,9 @@ static inline int is_float(uint32_t dtype)
 	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 || dtype == CODEC_FLOAT16;
 }
 
-/* A way to decode. */
+/* A way to decode a frame: flags, destination, instruction set, one call or steps. */
 struct way {
-	uint32_t flags, into, isa; /* isa: 1 + index */
+	uint32_t flags, into, isa; /* isa: isa: 1 + index of the instruction set */
 	float weight, divide;
 	enum { AT_ONCE, STEPS, CHECKED_STEPS } steps;
 };
@@ -33,7 +33,7 @@ struct result {
 	int untouched; /* 1: the destination is unchanged */
 };
 
-/* A frame and its properties. */
+/* A frame under test and its properties. */
 struct subject {
 	struct given g;
 	codec_info info;
@@ -48,7 +48,7 @@ static inline void tensor_like(const codec_info *info, uint32_t dtype, codec_ten
 	t->nbytes = info->n * codec_dtype_nbytes(dtype);
 }
 
-/* Initialize a destination with moderate float32 values, so that sums with them are finite. */
+/* Fill a destination with moderate float32 values, so that sums with decoded values are finite. */
 static inline void fill(uint8_t *p, size_t nbytes)
 {
 	for (size_t i = 0; i < nbytes; i++)
@@ -90,15 +90,15 @@ static inline codec_context context_of(const struct subject *f, const struct way
 }
 
 /*
- * Open a frame in memory of its exact size. Returns 0 if its header is rejected or its tensor is too large, after
- * checking that decoding rejects it, too.
+ * Copy a frame to memory of its exact size, and read its header. Return 0 if the header is rejected or the tensor is
+ * too large, after checking that decoding rejects the frame, too.
  */
 int subject_open(struct subject *f, const struct given *given, struct source *s);
 
-/* Decode in one way, and check the properties that hold for every result. The caller frees result.out. */
+/* Decode in the way w, and check the properties that hold for every result. The caller frees result.out. */
 struct result decode_in(const struct subject *f, struct way w);
 
-/* Decode with every instruction set, and check that status, fault and bytes are equal. */
+/* Decode in the way w with every instruction set, and check that status, fault and bytes are equal. */
 struct result decode_everywhere(const struct subject *f, struct way w);
 
 /* Check that reducing up to FRAMES frames equals decoding them to float32 and combining the values in order. */

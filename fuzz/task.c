@@ -34,7 +34,7 @@ void pick_spec(struct task *k)
 	codec_spec *p = &k->spec;
 
 	*p = (codec_spec){.struct_nbytes = sizeof *p, .codec = CODECS[below(s, sizeof CODECS / sizeof *CODECS)]};
-	if (p->codec == CODEC_DELTA) /* tasks have no base, which DELTA needs */
+	if (p->codec == CODEC_DELTA) /* DELTA needs a base, which tasks do not have */
 		p->codec = CODEC_TOPK;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->max_code_length = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
@@ -103,7 +103,7 @@ void pick_tensor(struct task *k)
 	t->nbytes = k->n * codec_dtype_nbytes(t->dtype);
 }
 
-/* Convert a float32 to the tensor's dtype, and store it. */
+/* Convert a float32 to `dtype`, and store it at p. */
 static void put_value(uint8_t *p, uint32_t dtype, float x, uint64_t low)
 {
 	double wide = (double)x * (1 + (double)(low >> 40) * 0x1p-24 * 0x1p-20);
@@ -237,7 +237,7 @@ static int segments_good(const struct task *k)
 	return 1;
 }
 
-/* Pick segments: ascending, with gaps; sometimes invalid. */
+/* Pick the segments of a tensor: ascending, with gaps; sometimes invalid. */
 static void pick_segments(struct task *k)
 {
 	struct source *s = &k->s;
@@ -275,7 +275,7 @@ static void pick_segments(struct task *k)
 		k->expected = k->expected == CODEC_OK ? CODEC_BAD_SEGMENTS : UNKNOWN;
 }
 
-/* Pick a codebook from random counts or from the tensor's; sometimes damage it. */
+/* Build a codebook from random counts or from the tensor's symbol counts; sometimes damage it. */
 static void pick_book(struct task *k, uint8_t *scratch)
 {
 	struct source *s = &k->s;

@@ -14,7 +14,7 @@
  */
 #define CUT_ROOM(joint) ((1 + 1 + (joint)) * PLANE_ROOM + 4 * WORDS_ROOM)
 
-/* Sums over a block's values: for each piece, the number of values that keep it; OR of all fields. */
+/* Sums over a block's values: for each piece of the fields, the number of values that keep it; OR of all fields. */
 struct cut_sums {
 	kept_sums kept;
 	uint32_t bits; /* total mantissa bits kept; only with per-bit granularity */
@@ -28,15 +28,15 @@ DEVICE uint32_t kept_field(const cutter &c, const cut_quad &cut, uint32_t k)
 }
 
 /*
- * Symbols of a lane's values of a row. pair: symbols and levels, if levels are coded together with symbols. outside:
- * mask of values whose pair has no symbol.
+ * Symbols of a lane's four values. pair: exponents and levels (bits_pair), if levels are coded together with exponents.
+ * outside: mask of values whose pair has no symbol.
  */
 struct cut_symbols {
 	uint32_t quad, outside;
 	uint32_t pair[2]; /* 16 bits each */
 };
 
-/* Compute the symbols of n values. o: position of the first value in the scale model; advanced by a row. */
+/* Compute the symbols of n values. o: position of the first value in the scale model; advanced by 128 values. */
 DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t n, const cut_quad &cut)
 {
 	const uint32_t octave = 1u << c.q.octave_log2;
@@ -48,7 +48,7 @@ DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t 
 	for (uint32_t k = 0; k < 4; k++) {
 		const uint32_t lowered = lower_exponent(cut.e[k], offset[k] >> c.q.octave_log2, c.q.last);
 
-		if (c.joint) { /* bits_pair and bits_pair_symbol */
+		if (c.joint) { /* as bits_pair and bits_pair_symbol do */
 			const uint32_t pair = lowered ? lowered << 2 | cut.cuts[k] : 0, symbol = pair - 4 * c.q.base;
 			const bool inside = pair && symbol - 4 < 252;
 
@@ -76,9 +76,9 @@ DEVICE cut_memory cut_memory_of(uint8_t *scratch, bool joint)
 }
 
 /*
- * Write a block's symbols in the mode that needs fewest bytes, to the address that place(nbytes) returns for nbytes
- * bytes. If it returns NULL, write nothing. Symbols that are coded together with levels are never raw. Returns the
- * mode.
+ * Write the symbols of a block of m values in the mode that needs fewest bytes, to the address that place(nbytes)
+ * returns for nbytes bytes. If place() returns NULL, write nothing. Symbols that are coded together with levels are
+ * never raw. Return the mode.
  */
 template <class G>
 DEVICE uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_memory &to, G place, uint32_t lane)
@@ -103,8 +103,8 @@ DEVICE uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_m
 }
 
 /*
- * Cut the values of a block. Writes symbols to scratch memory, and residuals. Sets *constant to true if all symbols
- * are equal.
+ * Drop bits of the m values of a block. Write symbols to scratch memory, and write residuals. Set *constant to true if
+ * all symbols are equal.
  */
 DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *source, uint64_t first, uint32_t m,
 			 const cut_memory &to, bool *constant, uint32_t lane)
@@ -157,9 +157,9 @@ struct cut_places {
 };
 
 /*
- * Write the pieces of all values and, if `levels`, their levels. rings: RING_WORDS words in shared memory for each
- * piece and for levels, which are 0 before and after the call. In the region, the words in which a stream begins or
- * ends must have been cleared.
+ * Write the pieces of the fields of m values and, if `levels`, the values' levels. rings: RING_WORDS words in shared
+ * memory for each piece and for levels, which are 0 before and after the call. In the region, the words in which a
+ * stream begins or ends must have been cleared.
  */
 DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_places &at, bool levels, uint8_t *region,
 		       uint32_t *rings, uint32_t lane)
@@ -220,7 +220,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_pl
 	__syncwarp();
 }
 
-/* Per-bit granularity: write the fields of all values from bit `at` on, at most `most` bits of each. */
+/* Per-bit granularity: write the fields of m values, at most `most` bits of each, to the region from bit `at` on. */
 DEVICE void put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t at, uint32_t most, uint8_t *region,
 		     uint32_t lane)
 {
@@ -241,7 +241,7 @@ DEVICE void put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t at, u
 	__syncwarp();
 }
 
-/* Return how many bits put_bits writes for all values. */
+/* Return how many bits put_bits writes for m values. */
 DEVICE_CALL uint32_t count_bits(cutter c, uint64_t first, uint32_t m, uint32_t most, uint32_t lane)
 {
 	uint32_t bits = 0;
@@ -260,15 +260,15 @@ DEVICE_CALL uint32_t count_bits(cutter c, uint64_t first, uint32_t m, uint32_t m
  * are in bits, relative to the symbols' end.
  */
 struct cut_layout {
-	uint32_t head;  /* bits of the region's head */
-	uint32_t most;  /* per-bit granularity: maximum bits of a field */
+	uint32_t head;  /* flags for the region's head */
+	uint32_t most;  /* per-bit granularity: maximum number of bits written per field */
 	uint32_t bytes; /* total bytes of the region after its symbols */
 	cut_places places;
 };
 
 /*
- * Lay out fields with per-bit granularity. Values that were computed in a narrower dtype end in zero bits, which are
- * omitted.
+ * Lay out the fields of m values, with per-bit granularity. Values that were computed in a narrower dtype end in zero
+ * bits, which are omitted.
  */
 DEVICE void lay_out_bits(const cutter &c, uint64_t first, uint32_t m, const cut_sums &sums, cut_layout *to,
 			 uint32_t lane)
@@ -315,9 +315,9 @@ DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_so
 	const cut_memory to = cut_memory_of(scratch, v.variant == WIRE_LEVELS_CODED);
 	const bool levels = v.variant == WIRE_LEVELS_PLANE;
 	const uint64_t first = b * v.block_nvalues;
-	/* start: byte of the region at which symbols begin */
+	/* start: byte offset in the region at which symbols begin */
 	const uint32_t m = (uint32_t)block_values(&v, b), start = c.shares ? 8 : 4;
-	uint32_t end = 0, size = 0; /* end: bytes of the symbols; size: bytes of the region */
+	uint32_t end = 0, size = 0; /* end: bytes of the symbols; size: bytes of the region, 0 until it is known */
 	uint64_t at = 0, checksum = 0;
 	cut_layout l = {};
 	bool constant;

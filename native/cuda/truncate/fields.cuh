@@ -1,10 +1,16 @@
-/* truncate/fields.cuh - read levels, and the mantissa fields that values keep. docs/spec/format.md, section 9. */
+/*
+ * truncate/fields.cuh - read levels, and the bits that values keep of their mantissa fields. docs/spec/format.md,
+ * section 9.
+ */
 #ifndef CODEC_CUDA_TRUNCATE_FIELDS_CUH
 #define CODEC_CUDA_TRUNCATE_FIELDS_CUH
 
 #include "truncate/truncate.cuh"
 
-/* Read the levels of a row's values, two bits each, from bit index *bit on, and advance *bit. */
+/*
+ * Read the levels, two bits each, of the lane's values in a row of 128 from bit index *bit on, and advance *bit by the
+ * row.
+ */
 DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4], uint32_t levels[4], uint32_t lane)
 {
 	uint32_t live = 0, all;
@@ -20,17 +26,19 @@ DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4],
 	*bit += 2 * all;
 }
 
-/* Bit index of the next bit of each piece. With per-bit granularity there is a single stream, piece 0. */
+/*
+ * Read positions: bit index of the next bit of each piece. With per-bit granularity there is a single stream, piece 0.
+ */
 struct pieces {
 	uint32_t bit[PIECES];
 	uint32_t left_out; /* mask of pieces that are 0 in all values */
 };
 
-/* Read the fields of the lane's values of the next row, piece by piece. */
+/* Read the mantissa fields of the lane's four values of the next row of 128, piece by piece. */
 DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4],
 			 const uint32_t levels[4], uint32_t field[4], uint32_t lane)
 {
-	/* width, by: for each piece, bits of the lane's earlier values, one byte each */
+	/* width, by: for each piece, number of bits of the lane's earlier values, one byte each */
 	uint32_t kept[4], by[4], count = 0, width = 0;
 
 	for (uint32_t k = 0; k < 4; k++) {
@@ -42,7 +50,7 @@ DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, cons
 	uint32_t all, rank = warp_scan(count, lane, &all), ends = 0, bits[PIECES];
 	/*
 	 * The last piece begins and ends last, and no piece is wider. The index of an omitted piece remains where the
-	 * piece would begin. So if the last piece's windows are inside the region, all windows are. Without branches
+	 * piece would begin. So if the loads of the last piece are inside the region, all loads are. Without branches
 	 * all loads are in flight together.
 	 */
 	const bool inside = (p->bit[PIECES - 1] + WIRE_ROW * byte_of(q.widths, PIECES - 1)) / 32 + 2 <= s.whole;
@@ -69,7 +77,7 @@ DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, cons
 	}
 }
 
-/* Per-bit granularity: read the fields of the lane's values of the next row, at most `most` bits each. */
+/* Per-bit granularity: read the fields of the lane's four values of the next row of 128, at most `most` bits each. */
 DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4], const uint32_t cuts[4],
 		       uint32_t most, uint32_t field[4], uint32_t lane)
 {

@@ -1,20 +1,20 @@
 /*
  * truncate/rings.cuh - write several bit streams at the same time, buffered in shared memory.
  *
- * A stream may begin at any bit of a region. Complete words are written to the region with one store. A word that a
- * stream shares with a neighbouring stream is added to the word in the region, which clear_word has set to 0 before.
+ * A stream may begin at any bit of a region. Complete words are written to the region with one store. A word that two
+ * streams share is added to the word in the region, which clear_word has set to 0 before.
  */
 #ifndef CODEC_CUDA_TRUNCATE_RINGS_CUH
 #define CODEC_CUDA_TRUNCATE_RINGS_CUH
 
 #include "common/warp.cuh"
 
-#define RING_WORDS 32 /* more words than 128 values of 6 bits span */
+#define RING_WORDS 32 /* words per ring buffer; 128 values of 6 bits span fewer */
 
 /*
- * State of a stream. words: buffer of words that are not complete; word i of the region is at index i % RING_WORDS,
- * and unused words are 0. bit: bit index in the region of the stream's end. shared: index of the region's word that
- * another stream has begun; ~0: there is none.
+ * State of writing a bit stream. words: ring buffer of words that are not complete; word i of the region is at index i
+ * % RING_WORDS, and unused words are 0. bit: bit index in the region of the stream's end. shared: index of the region's
+ * word in which another stream ends and this one begins; ~0: there is none.
  */
 struct bit_ring {
 	uint32_t *words, bit, shared;
@@ -25,7 +25,7 @@ DEVICE bit_ring bit_ring_of(uint32_t *words, uint32_t bit)
 	return {words, bit, bit % 32 ? bit / 32 : ~0u};
 }
 
-/* Add up to 32 bits at `ahead` bits past the stream's end. Lanes add different bits. */
+/* Write x, up to 32 bits, `ahead` bits past the stream's end into the ring buffer. Lanes write different bits. */
 DEVICE void ring_bits(const bit_ring &s, uint32_t ahead, uint32_t x)
 {
 	const uint32_t bit = s.bit + ahead;
@@ -34,7 +34,7 @@ DEVICE void ring_bits(const bit_ring &s, uint32_t ahead, uint32_t x)
 	atomicOr(s.words + (bit / 32 + 1) % RING_WORDS, __funnelshift_l(x, 0, bit % 32));
 }
 
-/* Advance the stream's end by nbits bits, which have been added before, and write complete words to the region. */
+/* Advance the stream's end by nbits bits, which ring_bits has written, and write complete words to the region. */
 DEVICE void move_ring(bit_ring *s, uint32_t nbits, uint8_t *region, uint32_t lane)
 {
 	const uint32_t i = s->bit / 32 + lane;

@@ -1,4 +1,4 @@
-/* truncate/truncate.cuh - exponents, levels and pieces of Truncate. docs/spec/format.md, section 9. */
+/* truncate/truncate.cuh - exponents, levels and pieces of fields, for Truncate. docs/spec/format.md, section 9. */
 #ifndef CODEC_CUDA_TRUNCATE_TRUNCATE_CUH
 #define CODEC_CUDA_TRUNCATE_TRUNCATE_CUH
 
@@ -9,14 +9,14 @@
 
 #define PIECES 4
 
-/* Properties of a dtype. */
+/* Constants of a dtype for Truncate. */
 struct cut_kind {
 	uint32_t mbits, sign; /* mbits: bits of mantissa; sign: index of the sign bit */
 	uint32_t bias, last;  /* bias: exponent of 1.0; last: exponent of Inf */
 	uint32_t octave_log2, base;
 	uint32_t drops;  /* number of bits dropped at each level, one byte each */
 	uint32_t widths; /* bits of each piece of a field, highest piece first, one byte each */
-	uint32_t per;    /* 256 * levels per dropped bit, see cut_of */
+	uint32_t per;    /* 256 * (levels per dropped bit), see cut_of */
 };
 
 DEVICE uint32_t bytes_of(const uint8_t *four)
@@ -42,15 +42,15 @@ DEVICE uint32_t byte_of(uint32_t quad, uint32_t k)
 	return __byte_perm(quad, 0, 0x4440 + k);
 }
 
-/* Return how many bits a level drops. */
+/* Return how many mantissa bits `level` drops. */
 DEVICE uint32_t drop_of(const cut_kind &q, uint32_t level)
 {
 	return byte_of(q.drops, level & 3);
 }
 
 /*
- * Return by how much the exponent of A, ea, exceeds e + guard: round_slack of exact/round.h without its upper bound of
- * 255. guard: from guard_of.
+ * Return by how much ea, the exponent of the metric A, exceeds e + guard, where e is a value's exponent: round_slack of
+ * exact/round.h without its upper bound of 255. guard: from guard_of.
  */
 DEVICE int slack_of(const cut_kind &q, uint32_t e, uint32_t ea, int guard)
 {
@@ -59,13 +59,16 @@ DEVICE int slack_of(const cut_kind &q, uint32_t e, uint32_t ea, int guard)
 	return ea == 0 || e == q.last || d < 0 ? 0 : d;
 }
 
-/* Return the guard of slack_of: the spec's, less the difference of exponent biases. */
+/* Return the guard for slack_of: the frame's guard minus the difference of exponent biases. */
 DEVICE int guard_of(const cut_kind &q, const codec_view &v)
 {
 	return v.guard + 127 - (int)q.bias;
 }
 
-/* Return a value's cut for its slack: its level or, with per-bit granularity (by_bit), its number of dropped bits. */
+/*
+ * Convert a value's slack (slack_of) to its cut: its level or, with per-bit granularity (by_bit), its number of dropped
+ * bits.
+ */
 DEVICE uint32_t cut_of(const cut_kind &q, bool by_bit, int slack)
 {
 	if (by_bit)
@@ -76,8 +79,8 @@ DEVICE uint32_t cut_of(const cut_kind &q, bool by_bit, int slack)
 }
 
 /*
- * Compute the cuts of four values from the exponents of A, which encoder and decoder share. ea4: exponents of A, one
- * byte each.
+ * Compute the cuts (levels, or numbers of dropped bits) of four values from their exponents e and the exponents of the
+ * metric A, which encoder and decoder share. ea4: exponents of A, one byte each.
  */
 DEVICE void shared_cuts(const cut_kind &q, bool by_bit, int guard, const uint32_t e[4], uint32_t ea4, uint32_t cuts[4])
 {
@@ -94,7 +97,7 @@ DEVICE uint32_t kept_of(uint32_t e, uint32_t level)
 	return e ? FULL >> 8 * level : 0;
 }
 
-/* Return the mask of piece i in a field. */
+/* Return the mask of the bits of piece i in a field (sign and mantissa). */
 DEVICE uint32_t piece_mask(const cut_kind &q, uint32_t i)
 {
 	uint32_t ends = 0;
@@ -105,8 +108,8 @@ DEVICE uint32_t piece_mask(const cut_kind &q, uint32_t i)
 }
 
 /*
- * Return for each piece of a field the left rotation that moves its lowest bit to bit 0: 14 to 32, one byte each. Add
- * the bits of a lane's earlier values to obtain the rotation that places the piece after them.
+ * Return for each piece of a field the left rotation that moves the piece's lowest bit to bit 0: 14 to 32, one byte
+ * each. Adding the number of bits of a lane's earlier values gives the rotation that places the piece after these.
  */
 DEVICE uint32_t piece_rotations(const cut_kind &q)
 {
@@ -119,7 +122,7 @@ DEVICE uint32_t piece_rotations(const cut_kind &q)
 	return rotations;
 }
 
-/* Return for each piece how many of a lane's values keep it, one byte each. */
+/* Return for each piece how many of a lane's four values keep it, one byte each. */
 DEVICE uint32_t kept_by(const uint32_t e[4], const uint32_t levels[4])
 {
 	uint32_t kept = 0;
@@ -145,7 +148,7 @@ DEVICE kept_sums warp_sum(kept_sums s)
 	return {warp_sum(s.even), warp_sum(s.odd)};
 }
 
-/* Return how many values keep piece i. */
+/* Return how many values keep piece i, given the sums over the values. */
 DEVICE uint32_t sum_of(const kept_sums &s, uint32_t i)
 {
 	return (i % 2 ? s.odd : s.even) >> 16 * (i / 2) & 0xffff;

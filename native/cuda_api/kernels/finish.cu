@@ -2,7 +2,7 @@
 #include "kernels/layout.cuh"
 #include "codec/codec_cuda.h"
 
-/* Write the results of encoding. */
+/* Kernel: write the codec_cuda_result of each encoded tensor. */
 extern "C" __global__ void __launch_bounds__(128) finish_encode(const written_result *items, uint64_t count)
 {
 	const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -15,8 +15,8 @@ extern "C" __global__ void __launch_bounds__(128) finish_encode(const written_re
 }
 
 /*
- * Return the status that follows from DELTA's digests: CODEC_OK if the digests of base and result equal those in the
- * frame.
+ * Compare the computed digests of DELTA's base and result with the digests in the frame: return CODEC_OK if both are
+ * equal.
  */
 DEVICE uint32_t digests_status(const opened *o, const found *f)
 {
@@ -27,8 +27,8 @@ DEVICE uint32_t digests_status(const opened *o, const found *f)
 
 /*
  * Return the status of a frame whose blocks were decoded or checked, and set *block to 1 + the index of the block that
- * caused it. If the base is not the frame's, changes that are invalid with it are not errors of the frame: then only
- * bad directory entries and checksums (f->damage) are reported.
+ * caused it. If the base is not the one that the frame was encoded against, invalid changes are not errors of the
+ * frame: then only bad directory entries and checksums (f->damage) are reported.
  */
 DEVICE uint32_t found_status(const opened *o, const found *f, uint32_t *block)
 {
@@ -38,15 +38,15 @@ DEVICE uint32_t found_status(const opened *o, const found *f, uint32_t *block)
 	*block = 0;
 	if (o->status)
 		return o->status;
-	if (fault == ~0ull) /* codecs other than DELTA have digests of 0 */
+	if (fault == ~0ull) /* for codecs other than DELTA, all digests are 0 */
 		return f->checksum + o->head_checksum == o->checksum ? digests_status(o, f) : (uint32_t)CODEC_CHECKSUM;
 	*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
 	return invalid && f->base == o->base ? (uint32_t)CODEC_BAD_REGION : (uint32_t)fault & 255;
 }
 
 /*
- * Write the results of decoding. If `checked`, write the results of checking: frames without a fault are then decoded
- * by the following launches, which do not verify checksums again.
+ * Kernel: write the codec_cuda_result of each decoded frame. If `checked`, write the results of a launch that only
+ * checked: later launches decode the frames without a fault, and do not verify checksums again.
  */
 extern "C" __global__ void __launch_bounds__(128) finish_decode(const opening *items, uint64_t count, uint32_t checked)
 {
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(128) finish_decode(const opening *i
 	opened *o = (opened *)a->opened;
 	uint32_t block, status = found_status(o, (const found *)a->found, &block);
 
-	if (!checked && o->status && a->checking[0]) /* the result was already written after the check */
+	if (!checked && o->status && a->checking[0]) /* finish_decode wrote the result of this frame after the check */
 		return;
 	if (checked && status == CODEC_OK) {
 		((decoding *)a->decoding[o->decoder])->warps = a->warps[o->decoder];

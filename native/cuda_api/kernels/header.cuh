@@ -17,14 +17,14 @@ DEVICE uint64_t load64(const uint8_t *p)
 	return load32(p) | (uint64_t)load32(p + 4) << 32;
 }
 
-/* Entry of a codec in WIRE_CODECS. */
+/* Entry of one codec in the table WIRE_CODECS. */
 struct codec_entry {
 	enum { none, lossless, rows, truncate, delta, topk } family;
 	uint32_t dtypes;
 	uint8_t variants, options, max_bits, least_max_code_length;
 };
 
-/* Return the codec's entry; its family is `none` if there is no such codec. */
+/* Return the entry of `codec`; the entry's family is `none` if there is no such codec. */
 DEVICE codec_entry entry_of(uint32_t codec)
 {
 	switch (codec) {
@@ -124,8 +124,8 @@ DEVICE codec_status read_params(const uint8_t *b, codec_view *v)
 }
 
 /*
- * Check that the fields of a frame in blocks are consistent. log2: log2 of the values in a block; 0: the block size is
- * computed from the row size.
+ * Check that the header fields of a frame with blocks are consistent. log2: log2 of the number of values per block; 0:
+ * the block size is computed from the row size.
  */
 DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 {
@@ -158,7 +158,10 @@ DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 	return bad ? CODEC_BAD_HEADER : CODEC_OK;
 }
 
-/* Compute the sections' offsets from the fields of a frame in blocks. No sum overflows, since n is less than 2^60. */
+/*
+ * Compute the sections' offsets from the header fields of a frame with blocks. No sum overflows, since n is less than
+ * 2^60.
+ */
 DEVICE void derive_sections(codec_view *v, uint32_t log2)
 {
 	if (log2 || v->codec == CODEC_DELTA) {

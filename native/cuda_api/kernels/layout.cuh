@@ -1,4 +1,4 @@
-/* layout.cuh - check that the host's structs (src/layout.h) are laid out as those of the kernels in native/cuda. */
+/* layout.cuh - check that the host's structs (src/layout.h) have the layout of the kernels' structs in native/cuda. */
 #ifndef CODEC_CUDA_KERNELS_LAYOUT_CUH
 #define CODEC_CUDA_KERNELS_LAYOUT_CUH
 
@@ -13,7 +13,7 @@ SAME(sizeof(decoding), sizeof(codec_decoding));
 SAME(sizeof(found), sizeof(codec_found));
 SAME(WRITTEN_NBYTES, sizeof(codec_written));
 static_assert(sizeof(opening) % 16 == 0, "uploads pad each struct to 16 bytes, and kernels index an array");
-#ifndef __CUDACC_RTC__ /* NVRTC has no offsetof, so offsets are compared only in the build of the tests */
+#ifndef __CUDACC_RTC__ /* NVRTC has no offsetof, so only the tests' build compares offsets */
 #define AT(type, field) __builtin_offsetof(type, field)
 SAME(AT(encoding, values), AT(codec_encoding, source.values));
 SAME(AT(encoding, residual), AT(codec_encoding, source.residual));

@@ -5,15 +5,15 @@
 #include "kernels/side.cuh"
 #include "common/cta.cuh"
 
-/* Layout of a frame's memory in the workspace; plan.c computes its size. */
+/* Layout of a frame's arrays in the workspace: lookup tables, then parts and offsets. plan.c computes the size. */
 #define TABLES_NBYTES (WIRE_MAX_PLANES * TABLE_NBYTES) /* followed by parts and offsets */
 
-/* State that the threads of a CTA share. */
+/* State of opening a frame, which the threads of a CTA share. */
 struct open_state {
 	opening a;
 	codec_view v;
 	side s;
-	uint64_t header[WIRE_MAX_HEADER / 8]; /* copies, which concurrent writes to the frame cannot change */
+	uint64_t header[WIRE_MAX_HEADER / 8]; /* a copy, which concurrent writes to the frame cannot change */
 	uint8_t lead[LEAD_NBYTES];
 	codebook books[WIRE_MAX_PLANES];
 	uint64_t nbytes, n;
@@ -103,8 +103,8 @@ DEVICE_CALL uint64_t head_checksum(open_state *o)
 }
 
 /*
- * Write the arguments of all kernels that may decode a frame, or only check it. decoder: the kernel that does (enum
- * decoder); NDECODERS: none.
+ * Write the arguments of all kernels that may decode a frame, or only check it. decoder: the kernel that processes this
+ * frame (enum decoder), the only one that gets warps; NDECODERS: none.
  */
 DEVICE void put_decodings(const opening &a, const uint64_t to[NDECODERS], bool checks, bool writes, int decoder)
 {
@@ -122,7 +122,7 @@ DEVICE void put_decodings(const opening &a, const uint64_t to[NDECODERS], bool c
 }
 
 /*
- * Write the structs that the following kernels read. For an invalid frame write a view that is safe to read, and
+ * Write the structs that later kernels of the call read. For an invalid frame, write a view that is safe to read, and
  * assign no warps, so that nothing is decoded. Called by thread 0.
  */
 DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t head)
@@ -148,7 +148,7 @@ DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t he
 	put_decodings(a, a.decoding, !first, true, first ? NDECODERS : decoder);
 }
 
-/* Open frames. Grid: (1, frames). */
+/* Kernel: open frames, one per CTA. Grid: (1, frames). */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const opening *openings)
 {
 	__shared__ open_state o;
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const open
 
 	share(&o.a, openings + blockIdx.y);
 	if (threadIdx.x == 0)
-		o.base = o.result = 0; /* stays 0 for codecs other than Delta */
+		o.base = o.result = 0; /* remains 0 for codecs other than Delta */
 	for (uint32_t i = threadIdx.x; i < sizeof o.v / 8; i += blockDim.x)
 		((uint64_t *)&o.v)[i] = 0;
 	take_header(&o);

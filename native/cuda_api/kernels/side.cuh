@@ -2,7 +2,7 @@
  * side.cuh - read the side section of a frame on the device, as native/src/job/side.c does: codebooks, then the scale
  * model or the parts of a row codec. docs/spec/format.md, sections 5 and 8.
  *
- * All arrays are written to the frame's memory in the workspace, whose memory_nbytes() bytes suffice for the largest
+ * All arrays are written to the frame's part of the workspace, whose memory_nbytes() bytes suffice for the largest
  * arrays that the format allows. Thread 0 reads sequential data (codebooks, records); all threads read offsets.
  */
 #ifndef CODEC_CUDA_KERNELS_SIDE_CUH
@@ -107,8 +107,8 @@ static __device__ codec_status read_model_parts(side *s, codec_view *v, codec_mo
 }
 
 /*
- * Read n offsets from nibbles at src. Returns true if the padding of the last byte is invalid (not 0). Called by all
- * threads.
+ * Read n offsets from nibbles at src, each shifted left by `shift`. Return true if the padding of the last byte is
+ * invalid (not 0). Called by all threads.
  */
 DEVICE bool read_nibbles(const uint8_t *src, uint64_t n, int shift, int8_t *offsets)
 {
@@ -200,7 +200,7 @@ static __device__ codec_status read_row_parts(side *s, codec_view *v, codec_row_
 	return nblocks == v->nblocks ? CODEC_OK : CODEC_BAD_SIDE;
 }
 
-/* Check that fewer than WIRE_ALIGN bytes are left, and that they are 0. */
+/* Check that fewer than WIRE_ALIGN bytes of the side section are left, all of them 0. */
 DEVICE codec_status close_side(const side *s)
 {
 	bool bad = s->end - s->at >= WIRE_ALIGN;

@@ -1,10 +1,10 @@
 /*
  * decode.c - decode frames on a device: workspace, arguments of kernels, launches.
  *
- * open_frames reads headers, and writes the arguments of the kernels that decode. All kernels that a frame may need
- * are launched, because the host does not know the frame's contents: the kernel of its codec, decode_lossless_fast for
- * LOSSLESS floats, and decode_stored. open_frames sets the number of warps to 0 in the arguments of kernels that the
- * frame does not need.
+ * The kernel open_frames reads headers, and writes the arguments of the kernels that decode. The host does not know a
+ * frame's contents, so it launches all kernels that the frame may need: the kernel of its codec, decode_lossless_fast
+ * for LOSSLESS floats, and decode_stored. open_frames sets the number of warps to 0 in the arguments of kernels that
+ * the frame does not need.
  */
 #include <float.h>
 
@@ -14,20 +14,22 @@
 #define DECODE_FLAGS (CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST)
 
 /*
- * Workspace of a call, in bytes from its beginning. decodings: 2 * NDECODERS arrays of `count` struct decoding; the
- * first NDECODERS are for launches that only check, the others for launches that decode. In each array, items are
- * sorted by the kernel of their plan. taken: bit mask of the units of scratch memory in use.
+ * Layout of a call's workspace: offsets in bytes from its beginning. decodings: 2 * NDECODERS arrays of `count` struct
+ * decoding; the first NDECODERS arrays are for launches that only check, the others for launches that decode. In each
+ * array, items are sorted by the kernel of their plan. taken: bit mask of the units of scratch memory in use.
  */
 struct layout {
 	uint64_t openings, decodings, views, found, opened, memory, taken, scratch, end;
 	struct scratch units;
-	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS]; /* by decoding kernel; ctas: sum over its items */
-	/* number of items by class_of(their CTAs); larger classes are launched first */
+	uint64_t first[NKERNELS], count[NKERNELS],
+		ctas[NKERNELS]; /* per decoding kernel: first item, items, their CTAs */
+	/* items per decoding kernel and class_of(CTAs); larger classes are launched first */
 	uint64_t count_of[NKERNELS][NCLASSES];
 };
 
 /*
- * Return the number of CTAs of an item's decoding kernel, for the number of blocks that this library's encoder makes.
+ * Return the number of CTAs of an item's decoding kernel, if the frame has as many blocks as this library's encoder
+ * makes.
  */
 static uint32_t needed_ctas(const codec_cuda_plan *p)
 {
@@ -39,7 +41,7 @@ static uint32_t ctas_of(const codec_cuda_plan *p, const struct layout *l)
 	return share_ctas(p->device, p->decode, needed_ctas(p), l->ctas[p->decode]);
 }
 
-/* Return 1 if decode_lossless_fast can decode the item, should its frame suit that kernel. */
+/* Return 1 if decode_lossless_fast may be able to decode the item, which depends on the frame's contents. */
 static int may_be_fast(const codec_cuda_decode_item *a)
 {
 	const codec_cuda_plan *p = a->plan;
@@ -49,8 +51,8 @@ static int may_be_fast(const codec_cuda_decode_item *a)
 }
 
 /*
- * Return the number of CTAs of decode_lossless_fast for an item: as many as its other kernel has, or its share of the
- * resident CTAs.
+ * Return the number of CTAs of decode_lossless_fast for an item: at most as many as the item's other kernel has, and at
+ * most the item's share of the resident CTAs.
  */
 static uint32_t fast_ctas(const codec_cuda_plan *p, const struct layout *l)
 {
@@ -94,7 +96,7 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 	l->found = l->views + align16(sizeof(codec_view)) * count;
 	l->opened = l->found + align16(sizeof(struct found)) * count;
 	l->memory = l->opened + align16(sizeof(struct opened)) * count;
-	for (size_t i = 0; i < count; i++) { /* kernels run one after the other and share scratch memory */
+	for (size_t i = 0; i < count; i++) { /* kernels run one after the other, so they share scratch memory */
 		const codec_cuda_plan *p = items[i].plan;
 
 		l->count_of[p->decode][class_of_item(p, l)]++;
@@ -153,7 +155,7 @@ int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, size_t coun
 
 /* Offsets of the next free bytes and array entries in the workspace; advanced for each item. */
 struct places {
-	uint64_t memory, rank[NKERNELS][NCLASSES]; /* rank: index in the arrays of decodings */
+	uint64_t memory, rank[NKERNELS][NCLASSES]; /* rank: index of the next item in the arrays of decodings */
 };
 
 static struct places first_places(const struct layout *l, uint64_t workspace)

@@ -31,8 +31,8 @@ uint32_t kernel_resident(enum kernel k)
 }
 
 /*
- * Return the image for an architecture: machine code of the same major version and the highest minor version up to the
- * device's, or else PTX, which the driver compiles. NULL: none.
+ * Return the image to load on architecture `arch`: machine code of the same major version and the highest minor version
+ * up to that of `arch`; else PTX, which the driver compiles. NULL: there is neither.
  */
 static const struct image *image_for(int arch)
 {
@@ -65,7 +65,7 @@ int codec_cuda_code_for(int arch, codec_cuda_code *code)
 	return CODEC_OK;
 }
 
-/* Read an array of `count` constants of the loaded module. */
+/* Copy `count` constants named `name` from the loaded module to `to`. */
 static int read_constants(const codec_cuda_device *d, const char *name, uint64_t *to, size_t count)
 {
 	CUdeviceptr at;

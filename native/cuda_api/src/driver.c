@@ -6,7 +6,7 @@
 #include <string.h>
 
 #ifndef CODEC_CUDA_DRIVER
-#define CODEC_CUDA_DRIVER "libcuda.so.1" /* tests define the name of a fake driver instead */
+#define CODEC_CUDA_DRIVER "libcuda.so.1" /* tests define the name of a simulated driver instead */
 #endif
 
 static struct driver driver;
@@ -14,7 +14,7 @@ static int usable;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local int last_error;
 
-/* Load the driver's functions. The library stays loaded, because devices may be open until the process ends. */
+/* Load the driver's functions. libcuda.so.1 is never unloaded, because devices may be open until the process ends. */
 static void load(void)
 {
 	void *library = dlopen(CODEC_CUDA_DRIVER, RTLD_NOW | RTLD_LOCAL), *symbol;

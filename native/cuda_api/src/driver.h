@@ -7,7 +7,7 @@
 
 #include "codec/codec_cuda.h"
 
-/* Types of the driver's interface, as its documentation defines them. */
+/* Types of the CUDA driver API, as its documentation defines them. */
 typedef int CUdevice;
 typedef uint64_t CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
@@ -44,7 +44,7 @@ struct driver {
 #undef X
 };
 
-/* Return the driver, initialized, or NULL if it cannot be used. */
+/* Return the CUDA driver, loaded and initialized, or NULL if it cannot be used. */
 const struct driver *driver_get(void);
 
 /*

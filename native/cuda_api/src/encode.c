@@ -5,7 +5,7 @@
 #define ZEROED_NBYTES(p) (align16(WRITTEN_NBYTES) + align16((p)->choice_nbytes) + align16(8 * (p)->nblocks))
 
 /*
- * Layout of the workspace of a call, in this order: arguments; memory that is zeroed before the kernels; arrays that
+ * Layout of a call's workspace, in this order: arguments; memory that is zeroed before the kernels run; arrays that
  * kernels fill; sums of tensors and residuals; scratch memory. All offsets are in bytes. Zeroed memory begins with the
  * bit mask of the units of scratch memory in use.
  */
@@ -25,7 +25,7 @@ struct layout {
 /*
  * Return the group of an item. Items of a group have the same launches. A group is named by its encoding kernel, with
  * two exceptions: CLOSE_FRAME for tensors without blocks, for which only that kernel is launched, and SCALE_ROWS for
- * SIGN with scales of parts, for which that kernel is launched before the last one.
+ * SIGN with scales of parts, for which SCALE_ROWS is launched before CLOSE_FRAME.
  */
 static enum kernel group_of(const codec_cuda_encode_item *a)
 {
@@ -38,8 +38,8 @@ static int is_preprocessed(const codec_cuda_encode_item *a)
 }
 
 /*
- * Return the bytes of the sums of tensor and residual: as float32, and rounded to the tensor's dtype. 0 without a
- * residual.
+ * Return the size in bytes of the sums of tensor and residual: as float32, and rounded to the tensor's dtype. 0 if no
+ * residual is added.
  */
 static uint64_t sums_nbytes(const codec_cuda_encode_item *a)
 {
@@ -62,7 +62,7 @@ static uint32_t ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 	return share_ctas(p->device, p->encode, needed_ctas(p), l->ctas[group_of(a)]);
 }
 
-/* Return 1 if an item belongs to group `group` and its number of CTAs to class `class`. */
+/* Return 1 if an item belongs to group `group`, and class_of its number of CTAs is `class`. */
 static int is_of(const codec_cuda_encode_item *a, const struct layout *l, int group, int class)
 {
 	return (int)group_of(a) == group && class_of(ctas_of(a, l)) == class;
@@ -98,7 +98,7 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 	l->preprocessings = l->results + sizeof(struct written_result) * count;
 	l->arguments = l->preprocessings + align16(sizeof(struct preprocessing)) * l->npreprocessings;
 	l->zeroed = l->arguments + arguments;
-	for (size_t i = 0; i < count; i++) { /* groups run one after the other and share scratch memory */
+	for (size_t i = 0; i < count; i++) { /* groups run one after the other, so they share scratch memory */
 		uint64_t *of_group = units + group_of(items + i);
 
 		l->classes[group_of(items + i)] |= 1u << class_of(ctas_of(items + i, l));
@@ -132,7 +132,7 @@ static int check_item(const codec_cuda_encode_item *a)
 	if (p->codec == CODEC_DELTA && p->n && !a->base)
 		return CODEC_MISSING_BASE;
 	if (a->residual && a->residual == a->tensor)
-		return CODEC_BAD_ARGUMENT; /* a warp writes the residual while other warps still read the tensor */
+		return CODEC_BAD_ARGUMENT; /* the residual may not be the tensor, which warps still read */
 	if (p->needs_levels && p->n && !a->levels)
 		return CODEC_MISSING_STATE;
 	return a->residual && a->capacity < p->bound ? CODEC_SHORT_OUTPUT : CODEC_OK;
@@ -162,7 +162,7 @@ int codec_cuda_encode_workspace(const codec_cuda_encode_item *items, size_t coun
 	return CODEC_OK;
 }
 
-/* Return the offsets of item `a` in the workspace, and advance *next to those of the following item. */
+/* Return the offsets of item `a` in the workspace, and advance *next to the offsets of the following item. */
 static struct places take_places(const codec_cuda_encode_item *a, struct places *next)
 {
 	const codec_cuda_plan *p = a->plan;
@@ -293,8 +293,8 @@ static int upload_arguments(const codec_cuda_encode_item *items, size_t count, c
 }
 
 /*
- * Return the number of CTAs of the kernels other than the encoding one: those that choose how an item is encoded, and
- * those that write header, side section and directory.
+ * Return the number of CTAs of an item's other kernels: of the kernels that choose how the item is encoded, and of the
+ * kernels that write header, side section and directory.
  */
 static uint32_t other_ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 {

@@ -1,4 +1,4 @@
-/* images.h - kernels compiled for each architecture; images.py writes the definitions. */
+/* images.h - kernels compiled for each architecture; images.py generates the definitions. */
 #ifndef CODEC_CUDA_IMAGES_H
 #define CODEC_CUDA_IMAGES_H
 

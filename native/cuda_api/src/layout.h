@@ -1,5 +1,5 @@
 /*
- * layout.h - structs that the host writes and kernels read. Compiled as C and by NVRTC.
+ * layout.h - structs that the host writes and kernels read. Compiled as C, and as CUDA by NVRTC.
  *
  * Pointers into device memory are uint64_t here. kernels/layout.cuh checks that the structs of native/cuda are laid out
  * in the same way.
@@ -9,7 +9,7 @@
 
 #include "codec/codec_engine.h"
 
-/* most bytes that a launch of store_bytes writes; a kernel's arguments are limited to 4 KiB */
+/* maximum number of bytes that a launch of store_bytes writes; a kernel's arguments are limited to 4 KiB */
 #define STORED_NBYTES 3968
 
 /* Argument of store_bytes: bytes that a launch writes to device memory. */
@@ -87,12 +87,12 @@ struct opening {
 	struct units scratch;
 	uint64_t view, memory, found, opened; /* output: codec_view, its arrays, struct found, struct opened */
 	/*
-	 * Output: addresses of a struct decoding for each kernel, to check the frame (0: decode unchecked) and to
-	 * decode it. Kernels other than opened.decoder get no warps.
+	 * Output: per kernel, the address of a struct decoding for a launch that checks the frame (0: decode without
+	 * checking before) and of one for the launch that decodes it. Kernels other than opened.decoder get no warps.
 	 */
 	uint64_t checking[NDECODERS], decoding[NDECODERS];
 	uint64_t shape[CODEC_MAX_RANK];
-	uint32_t codec, dtype, rank, entropy; /* those of the plan; entropy: 1 if codes are entropy-coded */
+	uint32_t codec, dtype, rank, entropy; /* from the plan; entropy: 1 if codes are entropy-coded */
 	uint32_t flags, into;                 /* flags: CODEC_ALLOW_SLACK, CODEC_VERIFY_FIRST */
 	float weight, divide;
 	/* warps: number of warps of each kernel; FAST_BLOCKS: 0 if the kernel must not be used */

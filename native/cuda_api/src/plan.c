@@ -1,6 +1,6 @@
 /*
- * plan.c - make plans: let the C library plan the job of a tensor without its values, and keep the parts that kernels
- * read.
+ * plan.c - make plans: libcodec plans the job of a tensor without its values, and the plan stores a copy of the job's
+ * arrays that kernels read.
  */
 #include "plan.h"
 
@@ -21,7 +21,7 @@ static uint64_t max64(uint64_t a, uint64_t b)
 	return a > b ? a : b;
 }
 
-/* Append an array of a job to the plan's image, and set a->at to its offset in the image. */
+/* Append an array of a job to the plan's image (the arrays to upload), and set a->at to its offset in the image. */
 static void keep_array(codec_cuda_plan *p, const uint8_t *job, codec_array *a)
 {
 	uint64_t nbytes = a->count * a->itemsize;
@@ -38,7 +38,7 @@ static void make_array(codec_cuda_plan *p, codec_array *a)
 	p->made_nbytes += align16(a->count * a->itemsize);
 }
 
-/* Copy the parts of a planned job that kernels read to the plan. */
+/* Copy the view of a planned job, and the arrays that kernels read, to the plan. */
 static int take_job(codec_cuda_plan *p, const uint8_t *job)
 {
 	codec_view *v = &p->view;
@@ -72,7 +72,10 @@ codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, u
 	return v;
 }
 
-/* Choose kernels, and compute the scratch memory of their warps. region: bytes of the largest region. */
+/*
+ * Choose the plan's kernels, and compute the scratch memory of their warps. region: size in bytes of the largest
+ * region.
+ */
 static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t region)
 {
 	const struct scratch_sizes *s = &p->device->scratch;
@@ -105,7 +108,7 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	} else if (p->codec == CODEC_TOPK) {
 		p->choose = p->encode = ENCODE_TOPK;
 		p->decode = DECODE_TOPK;
-		p->encode_each = region; /* bytes for a CTA, whose warps share one unit */
+		p->encode_each = region; /* bytes per CTA, whose warps share one unit */
 	} else {
 		const int affine = p->codec == CODEC_QUANTIZE && spec->variant == CODEC_LEVELS_AFFINE;
 
@@ -123,7 +126,10 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 		p->decode_fast = p->decode;
 }
 
-/* Return an upper bound in bytes of the arrays of a frame's job: tables, parts, and offsets of rows and columns. */
+/*
+ * Return an upper bound of the bytes of a decode job's arrays, for n values: tables, parts, and offsets of rows and
+ * columns.
+ */
 static uint64_t memory_nbytes(uint64_t n)
 {
 	uint64_t part = max64(sizeof(codec_model_part) + 2, sizeof(codec_row_part));
@@ -179,7 +185,7 @@ static int make_plan(codec_cuda_plan *p, const codec_spec *spec, codec_tensor *l
 int codec_cuda_plan_open(const codec_cuda_device *device, const codec_spec *spec, const codec_tensor *like,
 			 const codec_segment *segments, uint64_t nsegments, codec_cuda_plan **plan)
 {
-	/* placeholder for the levels of the context, since planning requires a non-NULL pointer */
+	/* placeholder for codec_context.levels: planning requires a non-NULL pointer, and does not read it */
 	static const uint8_t not_read[1];
 	codec_context with = {.struct_nbytes = sizeof with, .segments = segments, .nsegments = nsegments};
 	codec_cuda_plan *p;

@@ -23,21 +23,27 @@ struct codec_cuda_plan {
 	 */
 	uint64_t nblocks, nparts;
 	enum kernel choose, encode; /* equal if there is no kernel that chooses: each block chooses for itself */
-	/* 1 if SCALE_ROWS computes the scales after all blocks, unless there is a residual */
+	/* 1 if SCALE_ROWS computes the scales after all blocks are encoded, unless there is a residual */
 	int scales_last;
 	uint64_t encode_each;  /* bytes of a unit of scratch memory; 0: no scratch memory is needed */
-	uint64_t encode_units; /* units of a warp with which all warps can run at once */
-	/* maximum units of a warp for any values; if warps need more than encode_units, fewer run at once */
+	uint64_t encode_units; /* maximum number of units per warp at which all warps can run at once */
+	/*
+	 * maximum number of units that a warp may need for any values; if it exceeds encode_units, fewer warps run at
+	 * once
+	 */
 	uint64_t encode_most;
-	uint64_t choice_nbytes; /* bytes of a codec_choice and of codec_part_found of each part */
-	codec_view view;        /* its arrays are given as offsets in `image`, or in the memory that kernels fill */
+	uint64_t choice_nbytes; /* bytes of a codec_choice and of one codec_part_found per part */
+	codec_view view;        /* arrays are given by their offsets in `image`, or in the memory that kernels fill */
 	uint64_t made_nbytes;   /* bytes of the memory that kernels fill: offsets, row_sums, lengths, tables */
 	uint64_t head_nbytes, image_nbytes;
 	uint8_t head[(CODEC_HEADER_NBYTES + 15) / 16 * 16];
-	uint8_t *image; /* arrays that kernels read */
+	uint8_t *image; /* contents of the arrays that kernels read */
 
 	/* Decoding. */
-	/* decode_fast: decode_lossless_fast for LOSSLESS floats whose frames may suit it; else equal to `decode` */
+	/*
+	 * decode_fast: the kernel decode_lossless_fast for LOSSLESS floats if it may be able to decode the frames; else
+	 * equal to `decode`
+	 */
 	enum kernel decode, decode_fast;
 	uint64_t decode_each, decode_units; /* bytes of a unit of scratch memory; maximum units of a warp */
 	uint64_t memory_nbytes;             /* upper bound in bytes of the arrays of a frame's job */
@@ -56,14 +62,14 @@ struct scratch {
 };
 
 /*
- * Enlarge s->each to `each` bytes and s->warp_units to `warp_units`, for a tensor that needs as much. each is 0: the
- * tensor needs no scratch memory.
+ * Account for a tensor whose warps need `warp_units` units of `each` bytes: raise s->each and s->warp_units to at least
+ * these. each 0: the tensor needs no scratch memory.
  */
 void scratch_need(struct scratch *s, uint64_t each, uint64_t warp_units);
 
 /*
- * Set the number of units. `wanted`: maximum number that a launch uses at once. If the limit on scratch memory allows
- * only fewer units, warps wait for free ones.
+ * Set the number of units. `wanted`: maximum number of units that a launch uses at once. If the limit on scratch memory
+ * allows only fewer units, warps wait for free units.
  */
 void scratch_limit(struct scratch *s, uint64_t wanted);
 
@@ -83,8 +89,8 @@ codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, u
 uint32_t plan_ctas(const codec_cuda_plan *p, enum kernel k, uint64_t nblocks);
 
 /*
- * Return the number of CTAs for a tensor that needs `ctas`, in a batch whose tensors need `all` CTAs together: its
- * share of the CTAs that are resident at once, at least 1.
+ * Return the number of CTAs of kernel k for a tensor that needs `ctas` CTAs, in a call whose tensors need `all` CTAs
+ * together: the tensor's share of the CTAs that are resident at once, at least 1.
  */
 uint32_t share_ctas(const codec_cuda_device *d, enum kernel k, uint32_t ctas, uint64_t all);
 
@@ -103,7 +109,9 @@ static inline int class_of(uint32_t ctas)
 	return class;
 }
 
-/* Return the number of CTAs of a kernel whose threads process n values in a grid-stride loop, four at a time. */
+/*
+ * Return the number of CTAs for a kernel whose threads process n values in a grid-stride loop, four values at a time.
+ */
 uint32_t elementwise_ctas(const codec_cuda_device *d, uint64_t n);
 
 #endif

@@ -24,13 +24,13 @@ static inline void upload_begin(struct upload *u, const codec_cuda_device *d, CU
 	u->s.nbytes = 0;
 }
 
-/* Append bytes, padded with zeros to a multiple of 16. */
+/* Append nbytes bytes of host memory to the upload, padded with zeros to a multiple of 16 bytes. */
 int upload_add(struct upload *u, const void *bytes, uint64_t nbytes);
 
-/* Write the bytes that are still buffered. */
+/* Write the bytes that are still buffered to device memory. */
 int upload_end(struct upload *u);
 
-/* Compute the number of bytes that upload_add appends. */
+/* Return the number of bytes that upload_add appends for nbytes bytes: with padding. */
 static inline uint64_t upload_nbytes(uint64_t nbytes)
 {
 	return (nbytes + 15) / 16 * 16;

@@ -1,16 +1,16 @@
-/* decode.c - decode the changes of a block against its base. Any bytes give values or an error. */
+/* decode.c - decode the changes of a block against its base. Safe for any bytes: they give values or an error. */
 #include "delta.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-/* A block being decoded. */
+/* State of decoding a block. */
 struct changes {
 	struct delta_kind q;
 	uint64_t first, m, at, end; /* the block has values [first, first + m), and its region is frame[at, end) */
 	const char *base;
 	uint32_t mode, field, count;
 	struct delta_list list; /* changes, unless the mode is RAW */
-	uint64_t summed;        /* number of the base's chunks whose checksum sums are computed */
+	uint64_t summed;        /* number of the base's chunks whose checksum sums were computed */
 };
 
 static codec_status read_head(const uint8_t *frame, const struct header *h, uint64_t b, struct changes *c,
@@ -59,8 +59,8 @@ static void copy_raw(const uint8_t *frame, const struct changes *c, char *dst)
 }
 
 /*
- * Read the changes of a block into c->list, with room for as many as the region's head declares. `sums`: the caller
- * needs the checksum sums of the base's chunks. This function computes them if it is cheaper here, and sets c->summed.
+ * Read the changes of a block into c->list, which has room for as many as the region's head declares. `sums`: the
+ * caller needs the checksum sums of the base's chunks; if it is cheaper here, compute them, and set c->summed.
  */
 static codec_status read_changes(const uint8_t *frame, const struct kernels *k, struct changes *c, int sums,
 				 struct work *w, codec_fault *f)
@@ -91,7 +91,7 @@ static codec_status read_changes(const uint8_t *frame, const struct kernels *k, 
 	return CODEC_OK;
 }
 
-/* Compute the block's contribution to the digests of base and result. */
+/* Compute the contribution of the block of `c` to the digests of base and result, and store it in *block. */
 static void take_digests(const struct kernels *k, const struct changes *c, const struct work *w,
 			 struct delta_block *block)
 {
@@ -121,8 +121,8 @@ static void write_values(const uint8_t *frame, const struct kernels *k, const st
 }
 
 /*
- * Return why a block's changes are invalid: the frame is damaged, the base is not the one that the frame was encoded
- * against, or the frame is invalid although its checksums are correct.
+ * Return the status to report if a block's changes are invalid: the frame is damaged, the base is not the one that the
+ * frame was encoded against, or else `status`, because the frame is invalid although its checksums are correct.
  */
 static codec_status explain(const uint8_t *frame, const struct job *j, const codec_context *with, codec_status status)
 {
@@ -140,8 +140,8 @@ static codec_status explain(const uint8_t *frame, const struct job *j, const cod
 }
 
 /*
- * Decode the block of `c` to a list of changes, c->list, and set the block's record. The list is stored in the job at
- * `kept` if there is room, else in the work buffer.
+ * Decode the block of `c` to a list of changes, c->list, and set the block's record. The list is stored at `kept`, in
+ * the job, if it has room, else in the work buffer.
  */
 static codec_status decode_block(const uint8_t *frame, const struct kernels *k, const codec_context *with,
 				 const struct job *j, struct changes *c, const struct delta_list *kept, struct work *w,
@@ -171,8 +171,8 @@ codec_status delta_decode_blocks(const uint8_t *frame, const codec_tensor *dst, 
 	struct changes c = {.q = delta_kind(&j->h)};
 	uint64_t index = delta_list_first(j, range->first);
 	/*
-	 * if this range begins inside a range that was checked before, list entries may belong to blocks after this
-	 * range
+	 * if this range begins inside a range that was checked before, the list entries after its first block may
+	 * belong to blocks after this range
 	 */
 	int lists = !dst && range->count && (first->state == DELTA_UNKNOWN || first->origin == range->first);
 

@@ -1,9 +1,10 @@
 /*
- * delta.h - DELTA: the changes of a tensor against a base that both sides hold. docs/spec/format.md, section 10.
+ * delta.h - DELTA: the changes of a tensor against a base that encoder and decoder both have. docs/spec/format.md,
+ * section 10.
  *
- * The side section has digests of the base's and of the result's values. A job sums both up block by block. A decoder
- * computes both before it writes: sums of chunks are linear in the words, so those of the result follow from those of
- * the base and from the list of changes.
+ * The side section has digests of the base and of the result. A job sums up both block by block. A decoder computes
+ * both before it writes values: a chunk's checksum sum is linear in its words, so the sums of the result follow from
+ * the sums of the base and the list of changes.
  */
 #ifndef CODEC_DELTA_FAMILY_H
 #define CODEC_DELTA_FAMILY_H
@@ -52,15 +53,15 @@ uint64_t delta_digest(const struct kernels *k, const void *values, uint64_t at, 
 
 /*
  * Set a block's state, after its contribution to the digests is recorded and before its values are written.
- * delta_check_base computes the base's digest while blocks are decoded, possibly in place. For a block with a state it
- * therefore uses the record, not the values.
+ * delta_check_base computes the base's digest while other threads decode blocks, possibly in place. If a block's state
+ * is set, delta_check_base therefore reads the block's record, not its values.
  */
 void delta_set_state(struct delta_block *block, uint32_t state);
 codec_status delta_check_base(const struct job *j, const codec_context *with);
 
 /*
- * Compare the sums of all blocks' digests with the digests in the frame. delta_open compares the base's digest for a
- * frame without blocks, and delta_copy writes the values of such a frame, which equal the base's.
+ * delta_close: compare the sums of all blocks' contributions with the digests in the frame. For a frame without blocks,
+ * whose result equals the base, delta_open compares the base's digest, and delta_copy writes the base's values.
  */
 codec_status delta_close(const struct job *j, const codec_context *with);
 codec_status delta_open(const struct job *j, const codec_context *with);
@@ -79,8 +80,8 @@ int delta_is_unchanged(const struct job *j);
 
 /*
  * A decode job has one array of changes, with room for one change per DELTA_LIST_SHARE values. The changes of a range
- * of blocks begin at index delta_list_first of the range's first block and are contiguous, so that little memory is
- * touched if few values change. delta_list_at sets *list to the part of the array from an index on.
+ * of blocks are contiguous and begin at index delta_list_first(range's first block), so that little memory is touched
+ * if few values change. delta_list_at sets *list to the part of the array from an index on.
  */
 uint64_t delta_list_first(const struct job *j, uint64_t b);
 void delta_list_at(const struct job *j, uint64_t index, struct delta_list *list);

@@ -2,7 +2,8 @@
 #include "delta.h"
 
 /*
- * Digests are computed from little-endian values. A chunk is copied if it is short, or if this machine is big-endian.
+ * The checksum sums are those of little-endian values. A chunk is copied first if it is short, or if this machine is
+ * big-endian.
  */
 void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums)
 {
@@ -47,7 +48,7 @@ uint64_t delta_digest(const struct kernels *k, const void *values, uint64_t at, 
 	return digest;
 }
 
-/* Compare a base's digest with the base's digest in the frame. */
+/* Compare the digest of the caller's base with the base's digest in the frame. */
 static codec_status compare_base(const struct job *j, uint64_t digest, const codec_context *with)
 {
 	codec_status status = digest == j->result_digest ? CODEC_ALREADY_APPLIED : CODEC_OTHER_BASE;
@@ -62,8 +63,8 @@ void delta_set_state(struct delta_block *block, uint32_t state)
 }
 
 /*
- * Read the contribution of a decoded block's base values to the base's digest. Return 0 if the block is not decoded
- * yet.
+ * Set *digest to the contribution of a decoded block's base values to the base's digest. Return 0 if the block is not
+ * decoded yet.
  */
 static int read_digest(const struct delta_block *block, uint64_t *digest)
 {
@@ -85,7 +86,7 @@ codec_status delta_check_base(const struct job *j, const codec_context *with)
 
 		if (!read_digest(block, &own)) {
 			own = delta_digest(kernels_for(with), with->base->data, at, at + m * item, item);
-			read_digest(block, &own); /* another thread may have decoded the block in place meanwhile */
+			read_digest(block, &own); /* another thread may have decoded the block in place */
 		}
 		digest += own;
 	}
@@ -97,7 +98,7 @@ codec_status delta_open(const struct job *j, const codec_context *with)
 	const codec_tensor *base = with->base;
 
 	if (!base || !base->nbytes)
-		return CODEC_OK; /* no values */
+		return CODEC_OK; /* the tensor has no values */
 	return compare_base(
 		j, delta_digest(kernels_for(with), base->data, 0, base->nbytes, dtype_of(j->h.dtype)->nbytes), with);
 }

@@ -28,7 +28,10 @@ int delta_is_unchanged(const struct job *j)
 	return 1;
 }
 
-/* Find the changes of a block and its contribution to the digests. Returns the number of changes. */
+/*
+ * Find the changes of a block of m values, and compute the block's contribution to the digests. Return the number of
+ * changes.
+ */
 static uint64_t compare(const struct kernels *k, const char *base, const char *values, uint64_t m, uint64_t item,
 			uint64_t first, struct work *w, struct delta_block *block)
 {
@@ -47,8 +50,8 @@ static uint64_t compare(const struct kernels *k, const char *base, const char *v
 }
 
 /*
- * Return the size in bits of all gaps and changed bits, w bits each. *steps: size with a sign and a step per gap
- * instead.
+ * Return the size in bits of `count` patches in which each change is a gap and a mask of the bits to flip. *steps: the
+ * size if each change is a gap, a sign and a step instead.
  */
 static uint64_t patch_bits(const struct delta_kind *q, const char *base, const char *values, const uint32_t *at,
 			   uint64_t count, uint32_t k, uint64_t *steps)

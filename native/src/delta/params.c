@@ -1,4 +1,4 @@
-/* params.c - DELTA's parameters, fields of the header, sizes, side section and memory. */
+/* params.c - DELTA: parameters, header fields, side section, and sizes of the frame and of buffers. */
 #include "delta.h"
 
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
@@ -56,7 +56,7 @@ static codec_status header_check_size(const struct header *h, codec_fault *f)
 	return CODEC_OK;
 }
 
-/* Return the number of blocks, of a decoder's frame or of the frame that an encoder will write. */
+/* Return the number of blocks of the frame that is decoded, or of the frame that will be encoded. */
 static uint64_t blocks_of(const struct header *h)
 {
 	uint64_t block = 1ull << delta_block_log2(h);
@@ -87,7 +87,7 @@ static uint64_t region_bound_of(const struct job *j)
 	return delta_raw_nbytes(&j->h, MIN(j->h.n, j->h.block));
 }
 
-/* The job's memory holds the records of blocks, then the positions and new values of changes. */
+/* Return the bytes after struct job: records of blocks, then positions and new values of changes. */
 static uint64_t job_nbytes(const struct header *h)
 {
 	uint64_t room = h->n / DELTA_LIST_SHARE;
@@ -166,7 +166,7 @@ static void side_write(const struct job *j, uint8_t *dst)
 static codec_status side_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used,
 			      codec_fault *f)
 {
-	(void)end; /* header_check has compared the section's size */
+	(void)end; /* header_check has checked the section's size */
 	memset(job_delta_blocks(j), 0, j->h.nblocks * sizeof(struct delta_block));
 	j->base_digest = load64(frame + at);
 	j->result_digest = load64(frame + at + 8);

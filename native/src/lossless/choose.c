@@ -37,7 +37,7 @@ codec_status lossless_begin(struct job *j, const codec_spec *s, const codec_cont
 	return model_begin(j, with);
 }
 
-/* Choose the scale model, the treatment of planes and their codebooks from a sample of the tensor. */
+/* Choose the scale model, how each plane is stored (CHOOSE_*), and codebooks, from a sample of the tensor. */
 codec_status lossless_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with)
 {

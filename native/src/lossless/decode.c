@@ -1,4 +1,4 @@
-/* decode.c - decode a region to a block of values. Any bytes give values or an error. */
+/* decode.c - decode a region to a block of values. Safe for any bytes: they give values or an error. */
 #include "lossless.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
@@ -74,7 +74,7 @@ static codec_status block_open(const struct job *j, struct block *o, codec_fault
 	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
 }
 
-/* Describe the fixed planes of the `count` blocks after this one as memory to prefetch. */
+/* Set *ahead to the fixed planes of the `count` blocks after block o, to prefetch them. */
 static void block_ahead(const struct job *j, const struct block *o, size_t count, struct ahead *ahead)
 {
 	uintptr_t section = (uintptr_t)o->c.frame + j->h.planes_at + (o->b + count) * j->h.block;
@@ -106,7 +106,7 @@ static void merge_block(const struct job *j, const struct kernels *k, const stru
 	}
 }
 
-/* Check that fixed planes, which also hold bytes of pruned values, are 0 there, because pruned values are +0. */
+/* Check that fixed planes have byte 0 for pruned values (values +0, omitted from the other planes). */
 static codec_status check_pruned(const struct job *j, const struct kernels *k, const struct block *o,
 				 const uint8_t *const *plane, codec_fault *f)
 {
@@ -116,7 +116,7 @@ static codec_status check_pruned(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
-/* Read plane i in mode CODED. The lane decoder has already decoded plane 0. */
+/* Read plane i of n values, which has mode CODED, to `out`. The lane decoder has already decoded plane 0. */
 static codec_status read_coded(const struct job *j, const struct kernels *k, struct block *o, int i, uint64_t n,
 			       uint8_t *out, struct work *w, codec_fault *f)
 {
@@ -132,7 +132,7 @@ static codec_status read_coded(const struct job *j, const struct kernels *k, str
 	return j->h.halved >> i & 1 ? read_high(c, k, out, n, f) : CODEC_OK;
 }
 
-/* Read plane i of n values. Set *got to its bytes: in the frame if they are raw, else in `out`. */
+/* Read plane i of n values. Set *got to the address of its bytes: in the frame if they are raw, else `out`. */
 static codec_status read_plane(const struct job *j, const struct kernels *k, struct block *o, int i, uint64_t n,
 			       uint8_t *out, const uint8_t **got, struct work *w, codec_fault *f)
 {
@@ -179,7 +179,7 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 			TRY(read_plane(j, k, o, i, m, i ? w->plane[i] : top, plane + i, w, f));
 		} else {
 			TRY(read_plane(j, k, o, i, count, w->symbol, plane + i, w, f));
-			if (plane[i] != w->symbol) /* unprune reads past the plane, which may end the frame */
+			if (plane[i] != w->symbol) /* unprune reads past the plane, whose end may be the frame's */
 				memcpy(w->symbol, plane[i], count);
 			k->unprune(top, 1, w->symbol, m, w->plane[i]);
 			plane[i] = w->plane[i];

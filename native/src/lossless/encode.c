@@ -4,7 +4,9 @@
  */
 #include "lossless.h"
 
-/* Return 1 if coding plane i of a block saves enough, estimated from some of its quad rows. Not for exponents. */
+/*
+ * Return 1 if coding plane i, of n bytes, saves enough, estimated from one in 8 rows of 128 bytes. Not for exponents.
+ */
 static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
 {
 	int is_halved = j->h.halved >> i & 1;
@@ -21,8 +23,8 @@ static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t
 }
 
 /*
- * Remove values with exponent 0 from the planes that are not fixed, if all of them are +0 and they are frequent.
- * Returns the number of values removed.
+ * If zeros are frequent and all values with exponent 0 are +0, remove them from the planes that are not fixed. Return
+ * the number of values removed.
  */
 static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uint8_t *const *plane, int nplanes,
 			    uint64_t m)
@@ -77,7 +79,9 @@ static void place_planes(const struct header *h, uint8_t *section, int stream, s
 	}
 }
 
-/* After the split, store and pad the block's part of the fixed planes, and return its digest. */
+/*
+ * After the split into planes, store and pad the block's part of the fixed planes, and return the digest of that part.
+ */
 static uint64_t put_fixed(const struct header *h, const struct kernels *k, uint8_t *section, int stream, uint64_t first,
 			  uint64_t m, uint8_t *const *plane)
 {
@@ -117,7 +121,10 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
 }
 
-/* Store the bitmap, then the runs of 128 bytes whose bit is set. Returns the size in bytes stored at p. */
+/*
+ * Store the bitmap at p, then the runs of 128 bytes of the plane whose bit in the bitmap is set. Return the number of
+ * bytes stored.
+ */
 static uint64_t put_rows(const uint8_t *plane, uint64_t n, const uint8_t *bitmap, uint64_t nbitmap, uint8_t *p)
 {
 	uint8_t *to = p + nbitmap;

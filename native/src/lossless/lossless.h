@@ -1,4 +1,7 @@
-/* lossless.h - LOSSLESS: blocks of values as byte planes, some of them coded. docs/spec/format.md, section 6. */
+/*
+ * lossless.h - LOSSLESS: stores blocks of values as byte planes, some of them entropy-coded. docs/spec/format.md,
+ * section 6.
+ */
 #ifndef CODEC_LOSSLESS_H
 #define CODEC_LOSSLESS_H
 

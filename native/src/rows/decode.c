@@ -1,6 +1,6 @@
 /*
- * decode.c - decode a region to a block of values, and store or accumulate the values. Any bytes give values or an
- * error.
+ * decode.c - decode a region to a block of values, and store or accumulate the values. Safe for any bytes: they give
+ * values or an error.
  */
 #include "rows.h"
 
@@ -33,7 +33,7 @@ static inline codec_status read_ends(const uint8_t *frame, uint64_t at, uint32_t
 	return CODEC_OK;
 }
 
-/* Read MXFP8's scales of nrows rows at frame[at]. */
+/* MXFP8: read the scales of nrows rows at frame[at]. */
 static codec_status read_mx_scales(const uint8_t *frame, uint64_t at, const struct row_kind q, uint64_t nrows,
 				   float *scale, codec_fault *f)
 {
@@ -78,7 +78,7 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 		TRY(read_scale(frame, at, w->scale + r, f));
 		if (q->codec == CODEC_FLOAT8 && !(w->scale[r] > 0))
 			BAD(at, round_bits(w->scale[r]), ROUND_INF);
-		if (nbytes == 8) { /* n is at most one chunk of values */
+		if (nbytes == 8) { /* two float32 per row; n is at most ROW_CHUNK values */
 			TRY(read_scale(frame, at + 4, w->scale_below + r, f));
 		} else if (q->codec == CODEC_SIGN) {
 			w->scale_below[r] = w->scale[r];
@@ -97,7 +97,7 @@ static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from
 	}
 }
 
-/* A block's scales and codes, and their frame offsets, which faults report. */
+/* A block's scales and codes, and their offsets in the frame, which codec_fault reports. */
 struct coded {
 	const struct part *part;
 	const uint8_t *frame, *codes;
@@ -106,8 +106,8 @@ struct coded {
 };
 
 /*
- * Return the frame offset of a byte of codes, for faults. If codes are entropy-coded, return the offset at which the
- * coded bytes begin.
+ * Return the offset in the frame of a byte of codes, for codec_fault. If codes are entropy-coded, return the offset at
+ * which the coded bytes begin.
  */
 static uint64_t code_at(const struct coded *c, const uint8_t *code)
 {
@@ -123,8 +123,8 @@ static uint8_t largest_code(const struct row_kind *q)
 }
 
 /*
- * Unpack codes [t, end) of a block, five per byte, to w->code. `last`: only unpack the codes of the last byte, to check
- * its padding.
+ * TERNARY: unpack codes [t, end) of a block, five per byte, to w->code. `last`: only unpack the codes of the last byte,
+ * to check its padding.
  */
 static codec_status open_trits(const struct kernels *k, const struct coded *c, uint64_t t, uint64_t end, int last,
 			       struct work *w, codec_fault *f)
@@ -154,7 +154,7 @@ static codec_status open_codes(const struct kernels *k, const struct row_kind *q
 	uint64_t nbits = (end - t) * q->bits, at = (t * q->bits + nbits) / 8;
 	uint8_t most = largest_code(q), rest = nbits % 8 ? c->codes[at] >> nbits % 8 : 0;
 	int all = q->codec == CODEC_SIGN || !q->bits ||
-		  most >= (1 << q->bits) - 1; /* 1: every bit pattern is a valid code */
+		  most >= (1 << q->bits) - 1; /* if equal or larger, every bit pattern is a valid code */
 
 	*code = q->bits == 8 ? c->codes + t : q->codec == CODEC_SIGN ? c->codes : w->code;
 	if (!q->bits)
@@ -171,7 +171,7 @@ static codec_status open_codes(const struct kernels *k, const struct row_kind *q
 	return CODEC_OK;
 }
 
-/* Decode values [t, end) of a block to the sink, run by run. */
+/* Decode values [t, end) of a block to the sink, rows_run values at a time. */
 static codec_status decode_tile(const struct job *j, const struct kernels *k, const struct row_kind *q,
 				const struct coded *c, uint64_t t, uint64_t end, const uint8_t *code,
 				const struct sink *sink, struct work *w, codec_fault *f)
@@ -181,7 +181,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	int signs = q->codec == CODEC_SIGN, how = sink->into == CODEC_INTO_ADD ? SIGNS_ADD
 						  : sink->nontemporal          ? SIGNS_NONTEMPORAL
 									       : SIGNS_STORE;
-	/* values to accumulate are first rounded to the frame's dtype, as decoding to that dtype does */
+	/* 1: round values to the frame's dtype before they are accumulated, as decoding to that dtype does */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
 
 	for (uint64_t i = t; i < end; i += n) {
@@ -267,7 +267,9 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 	return decode_codes(j, k, &block, &last, w, f);
 }
 
-/* Write the residual of block b, which was just encoded at frame[at]: src minus its decoded values. */
+/*
+ * Write the residual of block b, which was just encoded at frame[at]: values of src minus the block's decoded values.
+ */
 codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
 			   uint64_t b, uint64_t at, float *residual, struct work *w)
 {
@@ -319,8 +321,8 @@ int rows_sums_signs(const struct job *j)
 #define AT_ONCE 8 /* maximum number of frames per kernel call */
 
 /*
- * Sum values [i, i + n), which lie in one row, of `count` matching blocks into y. `more`: y already holds the sum of
- * earlier frames. `by`: divisor of the sum, or 0.
+ * SIGN: add up values [i, i + n), which lie in one row, of the same block of `count` frames, into y. `more`: y already
+ * has the sum of earlier frames. `by`: divisor of the sum; 0: none.
  */
 static codec_status sum_row(const struct kernels *k, const struct row_kind *q, const struct coded *block, size_t count,
 			    uint64_t i, uint64_t n, int more, float by, float_any *y, codec_fault *f)
@@ -345,8 +347,8 @@ static codec_status sum_row(const struct kernels *k, const struct row_kind *q, c
 }
 
 /*
- * Sum block b of frames with equal parts, all of which rows_sums_signs accepts, into y, divided by `divide` unless that
- * is 0. Adds the checksum of each frame's block to checksums.
+ * SIGN: add up block b of `count` frames into y, and divide the sums by `divide` unless it is 0. The frames have equal
+ * parts, and rows_sums_signs accepts each. Add the checksum of block b of frame i to checksums[i].
  */
 codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, size_t count, const codec_context *with,
 			    uint64_t b, float divide, float_any *y, uint64_t *checksums, struct work *w)

@@ -1,7 +1,7 @@
 /* encode.c - encode a block of values as codes and scales. */
 #include "rows.h"
 
-/* TERNARY: replace each TERNARY_TIE in `code`, using the second random number of its value. */
+/* TERNARY: replace each TERNARY_TIE in `code` by the code that the value's second random number decides. s: scale. */
 static void resolve_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, uint8_t *code)
 {
 	const struct over over = round_over(s, 65536);
@@ -70,7 +70,7 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 	return CODEC_OK;
 }
 
-/* Compute the codes of a whole block, and pack them at dst. */
+/* Compute the codes of the m values of a block, and pack them at dst. */
 static codec_status encode_codes(const struct job *j, const struct kernels *k, const struct part *p,
 				 const struct source *src, uint64_t first, uint64_t m, struct work *w, uint8_t *stored,
 				 uint8_t *dst)
@@ -80,7 +80,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 
 	if (q.codec == CODEC_SIGN) {
 		int together =
-			j->blocks_scan || (p->group_size && p->group_size % 8 == 0); /* while values are in the cache */
+			j->blocks_scan || (p->group_size && p->group_size % 8 == 0); /* sign bits with the sums */
 
 		if (p->group_size)
 			TRY(rows_sign_scales(j, k, src, first, m, p->group_size, stored, together ? dst : NULL));
@@ -111,7 +111,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
-/* Build the codebook of the entropy stage from counts of code bytes in a sample. */
+/* Entropy stage: build the codebook from the counts of the bytes of codes in a sample of blocks. */
 static void choose_bytes(struct job *j, const uint32_t counts[256])
 {
 	book_from_counts(j->books, counts, WIRE_MAX_CODE_LENGTH);
@@ -119,7 +119,7 @@ static void choose_bytes(struct job *j, const uint32_t counts[256])
 	j->h.coded = 1;
 }
 
-/* Compute the code bytes of block b in w->plane[0]. Its scales are discarded. */
+/* Compute the bytes of codes of block b, *n bytes, in w->plane[0]. The block's scales are discarded. */
 codec_status rows_codes(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b, uint64_t *n,
 			struct work *w)
 {
@@ -163,14 +163,14 @@ codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context 
 	if (s->scale > 0 && scale_lost(header_kind(&j->h), s->scale))
 		return CODEC_ROUNDED_SCALE;
 	if (s->options & CODEC_OPTION_ZERO_SCALE)
-		j->scale = -1; /* the caller's scale is 0: the scan finds values that are not 0, which are errors */
+		j->scale = -1; /* the caller's scale is 0: any value but 0 is an error, which the scan finds */
 	j->clip = s->clip;
 	rows_cut(j, with);
 	j->nscans = rows_scan_count(j);
 	return CODEC_OK;
 }
 
-/* Build the codebook of the entropy stage from a sample of blocks. */
+/* Entropy stage: build the codebook from the codes in a sample of blocks. */
 static codec_status sample_codes(struct job *j, const struct kernels *k, const struct source *src)
 {
 	uint64_t take = choose_code_blocks(j->h.nblocks);

@@ -1,4 +1,4 @@
-/* params.c - parameters of codecs of rows, and their fields of the header. */
+/* params.c - parameters and header fields of row codecs. */
 #include "rows.h"
 
 #define OPTIONS                                                                                                        \
@@ -6,8 +6,8 @@
 	 CODEC_OPTION_RCEIL)
 
 /*
- * Return the offset of the first invalid parameter, or -1. The row length is checked elsewhere, because it does not
- * depend on params alone.
+ * Return the offset in the header's params of the first invalid parameter, or -1. The row length is checked elsewhere,
+ * because its validity does not depend on params alone.
  */
 static int own_fault(const struct header *h)
 {
@@ -24,8 +24,8 @@ static int is_finite(float x)
 }
 
 /*
- * Return 1 if a spec may request rows of h->group_size values. Requests to follow the shape, and rows too long for an
- * entropy stage, are replaced later.
+ * Return 1 if a spec may request rows of h->group_size values. rows_cut later replaces requests to follow the shape,
+ * and rows too long for an entropy stage.
  */
 static int row_asked(const struct header *h)
 {
@@ -77,7 +77,7 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 	if (h->flags & ~WIRE_FLAG_SEGMENTS)
 		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
 	if (h->flags ? h->group_size != 0
-		     : !row_allowed(q, h->group_size)) /* 0: the side section has the rows of parts */
+		     : !row_allowed(q, h->group_size)) /* 0: the side section has the parts' row lengths */
 		BAD(WIRE_AT_PARAMS + WIRE_PARAM_GROUP_SIZE, h->group_size, 0);
 	return CODEC_OK;
 }

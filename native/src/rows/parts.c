@@ -13,15 +13,15 @@ static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row
 
 /*
  * State while a tensor is cut into parts. `add` is called for each part, in ascending order. A run is a range of
- * consecutive small segments and values outside segments that will become one part.
+ * consecutive small segments, and of values outside segments, that will become one part.
  */
 struct cut {
 	struct row_kind q;
 	void (*add)(void *to, uint64_t start, uint64_t count, uint32_t row);
 	void *to;
 	uint64_t start, end; /* range of the run, in values */
-	uint32_t row;        /* group size of the run */
-	uint64_t spare;      /* number of parts that may be added in excess of one run between two large segments */
+	uint32_t row;        /* row length (values that share a scale) of the run */
+	uint64_t spare;      /* number of parts that may be added beyond one run between two large segments */
 };
 
 static void end_run(struct cut *cut)
@@ -32,8 +32,8 @@ static void end_run(struct cut *cut)
 }
 
 /*
- * Add the values up to `end`, which have rows of `row` values, to the run if that changes none of their scales; else
- * begin a new run.
+ * Add the values up to `end`, which have rows of `row` values, to the current run if that changes no row; else begin a
+ * new run.
  */
 static void add_to_run(struct cut *cut, uint64_t end, uint32_t row)
 {
@@ -61,7 +61,7 @@ static uint64_t spare_parts(uint64_t n, const codec_context *with)
 	return WIRE_MAX_ROW_PARTS(n) - (2 * large + 1);
 }
 
-/* Cut a tensor that has values into parts. The header's group_size is still the one that the spec requests. */
+/* Cut a non-empty tensor into parts, and call `add` for each. h->group_size is still the one that the spec requests. */
 static void cut_parts(const struct header *h, const codec_context *with,
 		      void (*add)(void *to, uint64_t start, uint64_t count, uint32_t row), void *to)
 {
@@ -177,7 +177,7 @@ uint64_t rows_bound(const struct header *h)
 /* Sizes in bytes, and counts, that depend on a frame's parts. */
 struct parts_nbytes {
 	struct row_kind q;
-	uint64_t nparts, scales, nblocks, regions; /* scales: of parts, not of rows */
+	uint64_t nparts, scales, nblocks, regions; /* scales: bytes of parts' scales, without those of rows */
 };
 
 static void add_nbytes(void *to, uint64_t start, uint64_t count, uint32_t row)
@@ -304,7 +304,9 @@ codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct j
 	return CODEC_OK;
 }
 
-/* Opening an encode job needs a work buffer for the entropy stage: its codebook comes from a sample of blocks. */
+/*
+ * Return 1 if opening an encode job needs a work buffer: the entropy stage's codebook is built from a sample of blocks.
+ */
 int rows_opens_with_work(const struct header *h)
 {
 	return header_kind(h).entropy;

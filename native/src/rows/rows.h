@@ -6,7 +6,7 @@
 #include "coder/plane.h"
 #include "coder/sink.h"
 
-/* number of codes packed at once if rows are longer than a block */
+/* number of codes to pack at once if rows are longer than a block */
 #define ROW_TILE 10240
 
 /* parts.c: parts and blocks, from header and segments or from a frame's side section */
@@ -18,7 +18,7 @@ void rows_write(const struct job *j, uint8_t *dst);
 struct place {
 	const struct part *part;
 	uint64_t first, n; /* index of the first value, number of values */
-	uint64_t nscales;  /* number of bytes of its rows' scales */
+	uint64_t nscales;  /* size in bytes of the scales of the block's rows */
 };
 struct place rows_place(const struct job *j, uint64_t block);
 uint64_t rows_bound(const struct header *h);

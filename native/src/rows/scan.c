@@ -1,7 +1,7 @@
 /*
- * scan.c - compute the scale of a row or of a whole part, from its largest magnitude or from means.
+ * scan.c - compute the scale of a row or of a whole part, from the largest magnitude or from means.
  *
- * The order of additions is fixed: float32 lanes over WIRE_TREE values, whose sums are added pairwise in float64.
+ * The order of additions is fixed: WIRE_TREE values are added in float32 lanes, and the results pairwise in float64.
  */
 #include <math.h>
 
@@ -9,7 +9,10 @@
 
 #define PIECE 1024 /* number of values converted to float32 at once */
 
-/* Trees that add the pieces' sums pairwise. [0]: sums of |x| or x^2; [1]: sums of |x| over negative values, or of x. */
+/*
+ * Binary trees that add the sums of pieces pairwise. [0]: sums of |x| or x^2; [1]: of |x| over negative values, or of
+ * x.
+ */
 struct pairs {
 	double sum[2][64];
 	uint64_t count;
@@ -29,7 +32,8 @@ static void pairs_total(const struct pairs *p, double total[2])
 }
 
 /*
- * Compute the largest magnitude and the sums of at most WIRE_TREE values and, unless `bits` is NULL, their sign bits.
+ * Compute the largest magnitude and the sums (ROW_SUM_*) of n <= WIRE_TREE values and, unless `bits` is NULL, their
+ * sign bits.
  */
 static void scan(int kind, const struct kernels *k, const struct source *src, uint64_t first, uint64_t n, uint8_t *bits,
 		 struct row_sums *out)
@@ -91,7 +95,7 @@ int rows_blocks_can_scan(const struct job *j)
 	return j->h.codec == CODEC_SIGN && !j->residual;
 }
 
-/* Compute the sums for the part's scale, and the sign bits, of n values of a block. */
+/* Compute the sums for the part's scale, and the sign bits, of n values of a block from value `first` on. */
 void rows_scan_signs(const struct job *j, const struct kernels *k, const struct source *src, const struct part *p,
 		     uint64_t first, uint64_t n, uint8_t *bits)
 {
@@ -101,7 +105,9 @@ void rows_scan_signs(const struct job *j, const struct kernels *k, const struct 
 		scan(sums_kind(&j->h, 0), k, src, first + i, MIN(WIRE_TREE, n - i), bits + i / 8, out++);
 }
 
-/* Compute the parts' scales after the scan. CODEC_NONFINITE takes precedence over CODEC_BAD_SCALE. */
+/*
+ * Compute the scales of all parts after all pieces were scanned. CODEC_NONFINITE takes precedence over CODEC_BAD_SCALE.
+ */
 codec_status rows_finish(struct job *j)
 {
 	const struct row_kind q = header_kind(&j->h);
@@ -149,7 +155,7 @@ static codec_status sign_row(struct row_kind q, int kind, const struct kernels *
 		scan(kind, k, src, first + i, MIN(WIRE_TREE, n - i), bits ? bits + i / 8 : NULL, &sums);
 		if (sums.max >= ROUND_INF)
 			return CODEC_NONFINITE;
-		if (n <= WIRE_TREE) { /* equals the sum that pairs would give */
+		if (n <= WIRE_TREE) { /* a single piece: the sums need no tree */
 			scale_sign(q, sums.sum, sums.negative, n, scale);
 			return CODEC_OK;
 		}
@@ -161,7 +167,10 @@ static codec_status sign_row(struct row_kind q, int kind, const struct kernels *
 	return CODEC_OK;
 }
 
-/* Compute and store a row's scale. Returns the factor (FLOAT8) or the divisor of its values. */
+/*
+ * Compute a row's scale from its largest magnitude, and store it. Return the factor (FLOAT8) or divisor of the row's
+ * values.
+ */
 static float scale_of(const struct job *j, const struct row_kind *q, const struct part *p, uint32_t max,
 		      uint8_t *stored)
 {
@@ -177,7 +186,7 @@ static float scale_of(const struct job *j, const struct row_kind *q, const struc
 	return scale;
 }
 
-/* Store SIGN's scales of the rows in values [first, first + n) and, unless `bits` is NULL, the sign bits. */
+/* SIGN: store the scales of the rows in values [first, first + n) and, unless `bits` is NULL, the values' sign bits. */
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
 			      uint64_t n, uint32_t row, uint8_t *stored, uint8_t *bits)
 {
@@ -196,8 +205,8 @@ codec_status rows_sign_scales(const struct job *j, const struct kernels *k, cons
 }
 
 /*
- * Store a row's smallest and largest value, which are passed in *scale and *middle. Replace these by half the row's
- * range and its midpoint.
+ * QUANTIZE with zero points: store a row's smallest and largest value, which are passed in *scale and *middle, and set
+ * *scale to half the row's range and *middle to its midpoint.
  */
 static void store_ends(const struct row_kind *q, float *scale, float *middle, uint8_t *stored)
 {
@@ -211,7 +220,7 @@ static void store_ends(const struct row_kind *q, float *scale, float *middle, ui
 	*middle = ends.middle;
 }
 
-/* rows_scales for QUANTIZE with zero points. Rows' midpoints are stored in w->scale_below. */
+/* Version of rows_scales for QUANTIZE with zero points. The midpoints of rows are stored in w->scale_below. */
 static codec_status affine_scales(const struct kernels *k, const struct row_kind *q, const struct part *p,
 				  const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
 {
@@ -226,7 +235,7 @@ static codec_status affine_scales(const struct kernels *k, const struct row_kind
 
 /*
  * Compute the scales of MXFP8's rows. This is a specialized loop of rows_scales: with 32 values per row, the general
- * one would take as long as the loop over the values.
+ * loop over rows would take as long as the loop over values.
  */
 static codec_status mx_scales(const struct row_kind q, const uint32_t *max, uint64_t nrows, float *scale,
 			      uint8_t *stored)
@@ -243,8 +252,8 @@ static codec_status mx_scales(const struct row_kind q, const uint32_t *max, uint
 }
 
 /*
- * Compute the scales of the whole rows in the n values at x. Store them in the region, and the factors or divisors in
- * w->scale.
+ * Compute the scales of the rows in the n values at x, all of them whole. Store the scales in the region at `stored`,
+ * and the factors or divisors that encoding uses in w->scale.
  */
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
@@ -265,7 +274,7 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 	return CODEC_OK;
 }
 
-/* rows_long_scale for QUANTIZE with zero points. The row's midpoint is stored in *w->scale_below. */
+/* Version of rows_long_scale for QUANTIZE with zero points. The row's midpoint is stored in *w->scale_below. */
 static codec_status affine_long_scale(const struct kernels *k, const struct row_kind *q, const struct source *src,
 				      uint64_t first, uint64_t n, struct work *w, uint8_t *stored)
 {
@@ -283,7 +292,7 @@ static codec_status affine_long_scale(const struct kernels *k, const struct row_
 	return CODEC_OK;
 }
 
-/* Compute and store the scale of one row that is longer than a chunk. */
+/* Compute and store the scale of one row of n values, which is longer than ROW_CHUNK. */
 codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,
 			     const struct part *p, const struct source *src, uint64_t first, uint64_t n, struct work *w,
 			     uint8_t *stored)

@@ -1,11 +1,14 @@
-/* decode.c - decode a block's kept values, and store or accumulate them. Any bytes give values or an error. */
+/*
+ * decode.c - decode a block's kept values, and store or accumulate them. Safe for any bytes: they give values or an
+ * error.
+ */
 #include "topk.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
 /*
- * Check that the scales of a block are finite and not negative, and that no chunk's lowest level exceeds its highest
- * one.
+ * Check that the scales of a block are finite and not negative, and that no chunk's lowest level exceeds its highest.
+ * `each`: number of scales per chunk.
  */
 static codec_status check_scales(const uint8_t *frame, uint64_t at, uint64_t nbytes, uint32_t each, codec_fault *f)
 {
@@ -24,12 +27,12 @@ static codec_status check_scales(const uint8_t *frame, uint64_t at, uint64_t nby
 
 /* Kept values of a chunk: positions in w->at, codes in w->code_of. */
 struct chunk {
-	uint64_t first, n; /* number of the first value, number of values */
-	uint32_t kept;     /* 0: all values are 0 */
+	uint64_t first, n; /* index of the first value, number of values */
+	uint32_t kept;     /* number of kept values; 0: all values are 0 */
 	struct topk_range range;
 };
 
-/* Store the kept values of a chunk in y; with `adds`, add weight * value to y instead. */
+/* Store the kept values of a chunk at their positions in y; if `adds`, add weight * value to y instead. */
 static void scatter(const struct topk_kind *q, const struct chunk *c, const struct work *w, int adds, float weight,
 		    float_any *y)
 {
@@ -42,7 +45,7 @@ static void scatter(const struct topk_kind *q, const struct chunk *c, const stru
 	}
 }
 
-/* Store or accumulate all values of a chunk. w->x must be all zeros, and is so again on return. */
+/* Store or accumulate all values of a chunk. w->x must contain zeros only, and again does on return. */
 static void put_chunk(const struct kernels *k, const struct topk_kind *q, const struct chunk *c,
 		      const struct sink *sink, struct work *w)
 {

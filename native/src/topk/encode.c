@@ -24,7 +24,7 @@ codec_status topk_begin(struct job *j, const codec_spec *s, const codec_context 
 
 #define PIECE 1024 /* number of values converted to float32 at once */
 
-/* Find the largest magnitude of each of blocks [first, first + count). */
+/* Compute the largest magnitude of each of blocks [first, first + count), and store it in the job. */
 void topk_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
 {
 	float buffer[PIECE];
@@ -73,7 +73,7 @@ static void put_scales(const struct topk_kind *q, const float *value, uint64_t k
 	store16(dst + 2, round_to_bfloat16(most));
 }
 
-/* Append the codes of a chunk that begins at value `first`. */
+/* Append the codes of a chunk's `kept` values to a bit stream. The chunk begins at value `first`. */
 static void put_codes(const struct job *j, const struct topk_kind *q, struct topk_range range, uint64_t first,
 		      uint64_t kept, const struct work *w, struct bit_writer *to)
 {
@@ -120,7 +120,7 @@ codec_status topk_encode_block(struct job *j, const struct kernels *k, const cod
 	return CODEC_OK;
 }
 
-/* Write the residual of block b, which was just encoded at frame[at]: the values minus the decoded values. */
+/* Write the residual of block b, which was just encoded at frame[at]: encoded values minus decoded values. */
 codec_status topk_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
 			   uint64_t b, uint64_t at, float *residual, struct work *w)
 {

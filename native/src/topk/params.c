@@ -1,4 +1,4 @@
-/* params.c - TOPK's parameters, fields of the header, sizes and memory. */
+/* params.c - TOPK: parameters, header fields, and sizes of the frame and of buffers. */
 #include "topk.h"
 
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
@@ -22,7 +22,7 @@ static int own_fault(const struct header *h)
 {
 	if (!h->bits)
 		return WIRE_PARAM_BITS;
-	/* 0 in a stored frame */
+	/* group_size is 0 in a stored frame */
 	return h->group_size && !topk_is_group(h->group_size) ? WIRE_PARAM_GROUP_SIZE : -1;
 }
 
@@ -79,7 +79,7 @@ static uint64_t bound_segments(const struct header *h, const codec_context *with
 
 /*
  * Return the size in bytes of the array of largest magnitudes, one per block that an encoder writes. A frame to decode
- * may have more, smaller blocks, but decoding does not use the array.
+ * may have more and smaller blocks, but decoding does not use the array.
  */
 static uint64_t job_nbytes(const struct header *h)
 {
@@ -130,7 +130,7 @@ static void side_write(const struct job *j, uint8_t *dst)
 static codec_status side_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used,
 			      codec_fault *f)
 {
-	(void)frame, (void)end, (void)j, (void)f; /* header_check has compared the size */
+	(void)frame, (void)end, (void)j, (void)f; /* header_check has checked the section's size */
 	*used = at;
 	return CODEC_OK;
 }

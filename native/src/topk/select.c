@@ -4,8 +4,8 @@
 #include "topk.h"
 
 /*
- * Return the largest key in [low, high) that the magnitudes of at least `kept` values reach. At least `kept` values
- * must reach `low`.
+ * Return the largest key in [low, high), in steps of `step`, that the magnitudes of at least `kept` of n values reach.
+ * At least `kept` values must reach `low`.
  */
 static uint32_t last_key(const struct kernels *k, const float_any *x, uint64_t n, uint64_t kept, uint32_t low,
 			 uint32_t high, uint32_t step)
@@ -21,8 +21,8 @@ static uint32_t last_key(const struct kernels *k, const float_any *x, uint64_t n
 	return low;
 }
 
-#define COARSE (1u << 21) /* in patterns: a quarter of an octave, or less */
-#define SLACK (1u << 20)  /* half of that: a good threshold yields 1.5 times as many candidates as are kept */
+#define COARSE (1u << 21) /* step of the coarse search, in patterns: at most a quarter of an octave */
+#define SLACK (1u << 20)  /* half of COARSE: a good threshold yields 1.5 times as many candidates as are kept */
 
 codec_status topk_select(const struct kernels *k, const float_any *x, uint64_t n, uint64_t kept, uint32_t *guess,
 			 struct work *w)

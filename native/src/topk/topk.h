@@ -1,8 +1,8 @@
 /*
- * topk.h - TOPK: the values of largest magnitude of each chunk. docs/spec/format.md, section 11.
+ * topk.h - TOPK: keeps the values of largest magnitude of each chunk. docs/spec/format.md, section 11.
  *
  * A block is a whole number of chunks, encoded as one bit stream. The residual is written with the blocks. An earlier
- * pass over the tensor searches for NaN and Inf, which are rejected, before any of the residual is written.
+ * pass over the tensor rejects NaN and Inf before any of the residual is written.
  */
 #ifndef CODEC_TOPK_FAMILY_H
 #define CODEC_TOPK_FAMILY_H
@@ -23,18 +23,18 @@ static inline uint64_t topk_span(const struct header *h, uint64_t b, uint64_t *m
 	return b * h->block;
 }
 
-/* Return the largest magnitude of each block, as a bit pattern, which the pass before the first block has found. */
+/* Return the array of the largest magnitude of each block, as a bit pattern, which topk_scan has computed. */
 static inline uint32_t *topk_maxima(const struct job *j)
 {
 	return (uint32_t *)((char *)j + j->parts_at);
 }
 
-/* Scales of a chunk as float32; the last one is 0 if the chunk has no codes. */
+/* Magnitudes of a chunk's lowest and highest level; the highest is 0 if the chunk has no codes. */
 struct topk_range {
 	float low, high;
 };
 
-/* Read the scales of chunk c. They must be valid. */
+/* Read the scales of chunk c, which must be valid. */
 static inline struct topk_range topk_range_at(const struct topk_kind *q, const uint8_t *scales, uint64_t c)
 {
 	uint32_t n = topk_scales(q->bits);
@@ -44,7 +44,10 @@ static inline struct topk_range topk_range_at(const struct topk_kind *q, const u
 				   round_float(round_from_bfloat16(load16(p + 2 * (n - 1))))};
 }
 
-/* Read the positions and codes of the next chunk, of n values, from a bit stream. Returns 0 if they are invalid. */
+/*
+ * Read the positions and codes of the `count` kept values of the next chunk, of n values, from a bit stream. Return 0
+ * if they are invalid.
+ */
 static inline int topk_read(const struct topk_kind *q, struct bit_reader *r, uint64_t n, uint32_t count, uint32_t *at,
 			    uint32_t *code)
 {
@@ -62,8 +65,8 @@ static inline int topk_read(const struct topk_kind *q, struct bit_reader *r, uin
 }
 
 /*
- * select.c: list the positions of the `kept` largest magnitudes, ascending. *guess is a threshold near which to search;
- * it is updated for the next call.
+ * select.c: list the positions of the `kept` largest magnitudes of n values x, ascending. *guess is a threshold near
+ * which to search; it is updated for the next call.
  */
 codec_status topk_select(const struct kernels *k, const float_any *x, uint64_t n, uint64_t kept, uint32_t *guess,
 			 struct work *w);

@@ -1,4 +1,7 @@
-/* decode.c - decode a region to a block of values with truncated mantissas. Any bytes give values or an error. */
+/*
+ * decode.c - decode a region to a block of values with truncated mantissas. Safe for any bytes: they give values or an
+ * error.
+ */
 #include "truncate.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
@@ -19,7 +22,10 @@ static codec_status region_open(const struct job *j, struct block *o, codec_faul
 	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
 }
 
-/* Read the literals of joint symbols, and split all pairs into lowered exponents, w->e, and levels, w->level. */
+/*
+ * Read the literals of joint symbols, and split the pairs of exponent and level into lowered exponents, w->e, and
+ * levels, w->level.
+ */
 static codec_status read_pairs(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
 			       struct block *o, uint64_t at, struct work *w, codec_fault *f)
 {
@@ -54,7 +60,7 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, c
 	int joint = j->h.variant == WIRE_LEVELS_CODED;
 	uint8_t *symbol = o->top.symbol;
 	struct cursor *c = &o->c;
-	uint64_t at = c->at, i; /* offset for faults; coded symbols lie before it, except literals */
+	uint64_t at = c->at, i; /* offset for codec_fault; coded symbols lie before it, except literals */
 
 	switch (o->head & 3) {
 	case WIRE_MODE_CODED:
@@ -82,7 +88,7 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, c
 	BAD(at + ((o->head & 3) == WIRE_MODE_RAW ? i : 0), symbol[i], q->last);
 }
 
-/* Compute the exponents in w->e from lowered exponents, possibly in place. */
+/* Raise the lowered exponents of m values by the scale model's offsets, into w->e, possibly in place. */
 static void raise_exponents(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			    uint64_t m, const uint8_t *lowered, struct work *w)
 {
@@ -146,14 +152,15 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 	default: break;
 	}
 	k->drops_at(q, w->level, m, w->drop);
-	if (k->drops_under(w->e, w->drop, m, (uint8_t)q->last)) /* error: bits dropped from a NaN could make it Inf */
+	if (k->drops_under(w->e, w->drop, m,
+			   (uint8_t)q->last)) /* error: dropping bits of a NaN could turn it into Inf */
 		BAD(at, 1, 0);
 	return CODEC_OK;
 }
 
 /*
- * Read the signs and mantissas of the block's values: as fields to w->fields, or as pieces to w->piece, those of
- * consecutive values contiguous. `checking`: only check them.
+ * Read the signs and mantissas of the m values of a block: as fields to w->fields, or as pieces to w->piece, where the
+ * pieces of consecutive values are contiguous. `checking`: only check them.
  */
 static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
 				uint64_t m, int checking, struct work *w, codec_fault *f)
@@ -180,7 +187,7 @@ static codec_status read_pieces(const struct kernels *k, const struct truncate_k
 	return CODEC_OK;
 }
 
-/* Assemble the patterns of the values in w->patterns. */
+/* Assemble the bit patterns of m values from exponents and from fields or pieces, in w->patterns. */
 static void assemble_patterns(const struct kernels *k, const struct truncate_kind *q, uint64_t m, struct work *w)
 {
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
@@ -224,7 +231,7 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 	assemble_patterns(k, &q, m, w);
 	if (nontemporal && nbytes == 4) {
 		k->stream((uint8_t *)values, (const uint8_t *)w->patterns, 4 * m);
-	} else if (nontemporal) { /* reuse the memory of the fields, which are no longer needed */
+	} else if (nontemporal) { /* the fields are no longer needed, so their memory is reused */
 		k->store_patterns(w->patterns, m, (int)nbytes, w->fields);
 		k->stream((uint8_t *)values, (const uint8_t *)w->fields, nbytes * m);
 	} else {

@@ -7,12 +7,13 @@
 #include "truncate.h"
 
 /*
- * Prefetch a part of the next tile. Called between steps of the current tile, so that memory is not idle while they
- * compute.
+ * Prefetch a part of the next tile of values. Called between the steps of the current tile, so that memory is not idle
+ * while these compute.
  */
 static void prefetch(const struct truncate_kind *q, struct ahead *next)
 {
-	size_t n = MIN(next->n, 4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* 4 or 8 calls prefetch a float32 tile */
+	size_t n = MIN(next->n,
+		       4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* 4 (by_bit) or 8 calls prefetch a tile of float32 */
 
 	for (size_t c = 0; c < next->count; c++, next->at[c - 1] += n)
 		for (size_t i = 0; i < n; i += 64)
@@ -26,7 +27,7 @@ static int needs_reference(const struct job *j, const codec_context *with)
 }
 
 /*
- * Truncate at most a tile of values, [at, at + n) of a block that begins at `first`. Compute their exponents after
+ * Truncate values [at, at + n), at most a tile, of a block that begins at `first`. Compute their exponents after
  * rounding, and the number of bits dropped from each.
  */
 static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
@@ -49,15 +50,16 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	prefetch(q, &w->ahead);
 	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_CUT), n, x, e);
 	/*
-	 * A decoder computes levels from the exponents after rounding, so compute `drop` again. Where rounding changed
-	 * an exponent, the mantissa is 0, so any number of its bits may be dropped.
+	 * With shared levels, a decoder computes the numbers of dropped bits from the exponents after rounding, so
+	 * compute `drop` again. Where rounding changed an exponent, the mantissa is 0, so any number of its bits may be
+	 * dropped.
 	 */
 	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
 }
 
 /*
- * Compute the symbols of n values and, with joint levels, their pairs in w->exponent. Returns the number of values
- * without a symbol.
+ * Compute the symbols of n values and, with joint levels, their pairs of exponent and level in w->exponent. Return the
+ * number of values without a symbol.
  */
 static uint64_t symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			uint64_t n, struct work *w, uint8_t *symbol)
@@ -84,8 +86,8 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 #define NEAR 64
 
 /*
- * Find the metrics of NEAR evenly spaced values. Sampled rows are not in order, so each search for a metric starts from
- * the nearest of these.
+ * Find the metrics of NEAR evenly spaced values. Sampled rows are not in order, so the search for a row's metric starts
+ * from the nearest of these values.
  */
 static void metrics_near(const struct job *j, const codec_context *with, uint64_t each, const codec_metric *near[NEAR])
 {
@@ -94,7 +96,7 @@ static void metrics_near(const struct job *j, const codec_context *with, uint64_
 		near[i] = needs_reference(j, with) ? truncate_metric(near[i - 1], i * each) : NULL;
 }
 
-/* Count symbols in a sample of quad rows. */
+/* Count the symbols, after truncation, in a sample of rows of 128 values. */
 static codec_status count_symbols(struct job *j, const struct kernels *k, const struct source *src,
 				  const codec_context *with)
 {
@@ -122,7 +124,7 @@ static codec_status count_symbols(struct job *j, const struct kernels *k, const 
 	return CODEC_OK;
 }
 
-/* Set the frame's codebook: the agreed codebook, or one built from the sample. */
+/* Set the frame's codebook: the agreed codebook, or else one built from the counts of sampled symbols. */
 static codec_status choose_symbols(const codec_context *with, struct job *j)
 {
 	if (with->ncodebooks) {
@@ -155,8 +157,8 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const struc
 }
 
 /*
- * Append piece i of values [at, at + n) to the count[i] pieces of earlier values; or, if any number of bits may be
- * dropped, compute the values' fields.
+ * For each piece i of the fields, append piece i of values [at, at + n) to the count[i] pieces of earlier values. With
+ * per-bit granularity, compute the values' fields instead.
  */
 static void take_pieces(const struct kernels *k, const struct truncate_kind *q, uint64_t at, uint64_t n, struct work *w,
 			uint64_t count[TRUNCATE_PIECES])
@@ -201,7 +203,7 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 	return p;
 }
 
-/* Store the symbols of a block at p in the smallest mode. Returns the size in bytes. */
+/* Store the symbols of a block of m values at p in the smallest mode. Return the size in bytes. */
 static uint64_t put_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			    uint64_t m, struct work *w, uint8_t *p, uint32_t *head)
 {
@@ -230,7 +232,7 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 	return m;
 }
 
-/* Describe values [first, first + n) and the state of their metric as memory to prefetch. */
+/* Set the memory to prefetch to values [first, first + n) and the state arrays of their metric. */
 static void next_tile(const struct job *j, const codec_context *with, const struct source *src, uint64_t first,
 		      uint64_t n, struct work *w)
 {
@@ -250,7 +252,7 @@ static void next_tile(const struct job *j, const codec_context *with, const stru
 	}
 }
 
-/* Encode a block into w->region. w->patterns holds the values that a decoder returns. */
+/* Encode block b into w->region. On return, w->patterns has the values that a decoder returns. */
 codec_status truncate_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
 				   const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
 				   uint64_t *digest, uint64_t *nbytes)
@@ -291,7 +293,7 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 	return CODEC_OK;
 }
 
-/* Write the residual. Values are truncated a second time for this, after all steps that can fail. */
+/* Write the residual of all values. This truncates the values a second time, after all steps that can fail. */
 codec_status truncate_leave(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct source *src, void *work)
 {
@@ -301,7 +303,7 @@ codec_status truncate_leave(const struct job *j, const struct kernels *k, const 
 	struct truncate_kind q;
 	struct work w;
 
-	(void)work; /* the job has a work buffer */
+	(void)work; /* not used: the job has a work buffer */
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
 	w.metric = with->metric;

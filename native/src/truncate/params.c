@@ -1,4 +1,4 @@
-/* params.c - TRUNCATE's parameters, and its fields of the header. */
+/* params.c - parameters and header fields of TRUNCATE. */
 #include "truncate.h"
 
 static int own_fault(const struct header *h)
@@ -22,7 +22,7 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 	h->variant = (uint8_t)s->variant;
 	h->bits = (uint8_t)s->bits;
 	h->options = (uint8_t)s->options;
-	/* truncating without rounding doubles the error, so keep one bit more */
+	/* rounding towards zero doubles the error, so keep one bit more */
 	if (h->variant != WIRE_LEVELS_FIXED)
 		h->guard = (int8_t)(s->guard + (s->options & CODEC_OPTION_CUT ? 1 : 0));
 	return CODEC_OK;

@@ -1,6 +1,6 @@
 /*
- * truncate.c - functions that encoding and decoding TRUNCATE share: properties of dtypes, and numbers of bits that a
- * metric allows to drop.
+ * truncate.c - functions that encoding and decoding TRUNCATE share: properties of dtypes, and the numbers of bits that
+ * a metric allows to drop.
  */
 #include "truncate.h"
 
@@ -49,14 +49,14 @@ static int needs_state(const struct header *h, int encoding)
 			: h->layout == WIRE_LAYOUT_BLOCKS && h->variant == WIRE_LEVELS_SHARED;
 }
 
-/* Check that the caller supplied metrics with their state arrays, of the tensor's size and of accepted dtypes. */
+/* Check that the caller supplied metrics whose state arrays have the tensor's size and accepted dtypes. */
 codec_status truncate_check_state(const struct header *h, const codec_context *with, int encoding)
 {
 	uint64_t from = 0;
 
 	if (!needs_state(h, encoding))
 		return CODEC_OK;
-	if (with->levels) /* only encoders accept levels, and only if the frame contains them */
+	if (with->levels) /* only encoders accept levels from the caller, and only if the frame contains them */
 		return encoding && h->variant != WIRE_LEVELS_SHARED ? CODEC_OK : CODEC_BAD_ARGUMENT;
 	if (!with->metric)
 		return CODEC_MISSING_STATE;
@@ -110,7 +110,7 @@ int8_t truncate_guard(const struct header *h, const codec_metric *metric)
 	return (int8_t)choose_guard(h->guard, theta, mantissa_bits(h->dtype));
 }
 
-/* Return 1 if an output overlaps the state that levels are computed from. */
+/* Return 1 if the output overlaps the state arrays from which levels are computed. */
 int truncate_reads(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
 		   int in_place)
 {
@@ -160,7 +160,7 @@ void truncate_reference(const codec_metric **from, const struct kernels *k, uint
 
 /*
  * Compute the number of bits to drop from each of values [first, first + n). e: exponents of the values; ea: exponents
- * of A, from truncate_reference.
+ * of the metric A, from truncate_reference.
  */
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
@@ -180,7 +180,7 @@ codec_status truncate_drops(const struct job *j, const struct kernels *k, const 
 	return CODEC_OK;
 }
 
-/* Opening an encode job needs a work buffer, because the sample is truncated as blocks are. */
+/* Return 1 if opening an encode job needs a work buffer, in which sampled values are truncated. */
 int truncate_opens_with_work(const struct header *h)
 {
 	(void)h;

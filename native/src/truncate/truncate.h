@@ -11,7 +11,7 @@
 #include "frame/head.h"
 
 #define TRUNCATE_PIECES 4
-#define TRUNCATE_TILE 1024 /* values processed at once; their intermediate results fit the first-level cache */
+#define TRUNCATE_TILE 1024 /* number of values processed at once; intermediate results fit the first-level cache */
 
 void truncate_kind_of(const struct header *h, struct truncate_kind *q);
 
@@ -38,9 +38,9 @@ static inline const codec_metric *truncate_metric(const codec_metric *t, uint64_
 }
 
 /*
- * Compute the exponents of A for values [first, first + n), at most a block. *t is the metric of an earlier value, and
- * is set to the metric of the last one, so that the list of metrics is traversed only once: it may be as long as the
- * tensor.
+ * Compute the exponents of the metric A for values [first, first + n), at most a block. *t is the metric of an earlier
+ * value, and is set to the metric of the last of these values, so that the list of metrics, which may be as long as the
+ * tensor, is traversed only once.
  */
 void truncate_reference(const codec_metric **t, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,

@@ -2,16 +2,16 @@
  * @file
  * codec_cuda.h - C interface of libcodec_cuda: encode and decode tensors in the memory of an NVIDIA GPU.
  *
- * Frames are those of codec.h, bit for bit: a CPU decodes what a GPU has encoded, and the reverse. The kernels are part
- * of the library, as machine code and as PTX. The CUDA driver is loaded by name (libcuda.so.1) when the first device is
- * opened, so that a program needs neither CUDA's headers nor its libraries.
+ * Frames are bit-identical to those of codec.h: a CPU decodes frames that a GPU has encoded, and vice versa. The
+ * kernels are part of the library, as machine code and as PTX. The CUDA driver is loaded by name (libcuda.so.1) when
+ * the first device is opened, so that a program needs neither CUDA's headers nor its libraries.
  *
  * Guarantees of codec_cuda_encode and codec_cuda_decode
- *   - Asynchronous: work is submitted to the caller's stream, and the host waits for nothing. Sizes and statuses are
- *     written to device memory.
+ *   - Asynchronous: work is submitted to the caller's stream, and the host does not wait for it. Kernels write sizes
+ *     and statuses to device memory.
  *   - Resources: no memory is allocated, on the device or on the host. All device memory belongs to the caller.
- *   - Graphs: a call may be captured in a CUDA graph. Everything that the host passes is copied into the graph; the
- *     device memory that a call was given must still exist at the same address whenever the graph runs.
+ *   - Graphs: a call may be captured in a CUDA graph. Data in host memory is copied into the graph; the device memory
+ *     that a call was given must still exist at the same address whenever the graph runs.
  *   - Memory safety: a call reads and writes only the memory that its items name and the workspace, also if a frame's
  *     bytes are damaged or malicious. An invalid frame is reported in codec_cuda_result.status.
  *   - Threads: any thread may make any call at any time. A device and a plan are immutable once opened. Calls that may
@@ -74,7 +74,7 @@ CODEC_API int codec_cuda_open(int ordinal, codec_cuda_device **device);
  */
 CODEC_API void codec_cuda_close(codec_cuda_device *device);
 
-/** Machine code of all kernels for one architecture. All pointers point to constants of the library. */
+/** Machine code of all kernels for one architecture. All pointers point to constants in the library. */
 typedef struct codec_cuda_code {
 	uint32_t struct_nbytes;         /**< input: sizeof(codec_cuda_code) */
 	uint32_t nkernels;              /**< length of `expressions` and `names` */
@@ -136,9 +136,9 @@ typedef struct codec_cuda_encode_item {
 	/** output: size of the frame, and status; after an error the frame's bytes are unspecified */
 	codec_cuda_result *result;
 	/**
-	 * Output: encoding error, n float32 values, as codec_encode writes it; NULL: not wanted. `capacity` must then
-	 * be at least codec_cuda_bound. After an error the residual is unspecified: copy it before the call to be able
-	 * to retry.
+	 * Output: encoding error, n float32 values, as codec_encode writes it; NULL: not computed. With a residual,
+	 * `capacity` must be at least codec_cuda_bound. After an error the residual is unspecified: copy it before the
+	 * call to be able to retry.
 	 */
 	float *residual;
 	/** TRUNCATE, input: level of each value, 0..3 (codec_level_bits); NULL with CODEC_LEVEL_CODING_FIXED */
@@ -148,8 +148,8 @@ typedef struct codec_cuda_encode_item {
 } codec_cuda_encode_item;
 
 /**
- * Compute the size in bytes of the workspace for encoding these items. Reads only `plan` and `flags`. Most of the
- * workspace is scratch memory of warps, at most 100 MB, which the tensors of a batch share.
+ * Compute the size in bytes of the workspace for encoding these items. Reads only `plan` and `flags` of each item. Most
+ * of the workspace is scratch memory of warps, at most 100 MB, which all items share.
  */
 CODEC_API int codec_cuda_encode_workspace(const codec_cuda_encode_item *items, size_t count, uint64_t *nbytes);
 
@@ -181,8 +181,8 @@ typedef struct codec_cuda_decode_item {
 } codec_cuda_decode_item;
 
 /**
- * Compute the size in bytes of the workspace for decoding these items. Reads only `plan`. Most of the workspace is
- * shared scratch memory, as for codec_cuda_encode_workspace.
+ * Compute the size in bytes of the workspace for decoding these items. Reads only `plan` of each item. Most of the
+ * workspace is scratch memory of warps, which all items share.
  */
 CODEC_API int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, size_t count, uint64_t *nbytes);
 

@@ -18,7 +18,7 @@ public:
 	{
 	}
 
-	/** Return the status of the C library; CODEC_OK if the error did not come from it. */
+	/** Return the status of the C library; CODEC_OK if the error did not come from the C library. */
 	codec_status status() const noexcept
 	{
 		return status_;
@@ -28,7 +28,7 @@ private:
 	codec_status status_;
 };
 
-/** An argument is invalid, or the codec refuses the values (CODEC_NONFINITE). */
+/** An argument is invalid, or the codec cannot encode the values (CODEC_NONFINITE). */
 class ArgumentError : public Error
 {
 	using Error::Error;
