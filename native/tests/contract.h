@@ -13,7 +13,7 @@ enum { N = 40000, SCRATCH = 4 << 20 };
 static float x[N], theta[N + 1], residual[N], out[N];
 static uint8_t frame[8 * N], other[8 * N], scratch[SCRATCH];
 
-/* Calls whose arguments are variables of the calling test. */
+/* Calls of codec_decode and codec_encode whose arguments are local variables of the calling test. */
 #define DECODE(n) codec_decode(frame, n, &to, &with, scratch, sizeof scratch)
 #define ENCODE(dst, room, r) codec_encode(&spec, &t, dst, room, &written, r, &with, scratch, sizeof scratch)
 #define CHECK() codec_decode_check(frame, written, &with, job, &range, work, work_nbytes)

@@ -1,4 +1,4 @@
-/* environment.h - the caller's floating-point environment, which calls must restore. */
+/* environment.h - read the floating-point environment, to check that library calls restore it. */
 #ifndef CODEC_TESTS_ENVIRONMENT_H
 #define CODEC_TESTS_ENVIRONMENT_H
 

@@ -23,7 +23,7 @@ static inline uint64_t next_random(void)
 	return state;
 }
 
-/* n bytes that end where a page without access rights begins. */
+/* Memory of n bytes that ends where a page without access rights begins. */
 struct guarded {
 	uint8_t *p;
 	void *map;
@@ -51,7 +51,7 @@ static inline void unguard(struct guarded g)
 #define STACK (1 << 18)
 #define PAINT 0x5a
 
-/* Return the number of stack bytes that a thread running f uses. */
+/* Run f in a thread, and return the number of bytes of stack that the thread has used. */
 static inline size_t stack_of(void *(*f)(void *))
 {
 	struct guarded g = guard(STACK);

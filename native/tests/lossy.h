@@ -1,4 +1,4 @@
-/* lossy.h - specs of lossy codecs, and tensors for tests of them. */
+/* lossy.h - specs of lossy codecs, and tensors to test them. */
 #ifndef CODEC_TESTS_LOSSY_H
 #define CODEC_TESTS_LOSSY_H
 
@@ -73,7 +73,7 @@ static inline float widened(const uint8_t *p, uint32_t dtype, uint64_t i)
 	return round_float(dtype == CODEC_BFLOAT16 ? round_from_bfloat16(half) : round_from_float16(half));
 }
 
-/* Return 1 for codecs of rows, which accept CODEC_DIFFERENCE and whose frames follow segments. */
+/* Return 1 for row codecs, which accept CODEC_DIFFERENCE and whose frames depend on segments. */
 static inline int is_rows(uint32_t codec)
 {
 	return codec != CODEC_TRUNCATE && codec != CODEC_TOPK;

@@ -1,4 +1,6 @@
-/* test_coder.c - test tables and codebooks, and all instruction sets' kernels for lanes and planes. */
+/*
+ * test_coder.c - test tables and codebooks, and the kernels of all instruction sets for the lane coder and for planes.
+ */
 #include <stdlib.h>
 
 #include "job/api.h"
@@ -51,7 +53,7 @@ static void test_bits_round_trip(void **unused)
 	assert_int_equal(bits_mean(-8, 3), -3);
 }
 
-/* Return the minimum of sum(weight * code length) for k weights, by exhaustive search. */
+/* Return the minimum of sum(weight * code length) for k weights and codes of limited length, by exhaustive search. */
 static uint64_t cheapest(const uint32_t *w, int k, int max_code_length, int left, uint64_t kraft)
 {
 	uint64_t best = UINT64_MAX;
@@ -81,7 +83,7 @@ static void test_codebooks_are_optimal_and_round_trip(void **unused)
 
 		for (int i = 0; i < k; i++)
 			counts[40 + i] = w[i] = 1000 + (uint32_t)(next_random() % 60000);
-		w[k] = 1; /* the escape */
+		w[k] = 1; /* weight of the escape */
 		book_from_counts(&b, counts, max_code_length);
 		for (int i = 0; i < k; i++)
 			cost += (uint64_t)w[i] * b.length[40 + i];
@@ -137,8 +139,8 @@ struct coded {
 };
 
 /*
- * Decode `count` streams, each of the first nwords[i] of the same words, and check that check_lanes gives equal
- * results.
+ * Decode `count` streams together, where stream i has the first nwords[i] of `words`, and check that check_lanes gives
+ * equal results.
  */
 static void decode_with(const struct kernels *k, const book_lookup *book, const uint8_t *words, const size_t *nwords,
 			const lanes *start, size_t rows, int count, struct symbol_pairs *pairs, struct coded *out)
@@ -195,7 +197,7 @@ static void test_instruction_sets_agree_on_lanes(void **unused)
 		book_from_counts(&book, counts, max_code_length);
 		book_to_codes(&book, &codes);
 		book_to_lookup(&book, &lookup);
-		for (size_t i = 0; i < WIRE_ROW * rows; i++) /* mostly distributed as the codes imply */
+		for (size_t i = 0; i < WIRE_ROW * rows; i++) /* symbols mostly distributed as the codes imply */
 			symbol[i] = next_random() % 400 ? lookup.symbol[next_random() & 255] : (uint8_t)next_random();
 		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
 			codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa};
@@ -230,7 +232,7 @@ static void test_instruction_sets_agree_on_lanes(void **unused)
 			store32(at.p + 4 * i, words[i]);
 		pairs->of = NULL;
 		lengths[0] = nwords;
-		lengths[1] = nwords / 2; /* shorter, to detect kernels that mix up the streams */
+		lengths[1] = nwords / 2; /* the second stream is shorter, to detect kernels that mix up the streams */
 		decode_with(&kernels_scalar, &lookup, at.p, lengths + 1, &last, rows, 1, pairs, &half);
 		decode_with(&kernels_scalar, &lookup, at.p, lengths, &last, rows, 1, pairs, &plain);
 		for (uint32_t isa = 0; codec_isa_name(isa); isa++)
@@ -286,7 +288,7 @@ static void test_instruction_sets_agree_on_planes(void **unused)
 
 		for (size_t i = 0; i < nbytes; i++)
 			values[i] = (uint8_t)(next_random() >> 20);
-		for (size_t i = 0; i < n; i++) { /* include ends of the circle and exponents of 0 */
+		for (size_t i = 0; i < n; i++) { /* include patterns at the wrap-around, and exponents of 0 */
 			offset[i] = (uint16_t)(next_random() % 3 ? next_random() % WIRE_CIRCLE(128)
 								 : next_random() % 2 * (WIRE_CIRCLE(128) - 1));
 			if (next_random() % 4 == 0)

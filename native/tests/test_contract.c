@@ -1,5 +1,5 @@
 /*
- * test_contract.c - test codec.h: specs, metrics, codebooks and buffers. Calls with wrong arguments leave outputs
+ * test_contract.c - test codec.h: specs, metrics, codebooks and buffers. Calls with wrong arguments must leave outputs
  * unchanged.
  */
 #include <math.h>
@@ -24,7 +24,7 @@ static void test_rejects_overlapping_buffers(void **unused)
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	assert_int_equal(ENCODE(x + 100, sizeof x - 400, NULL), CODEC_BAD_ARGUMENT);
 	assert_int_equal(ENCODE(theta, sizeof theta, NULL), CODEC_BAD_ARGUMENT);
-	assert_int_equal(ENCODE(theta, 4 * N, NULL), CODEC_BAD_ARGUMENT); /* would overwrite theta */
+	assert_int_equal(ENCODE(theta, 4 * N, NULL), CODEC_BAD_ARGUMENT); /* encoding would overwrite theta */
 	assert_int_equal(ENCODE(residual, sizeof residual, residual), CODEC_BAD_ARGUMENT);
 	t = tensor(x + 1, N - 1);
 	state = tensor(theta + 1, N - 1);
@@ -61,7 +61,7 @@ static void test_rejects_overlapping_buffers(void **unused)
 	assert_memory_equal(x, theta, sizeof x);
 	assert_int_equal(codec_decode(frame, n, &state, &with, scratch, sizeof scratch), CODEC_OK);
 	assert_memory_equal(theta, out, sizeof out);
-	to.data = theta + 1; /* overlaps the state's array */
+	to.data = theta + 1; /* dst overlaps the state array theta */
 	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_BAD_ARGUMENT);
 	to.data = frame + 16;
 	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_BAD_ARGUMENT);
@@ -102,7 +102,7 @@ static void test_finest_theta_dtype_sets_guard(void **unused)
 	half.nbytes = 2 * N;
 	with.metric = &first;
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
-	assert_int_equal(frame[36], 128 - 8); /* not 16 less: theta is float32 in one group */
+	assert_int_equal(frame[36], 128 - 8); /* guard is not 16 less, because theta is float32 in one group */
 }
 
 /*

@@ -1,5 +1,5 @@
 /*
- * test_core.c - test the C core: lossless round trips between guard pages, use of the stack, threads, floating-point
+ * test_core.c - test the C core: lossless round trips between guard pages, stack usage, threads, floating-point
  * environment.
  */
 #include <pthread.h>
@@ -12,7 +12,7 @@
 static const uint32_t ALL_DTYPES[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_FLOAT16,
 				      CODEC_UINT8,   CODEC_INT16,   CODEC_INT32,    CODEC_INT64};
 
-/* Fill p with values of few exponents, with zeros, or with random bits. */
+/* Fill p with n values: of few exponents, all zero, or with random bits, as `kind` selects. */
 static void fill(uint8_t *p, uint32_t dtype, uint64_t n, int kind)
 {
 	uint64_t size = codec_dtype_nbytes(dtype);
@@ -67,7 +67,7 @@ static void round_trip(uint32_t dtype, uint64_t n, int kind, uint32_t isa)
 	assert_true(written <= bound);
 	frame = guard(written);
 	memset(frame.p, 0xa5, written);
-	/* exact capacity; one byte less; scratch too small */
+	/* encode with the exact capacity, then with one byte less, then with scratch that is too small */
 	assert_int_equal(codec_encode(&spec, &t, frame.p, written, &again, NULL, &with, scratch.p, need), CODEC_OK);
 	assert_int_equal(again, written);
 	assert_memory_equal(frame.p, dst.p, written);
@@ -146,7 +146,7 @@ static void test_decode_noise_without_checksum(void **unused)
 		frame = guard(written);
 		memcpy(frame.p, dst.p, written);
 		assert_int_equal(codec_inspect(frame.p, written, &info), CODEC_OK);
-		for (int i = 0; i < 1 + round % 8; i++) { /* side, directory or region */
+		for (int i = 0; i < 1 + round % 8; i++) { /* damage side section, directory or regions */
 			uint64_t at = round % 3 ? info.side_offset : info.regions_offset;
 			uint64_t room = MIN(written - at, round % 5 ? 200u : written - at);
 
@@ -163,7 +163,7 @@ static void test_decode_noise_without_checksum(void **unused)
 		unguard(scratch);
 		unguard(frame);
 	}
-	assert_true(decoded > 100); /* damage must often reach the decoding of blocks */
+	assert_true(decoded > 100); /* in many rounds, damage must not be detected before blocks are decoded */
 }
 
 static void *use_stack(void *unused)

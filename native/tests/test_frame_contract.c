@@ -298,7 +298,7 @@ static void test_inspect_partial_frames(void **unused)
 				need = info.fault.expected;
 			assert_int_equal(need, 48 + 8 * rank);
 			assert_true(need <= CODEC_HEADER_NBYTES && asked <= 2);
-			frame[3] ^= 1; /* a wrong magic number is reported as soon as it is complete */
+			frame[3] ^= 1; /* a wrong magic number is reported as soon as all its bytes have arrived */
 			assert_int_equal(codec_inspect(frame, 3, &info), CODEC_TRUNCATED);
 			assert_int_equal(codec_inspect(frame, 4, &info), CODEC_BAD_MAGIC);
 		}

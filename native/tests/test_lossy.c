@@ -1,5 +1,6 @@
 /*
- * test_lossy.c - test the lossy codecs of the C interface between guard pages: round trips, bounds, sums, wrong specs.
+ * test_lossy.c - test lossy codecs through the C interface, between guard pages: round trips, bounds, sums, wrong
+ * specs.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -93,8 +94,8 @@ static void test_round_trip_between_guard_pages(void **unused)
 }
 
 /*
- * Encode a vector into a buffer of codec_bound_segments bytes, which is the frame's size unless there is an entropy
- * stage.
+ * Encode n values into a buffer of codec_bound_segments bytes, which must be the frame's size unless there is an
+ * entropy stage.
  */
 static void encode_bounded(codec_spec spec, uint32_t dtype, uint64_t n, const codec_segment *segments, uint64_t count)
 {

@@ -22,7 +22,7 @@
 
 #define THREADS 4
 #define N 80001
-#define ROW 65 /* values per row; so short that the segment has many rows, whose offsets are computed by threads */
+#define ROW 65 /* values per row; so short that the segment has many rows, whose offsets the threads compute */
 #define NROWS 1100
 #define FRAMES 3
 #define SLICES 7
@@ -67,7 +67,7 @@ static const struct kind {
 	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_FIXED, .bits = 2}},
 };
 
-/* A tensor, a spec and buffers. Every buffer is a separate allocation, so that ASan checks its end. */
+/* A tensor, a spec and buffers. Every buffer is a separate allocation, so that ASan detects accesses past its end. */
 struct task {
 	codec_spec spec;
 	codec_tensor x, out, sum, theta, base;
@@ -133,8 +133,8 @@ static int is_delta(const struct task *k)
 }
 
 /*
- * Fill the tensor. For DELTA it is a copy of the base in which one value in 8, 64 or 512 is changed, by steps of all
- * sizes.
+ * Fill the task's tensor. For DELTA the tensor is a copy of the base in which one value in 8, 64 or 512 is changed, by
+ * steps of all sizes.
  */
 static void fill_tensor(struct task *k, int i)
 {
@@ -210,7 +210,7 @@ static void task_close(struct task *k)
 		free(k->frame[i]);
 }
 
-/* Work of threads: f(context, i) is called once for each i below count. */
+/* Work that threads share: f(context, i) is called once for each i below count. */
 struct tasks {
 	void (*f)(void *context, uint64_t i);
 	void *context;
@@ -239,23 +239,26 @@ static void run_all(void (*f)(void *, uint64_t), void *context, uint64_t count)
 		pthread_join(thread[i], NULL);
 }
 
-/* State that threads share in the steps of one job. */
+/* State that threads share while they process the steps of one job. */
 struct steps {
 	struct task *k;
 	void *job[FRAMES];
 	codec_plan plan;
 	codec_range ranges[SLICES];
-	uint64_t checksums[SLICES][FRAMES]; /* reduce */
+	uint64_t checksums[SLICES][FRAMES]; /* reduce: per range and frame */
 	codec_status status[SLICES];
 	int add;
 	uint32_t op;
-	/* encode: after each range, a thread moves finished ranges together, unless another thread is doing so */
+	/*
+	 * encode: after each range, a thread moves the regions of finished ranges together, unless another thread is
+	 * doing so
+	 */
 	atomic_int done[SLICES];
 	pthread_mutex_t moving;
 	uint64_t moved, to;
 };
 
-/* Return the i-th of SLICES ranges of blocks. */
+/* Return range i of the SLICES ranges into which a job's blocks are divided. */
 static codec_range slice(const struct steps *s, uint64_t i)
 {
 	uint64_t first = s->plan.nblocks * i / SLICES, end = s->plan.nblocks * (i + 1) / SLICES;
@@ -440,7 +443,7 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 
 	if (what == 3 && !is_delta(k)) {
 		status = codec_reduce_scratch((const void *const *)k->frame, k->nbytes, FRAMES, &need);
-		if (status != CODEC_OK || need > 64 << 20) /* sizes from a rewritten header */
+		if (status != CODEC_OK || need > 64 << 20) /* the sizes come from a rewritten header */
 			return status;
 	}
 	scratch = room(need);
@@ -456,7 +459,7 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 			status = decode_part(k, &with, scratch);
 			break;
 		}
-		with.flags |= CODEC_NONTEMPORAL; /* use the tile, whose size is read from a header */
+		with.flags |= CODEC_NONTEMPORAL; /* makes codec_reduce use its tile, whose size is read from a header */
 		status = codec_reduce((const void *const *)k->frame, k->nbytes, FRAMES, CODEC_REDUCE_MEAN, &k->sum,
 				      &with, scratch, need);
 	}

@@ -1,6 +1,6 @@
 /*
- * test_residuals.c - test residuals of lossy codecs between guard pages: they are read, added, subtracted, and
- * unchanged by errors.
+ * test_residuals.c - test residuals of lossy codecs between guard pages: residuals are added or subtracted, replaced by
+ * the new ones, and unchanged by errors.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -47,8 +47,9 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 }
 
 /*
- * CODEC_FEEDBACK gives the frame of the sums, CODEC_DIFFERENCE the frame of the differences, bit-identical in float32.
- * The new residual is the sums' encoding error, or the old residual plus the decoded values.
+ * CODEC_FEEDBACK gives the frame that encoding tensor + residual gives, CODEC_DIFFERENCE the frame of tensor -
+ * residual, bit-identical in float32. The new residual is the encoding error of the sums, or the old residual plus the
+ * decoded values.
  */
 static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 {
@@ -86,7 +87,7 @@ static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uin
 	for (uint64_t i = 0; i < n; i++)
 		assert_true(left[i] == (flag == CODEC_DIFFERENCE ? e[i] + widened(back, dtype, i)
 								 : sum[i] - widened(back, dtype, i)));
-	/* exact capacity; one byte less, which must leave the residual unchanged */
+	/* encode with the exact capacity; then with one byte less, which must leave the residual unchanged */
 	memcpy(sum, e, 4 * n);
 	assert_int_equal(codec_encode(&spec, &t, other, written - 1, &again, sum, &with, scratch, need),
 			 CODEC_SHORT_OUTPUT);
@@ -213,12 +214,12 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 			 CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, x, &with, scratch, need),
 			 CODEC_BAD_ARGUMENT);
-	/* the sum is Inf, though neither operand is */
+	/* tensor + residual is Inf, though neither operand is Inf */
 	x[N - 1] = e[N - 1] = 3e38f;
 	x[0] = 1;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_NONFINITE);
 	assert_true(e[N - 1] == 3e38f && e[0] == 0);
-	/* the sum exceeds the given scale, though neither operand does */
+	/* tensor + residual exceeds the given scale, though neither operand does */
 	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TERNARY, .scale = 4};
 	x[N - 1] = e[N - 1] = 3;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_BAD_SCALE);
@@ -235,7 +236,7 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need),
 			 CODEC_BAD_ARGUMENT);
 	with.flags = CODEC_FEEDBACK;
-	/* CODEC_FEEDBACK must match in all steps of a job */
+	/* all steps of a job must have CODEC_FEEDBACK, or none */
 	spec.scale = 8;
 	with.residual = e;
 	job = scratch;
@@ -249,7 +250,7 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 		assert_int_equal(codec_encode_start(&t, frame, capacity, &with, job, &plan), CODEC_BAD_ARGUMENT);
 		with.flags ^= CODEC_FEEDBACK;
 	}
-	/* the sum exceeds float16's range: the excess remains in the residual */
+	/* tensor + residual exceeds float16's range: the excess remains in the residual */
 	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TERNARY};
 	t.dtype = CODEC_FLOAT16;
 	t.nbytes = 2 * N;

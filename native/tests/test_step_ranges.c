@@ -73,7 +73,7 @@ static void test_check_only_writes_nothing(void **unused)
 		fill();
 		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 		nbytes[0] = written;
-		spec.codec = CODEC_SIGN; /* blocks of this frame hold other values than the first frame's */
+		spec.codec = CODEC_SIGN; /* blocks of SIGN have other sizes than those of the first frame */
 		if (i >= 3)
 			assert_int_equal(ENCODE(other, sizeof other, NULL), CODEC_OK);
 		nbytes[1] = written;
@@ -160,7 +160,7 @@ static void test_plans_ignore_rounding_mode(void **unused)
 
 	(void)unused;
 	memset(x, 0, sizeof x);
-	spec.scale = 1.3e-7f; /* lies between two subnormals of float16 */
+	spec.scale = 1.3e-7f; /* a scale between two subnormals of float16 */
 	t.dtype = CODEC_FLOAT16;
 	t.nbytes = 2 * N;
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
@@ -181,7 +181,7 @@ static void test_plans_ignore_rounding_mode(void **unused)
 	}
 }
 
-/* With CODEC_NO_VERIFY_FIRST there is no scan before the first block, unless scales are computed from it. */
+/* With CODEC_NO_VERIFY_FIRST no scan precedes the first block, unless scales are computed from the scan. */
 static void test_one_pass_saves_scan(void **unused)
 {
 	static const uint32_t codec_ids[] = {CODEC_FLOAT8, CODEC_QUANTIZE, CODEC_SIGN};
@@ -227,7 +227,7 @@ static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 	(void)unused;
 	spec.group_size = 1024;
 	with.base = &base;
-	for (int i = 0; i < 3; i++) { /* the check lists few changes; decoding reads many again */
+	for (int i = 0; i < 3; i++) { /* checking lists few changes; if there are many, decoding reads them again */
 		uint64_t sum = 0;
 
 		fill();

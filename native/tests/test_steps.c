@@ -1,14 +1,14 @@
 /*
- * test_steps.c - test codec_engine.h: order of steps, and arguments that each step requires. Wrong calls return errors
- * and write nothing.
+ * test_steps.c - test codec_engine.h: order of steps, and arguments that each step requires. Wrong calls must return
+ * errors and write nothing.
  */
 #include <stdlib.h>
 
 #include "contract.h"
 
 /*
- * Offsets of fields that other engines read in a job's memory. abidiff does not check these structs, because no
- * function has a parameter of their types.
+ * Check the offsets of fields that other engines read in a job's memory. abidiff does not check these structs, because
+ * no function has a parameter of their types.
  */
 #define PLACE(type, field, at) _Static_assert(offsetof(type, field) == (at), #field)
 PLACE(codec_model_part, start, 0);
@@ -46,8 +46,8 @@ static void assert_rejects_other_ranges(const codec_tensor *t, const codec_conte
 }
 
 /*
- * A step is rejected if it is out of order, of the other direction, or has other arguments than the job was opened
- * with.
+ * A step is rejected if it is out of order, if it is a decode step of an encode job or vice versa, or if its arguments
+ * differ from those with which the job was opened.
  */
 static void test_rejects_steps_out_of_order(void **unused)
 {
@@ -78,7 +78,7 @@ static void test_rejects_steps_out_of_order(void **unused)
 	assert_true(plan.nscans > 0);
 	range.count = plan.nblocks;
 	range.at = plan.regions_at;
-	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* blocks before the scales are computed */
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* blocks cannot be encoded before the scales are computed */
 	assert_int_equal(MOVE(range.count, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SCAN(), CODEC_OK);
@@ -90,18 +90,18 @@ static void test_rejects_steps_out_of_order(void **unused)
 	assert_int_equal(codec_decode_blocks(frame, sizeof frame, &to, &with, job, &one, work, work_nbytes),
 			 CODEC_BAD_ARGUMENT);
 	with.residual = residual;
-	assert_int_equal(
-		BLOCKS(),
-		CODEC_BAD_ARGUMENT); /* opened without a residual, so values were not checked for NaN and Inf */
+	assert_int_equal(BLOCKS(),
+			 CODEC_BAD_ARGUMENT); /* opened without residual: values were not checked for NaN and Inf */
 	with.residual = NULL;
 	assert_int_equal(BLOCKS(), CODEC_OK);
 	range.at += 64;
 	assert_int_equal(BLOCKS(), CODEC_OK);
 	assert_int_equal(MOVE(range.count, range.at, range.at + 8),
-			 CODEC_BAD_ARGUMENT); /* a target after the regions' position */
+			 CODEC_BAD_ARGUMENT); /* regions cannot be moved to a higher offset */
 	assert_int_equal(MOVE(range.count, range.at, plan.regions_at + 4), CODEC_BAD_ARGUMENT);
 	assert_int_equal(MOVE(range.count, range.at, plan.regions_at - 8), CODEC_BAD_ARGUMENT);
-	assert_int_equal(MOVE(range.count, range.end + 8, range.at), CODEC_BAD_ARGUMENT); /* no regions there */
+	assert_int_equal(MOVE(range.count, range.end + 8, range.at),
+			 CODEC_BAD_ARGUMENT); /* nothing lies at this offset */
 	assert_int_equal(MOVE(0, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(MOVE(range.count + 1, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode_move(job, frame, range.end - 8, &range, range.at), CODEC_BAD_ARGUMENT);

@@ -1,5 +1,5 @@
 /*
- * test_vectors.c - decode golden frames on this machine, also to float32, and encode them again.
+ * test_vectors.c - decode golden frames on this machine, also to float32, and encode the decoded values again.
  *
  * usage: test_vectors DIRECTORY. Uses no test library, so that it runs under an emulator of another CPU. The original
  * tensors of golden frames are not available here, so decoded values are encoded again; for lossless frames this must
@@ -39,10 +39,7 @@ static float widened(uint32_t dtype, const uint8_t *p, uint64_t i)
 	return x;
 }
 
-/*
- * Check a frame. Returns 1 if it passes, 0 if it fails, -1 if it cannot be checked without other inputs, such as a
- * base.
- */
+/* Check a golden frame. Return 1 if it passes, 0 if it fails, -1 if checking it needs other inputs, such as a base. */
 static int check(const uint8_t *frame, size_t nbytes)
 {
 	codec_info info = {.struct_nbytes = sizeof info};

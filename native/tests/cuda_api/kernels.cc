@@ -1,5 +1,5 @@
 /*
- * kernels.cc - compile the kernels of native/cuda_api for the CPU; tests/cuda_on_cpu/kernels.cc compiles those of
+ * kernels.cc - compile the kernels of native/cuda_api for the CPU; tests/cuda_on_cpu/kernels.cc compiles the kernels of
  * native/cuda.
  */
 #include "cuda_on_cpu.h"

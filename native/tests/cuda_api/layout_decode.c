@@ -1,10 +1,13 @@
 /*
- * layout_decode.c - decode.c of libcodec_cuda, plus a function that reports its host-side decisions for one frame to
+ * layout_decode.c - decode.c of libcodec_cuda, plus a function that reports decode.c's decisions for one frame to
  * tests.
  */
 #include "decode.c"
 
-/* Write the decisions for an item that is decoded alone; tests/engines/test_cuda_hosts.py names the numbers in out. */
+/*
+ * Write decode.c's decisions for a call with a single item to `out`; tests/engines/test_cuda_hosts.py names the
+ * numbers.
+ */
 CODEC_API int codec_cuda_decode_decisions(const codec_cuda_decode_item *item, uint64_t *out)
 {
 	struct layout l;

@@ -1,12 +1,14 @@
 /*
- * layout_encode.c - encode.c of libcodec_cuda, plus functions that report its host-side decisions for one tensor to
- * tests.
+ * layout_encode.c - encode.c of libcodec_cuda, plus functions that report encode.c's decisions for one tensor to tests.
  */
 #include "encode.c"
 
 #include <string.h>
 
-/* Write the decisions for an item that is encoded alone; tests/engines/test_cuda_hosts.py names the numbers in out. */
+/*
+ * Write encode.c's decisions for a call with a single item to `out`; tests/engines/test_cuda_hosts.py names the
+ * numbers.
+ */
 CODEC_API int codec_cuda_encode_decisions(const codec_cuda_encode_item *item, uint64_t *out)
 {
 	const codec_cuda_plan *p = item->plan;
@@ -32,7 +34,8 @@ CODEC_API int codec_cuda_encode_decisions(const codec_cuda_encode_item *item, ui
 }
 
 /*
- * Write the view, arrays and header that kernels read. Arrays that kernels fill in begin `made` bytes after the view.
+ * Write the view, arrays and header that kernels read to `to`. Arrays that kernels fill begin `made` bytes after the
+ * view.
  */
 CODEC_API void codec_cuda_encode_upload(const codec_cuda_plan *p, uint64_t made, uint64_t stream, uint8_t *to)
 {

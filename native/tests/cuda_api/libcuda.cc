@@ -22,7 +22,7 @@ struct function {
 	launcher *launch;
 };
 
-std::mutex mutex; /* the kernels' __shared__ variables are static: one launch at a time */
+std::mutex mutex; /* allows one launch at a time, because the kernels' __shared__ variables are static */
 std::vector<void *> libraries;
 std::map<std::string, function> functions;
 std::string failing, log;

@@ -1,9 +1,9 @@
 /* cuda_on_cpu.h - run CUDA kernels as C++ on a CPU, for tests without a GPU. Include before the kernels.
  *
- * A thread of a block is a fiber. The scheduler switches fibers only in a collective, which waits for the lanes of its
- * mask, or in a barrier, which waits for the block. Undefined behaviour ends the launch with a message: threads that
- * wait for ever (the message names the operation and line), a shuffle from a lane outside of the mask, a lane that is
- * not in its own mask.
+ * Each thread of a thread block is a fiber. The scheduler switches fibers only in a warp collective, which waits for
+ * the lanes of its mask, or in a barrier, which waits for the block. Undefined behaviour ends the launch with a
+ * message: threads that wait for ever (the message names the operation and line), a shuffle from a lane outside of the
+ * mask, a lane that is not in its own mask.
  *
  * Blocks run one after the other. __shared__ variables are static, so AddressSanitizer detects accesses out of range;
  * dynamic_shared is heap memory of exactly the requested size. -DCUDA_ON_CPU_WORKERS=n runs n blocks at once, to test
@@ -34,7 +34,7 @@
 #define __shared__ thread_local
 #define FAST_TLS
 #else
-#define FAST_TLS __attribute__((tls_model("initial-exec"))) /* accessed without a call; for a few bytes only */
+#define FAST_TLS __attribute__((tls_model("initial-exec"))) /* access without a call; for a few bytes only */
 #define CUDA_ON_CPU_WORKERS 1
 #define __shared__ static
 #endif
@@ -75,9 +75,9 @@ struct block {
 };
 inline thread_local block *now FAST_TLS;
 inline thread_local dim thread FAST_TLS;
-inline thread_local std::vector<fiber> idle; /* fibers of the last launch, whose stacks the next one reuses */
+inline thread_local std::vector<fiber> idle; /* fibers of the last launch, whose stacks the next launch reuses */
 
-/* Return the thread after i of n in scheduling order. */
+/* Return the thread that follows thread i, of n threads, in scheduling order. */
 inline uint32_t after(const block &b, uint32_t i, uint32_t n)
 {
 	if (b.order == 1)
@@ -85,7 +85,7 @@ inline uint32_t after(const block &b, uint32_t i, uint32_t n)
 	return i + 1 < n ? i + 1 : 0;
 }
 
-/* Switch to a runnable thread, or return from the block if there is none. */
+/* Switch to a runnable thread, or end the block if there is none. */
 inline void next()
 {
 	block &b = *now;
@@ -120,7 +120,7 @@ inline void entry()
 	next();
 }
 
-/* Return the result of a shuffle for a lane. Throws std::runtime_error if the source lane is outside of the mask. */
+/* Return the result of a shuffle for lane `me`. Throw std::runtime_error if the source lane is outside of the mask. */
 inline uint64_t shuffled(const fiber *lane, const fiber &me)
 {
 	if (!(me.mask >> me.source & 1))
@@ -142,7 +142,10 @@ inline uint64_t reduced(const fiber *lane, const fiber &me)
 	return r;
 }
 
-/* Wait for the lanes of `mask`, at a barrier for the block. The last lane to arrive computes the results of all. */
+/*
+ * Perform a warp collective: wait for the lanes of `mask`; at a barrier, wait for the block. The last lane to arrive
+ * computes the results of all lanes.
+ */
 inline uint64_t collective(op what, uint32_t mask, uint64_t value, uint32_t source, int line)
 {
 	block &b = *now;
@@ -156,7 +159,7 @@ inline uint64_t collective(op what, uint32_t mask, uint64_t value, uint32_t sour
 					 std::to_string(line));
 	me.waits = what, me.line = line, me.mask = mask, me.source = source, me.value = value;
 	for (uint32_t k = 1, i = b.self - first; k <= count;
-	     k++) { /* begin with a lane that has probably not arrived */
+	     k++) { /* test a lane first that has probably not arrived */
 		i = after(b, i, count);
 		if ((all || mask >> i & 1) &&
 		    (first + i >= b.size.x || lane[i].waits != what || lane[i].line != line || lane[i].mask != mask))
@@ -185,7 +188,7 @@ inline void run_block(block &b, size_t shared_nbytes)
 
 		if (!f.stack)
 			f.stack.reset(new char[STACK_NBYTES]);
-		__asan_unpoison_memory_region(f.stack.get(), STACK_NBYTES); /* the last launch did not return from it */
+		__asan_unpoison_memory_region(f.stack.get(), STACK_NBYTES); /* the last launch ended inside of it */
 		f.sp = (void *)(((uintptr_t)f.stack.get() + STACK_NBYTES - 64) & ~(uintptr_t)15);
 		((void **)f.sp)[6] = (void *)entry; /* return address, above six saved registers */
 		f.done = false, f.waits = NOTHING;
@@ -230,7 +233,7 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t ma
 	return error[0];
 }
 
-inline thread_local std::string message; /* one for all kernels, because a library has little thread-local memory */
+inline thread_local std::string message; /* one for all kernels: a library has little thread-local memory */
 } // namespace cuda_on_cpu
 
 /* const char *NAME_launch(void **args, uint32_t grid_x, uint32_t grid_y, uint32_t threads, size_t shared_nbytes) */

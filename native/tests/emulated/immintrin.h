@@ -267,7 +267,7 @@ static inline __m256i emulated_cvtepi32_epi16(__m512i a)
 	return simde_mm256_loadu_si256((const simde__m256i *)h);
 }
 
-/* rounded once; SIMDe's version rounds twice if the CPU has no FMA */
+/* a * b + c, rounded once; SIMDe's version rounds twice if the CPU has no FMA */
 static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
 {
 	float x[16], y[16], z[16];

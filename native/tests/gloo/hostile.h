@@ -1,4 +1,4 @@
-/* hostile.h - a rank that composes the messages of codec/gloo.h itself, and so can violate the protocol. */
+/* hostile.h - a test rank that composes the messages of codec/gloo.h itself, so that it can violate the protocol. */
 #pragma once
 
 #include <algorithm>
@@ -17,11 +17,11 @@ namespace hostile
 using codec::gloo::detail::Numbers;
 using Bytes = std::vector<uint8_t>;
 
-/* One of two ranks; sends and receives message by message. Sent messages live as long as this object. */
+/* Test rank, one of two, that sends and receives message by message. Sent messages live as long as this object. */
 class Peer
 {
 public:
-	static constexpr size_t WORDS = 8; /* 8-byte words in a message of up to 7 numbers */
+	static constexpr size_t WORDS = 8; /* size of a message of up to 7 numbers, in words of 8 bytes */
 
 	explicit Peer(std::shared_ptr<::gloo::Context> context) : context_(std::move(context)), to_(1 - context_->rank)
 	{
@@ -48,7 +48,7 @@ public:
 		send(message, kind);
 	}
 
-	/* Receive a message of numbers, and return them without the last word. */
+	/* Receive a message of numbers, and return the numbers, without the last word, which is their count. */
 	Numbers numbers(uint64_t kind = REQUEST, size_t words = WORDS)
 	{
 		const Bytes message = receive(words * sizeof(uint64_t), kind);
@@ -59,7 +59,7 @@ public:
 		return found;
 	}
 
-	/* Receive a message with a frame or with values, at most `nbytes` bytes. */
+	/* Receive a message with a frame or with values, of at most `nbytes` bytes. */
 	Bytes frame(size_t nbytes, uint64_t kind = 2)
 	{
 		return receive(nbytes, kind);
@@ -89,13 +89,13 @@ public:
 			send_numbers(message_of({0, 0, 0, 0, 0}), REPORT);
 	}
 
-	/* Return a message with these numbers. */
+	/* Return a message with `numbers`, followed by their count. */
 	static Bytes message_of(const Numbers &numbers)
 	{
 		return message_of(numbers, numbers.size());
 	}
 
-	/* Return a message with these numbers, but with `count` as their announced number. */
+	/* Return a message with `numbers` that announces `count` as their number. */
 	static Bytes message_of(const Numbers &numbers, uint64_t count)
 	{
 		Numbers words((numbers.size() + WORDS) / WORDS * WORDS);
@@ -107,7 +107,7 @@ public:
 		return message;
 	}
 
-	/* Return a message with this frame that announces `length` bytes. */
+	/* Return a message with `frame` that announces a frame of `length` bytes. */
 	static Bytes message_of(const Bytes &frame, uint64_t length, uint64_t stamp)
 	{
 		Bytes message(sizeof length + frame.size() + sizeof stamp);
@@ -152,7 +152,7 @@ private:
 	std::vector<std::unique_ptr<::gloo::transport::UnboundBuffer>> buffers_;
 };
 
-/* Encode the test values of a rank to a frame. */
+/* Encode the n test values of rank `rank` to a frame. */
 inline Bytes encoded(const codec_spec &spec, uint32_t dtype, size_t n, int rank)
 {
 	namespace detail = codec::gloo::detail;

@@ -1,4 +1,4 @@
-/* main.cc - main function of the tests, and the writev() of wire.h. */
+/* main.cc - main function of the tests, and the writev() that wire.h declares. */
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -19,12 +19,12 @@ namespace
 
 constexpr uint64_t NEVER = ~uint64_t(0);
 
-std::mutex mutex; /* both the calling thread and Gloo's thread call writev() */
+std::mutex mutex; /* needed because the calling thread and Gloo's thread both call writev() */
 uint64_t sent = 0, moment = NEVER, number = NEVER, offset = 0, framed = 0;
 uint8_t bits = 0;
 std::function<void()> act;
 
-/* Send a copy of a message with a flipped byte: the original may be the caller's tensor. */
+/* Send a copy of a message with a flipped byte. Not the message itself, which may be the caller's tensor. */
 ssize_t send_damaged(int fd, const iovec *parts)
 {
 	std::vector<uint8_t> message(parts[0].iov_len + parts[1].iov_len);
@@ -67,8 +67,8 @@ extern "C" ssize_t writev(int fd, const iovec *parts, int count)
 		act();
 	}
 	/*
-	 * damage only messages sent from their start: the rest of a partly sent message is one part, with another
-	 * offset
+	 * damage only messages that are sent from their start: the rest of a partly sent message is a single part with
+	 * another offset
 	 */
 	if (number != NEVER && count == 2 && parts[0].iov_len == wire::HEADER &&
 	    parts[1].iov_len > std::max(wire::NUMBERS, offset) && framed++ == number) {
@@ -76,7 +76,7 @@ extern "C" ssize_t writev(int fd, const iovec *parts, int count)
 		if (n > static_cast<ssize_t>(wire::HEADER + offset))
 			number = NEVER;
 		else
-			framed--; /* the byte was not sent: damage the next attempt to send it */
+			framed--; /* the damaged byte was not sent: damage the next attempt to send it */
 	} else {
 		n = send_some(fd, parts, count, moment == NEVER ? NEVER : moment - sent);
 	}

@@ -19,8 +19,8 @@ enum Kind : uint32_t { ALLREDUCE, REDUCE_SCATTER, ALLGATHER };
 enum Part : uint32_t { THETA, V, M, PARTS };
 
 /*
- * Header of a job. These arrays follow: segments, metrics, state arrays whose dtype is not 0, residuals, values of each
- * rank.
+ * Header of a job (one collective) in the file JOBS. These arrays follow: segments, metrics, state arrays whose dtype
+ * is not 0, residuals, values of each rank.
  */
 struct Head {
 	Kind kind;
@@ -39,7 +39,7 @@ struct Metric {
 	uint64_t until;
 };
 
-/* Reads values from a file sequentially. */
+/* Reads structs and arrays from a file sequentially. */
 class Reader
 {
 public:

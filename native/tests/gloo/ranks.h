@@ -32,7 +32,7 @@
 #include <codec/gloo.h>
 #include <codec/gloo/connect.h>
 
-/* Check for leaks, and end the process if there are any. Null without AddressSanitizer. */
+/* LeakSanitizer's check, which ends the process if memory has leaked. Null without AddressSanitizer. */
 extern "C" void __lsan_do_leak_check(void) __attribute__((weak));
 
 namespace ranks
@@ -47,7 +47,10 @@ using std::chrono::milliseconds;
 		 ? (void)0                                                                                             \
 		 : throw std::logic_error(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " #__VA_ARGS__))
 
-/* Return the status of the error that work() throws. Throw unless its class is E and its message contains `words`. */
+/*
+ * Return the status of the error that work() throws. Throw unless the error's class is E and its message contains
+ * `words`.
+ */
 template <class E, class F> codec_status thrown(F &&work, const std::string &words = "")
 {
 	try {
@@ -60,10 +63,10 @@ template <class E, class F> codec_status thrown(F &&work, const std::string &wor
 	throw std::logic_error(std::string("nothing was thrown, but expected: ") + typeid(E).name());
 }
 
-/* A rank, as seen by its own process. */
+/* A rank in its own process: number, size of the team, folder for files. */
 struct Rank {
 	int rank, size;
-	std::string folder; /* folder that the team's processes share */
+	std::string folder; /* folder for files that the team's processes share */
 
 	/* Create a Gloo context over loopback. Contexts of one team need different names. */
 	std::shared_ptr<::gloo::Context> connect(const std::string &name = "first") const
@@ -103,7 +106,7 @@ using Function = std::function<std::string(Rank &)>;
 class Team
 {
 public:
-	/* Start `size` processes. They must end within `limit`. */
+	/* Start `size` processes, which must end within `limit`. */
 	Team(int size, const Function &function, milliseconds limit = milliseconds(300000)) : end_(Clock::now() + limit)
 	{
 		char name[] = "/tmp/codec-ranks-XXXXXX";
@@ -137,8 +140,8 @@ public:
 	}
 
 	/*
-	 * Wait for the i-th process that was started, and return its result. Throws if the process threw, died or
-	 * hangs.
+	 * Wait for the i-th process that was started, and return its result. Throw if the process threw, died or does
+	 * not end.
 	 */
 	std::string result(size_t i)
 	{
@@ -160,8 +163,8 @@ public:
 	}
 
 	/*
-	 * Return the results of some processes. If any fail, throws one error with the messages of all, because the
-	 * first may be a consequence of another.
+	 * Return the results of the processes `of`. If several fail, throw one error with all messages, because one
+	 * failure may be a consequence of another.
 	 */
 	std::vector<std::string> results(const std::vector<size_t> &of)
 	{
@@ -286,13 +289,13 @@ private:
 	std::vector<Process> processes_;
 };
 
-/* Run a function on all ranks, and return the results by rank. */
+/* Run a function on `size` ranks, each in a process, and return the results by rank. */
 inline std::vector<std::string> run(int size, const Function &function)
 {
 	return Team(size, function).results();
 }
 
-/* Run a function on all ranks, check that all results are equal, and return the result. */
+/* Run a function on `size` ranks, each in a process, check that all results are equal, and return the result. */
 inline std::string run_alike(int size, const Function &function)
 {
 	const std::vector<std::string> all = run(size, function);

@@ -1,4 +1,4 @@
-/* tensors.h - tensors and specs for tests, and expected results of all-reduces. */
+/* tensors.h - tensors and specs for tests of collectives, and expected results of all-reduces. */
 #pragma once
 
 #include <cmath>
@@ -54,7 +54,7 @@ private:
 	uint64_t state_;
 };
 
-/* Tensor of a dtype, as its bytes in memory. */
+/* Tensor of a dtype, stored as bytes. */
 struct Tensor {
 	uint32_t dtype;
 	std::vector<uint8_t> bytes;
@@ -129,7 +129,7 @@ inline Tensor in_order(int size, uint32_t dtype, size_t n, Op op, uint64_t seed 
 	return {dtype, total};
 }
 
-/* Return |found - want| / |want| in the Euclidean norm. */
+/* Return the relative error |found - want| / |want| in the Euclidean norm. */
 inline double error(const Tensor &found, const Tensor &want)
 {
 	const std::vector<float> x = found.floats(), y = want.floats();

@@ -1,4 +1,7 @@
-/* test_bits.cc - results of collectives: bit-identical on all ranks, and equal or close to the expected values. */
+/*
+ * test_bits.cc - test that results of collectives are bit-identical on all ranks, and equal or close to the expected
+ * values.
+ */
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -163,7 +166,7 @@ TEST_CASE("A tensor of 64 MiB is reduced")
 namespace
 {
 
-/* Return the part of a tensor that belongs to a rank; parts have `nbytes` bytes. */
+/* Return the part of a tensor that belongs to rank `rank`; each rank's part has `nbytes` bytes. */
 std::string part(const Tensor &whole, int rank, size_t nbytes)
 {
 	return whole.str().substr(rank * nbytes, nbytes);
@@ -207,7 +210,7 @@ std::string others(Rank &me)
 				allgather(context, x.bytes.data(), free.data(), n, dtype, spec_of(codec), {}, 7);
 				EXPECT(free == out);
 			}
-			/* the output may be a part of the input tensor, as in torch */
+			/* `out` may be a part of the input tensor, as in torch */
 			Tensor both = tensor(me.rank, dtype, n * me.size);
 			group.reduce_scatter(both.data(), both.bytes.data() + me.rank * x.bytes.size(), n, dtype,
 					     spec_of(CODEC_LOSSLESS));
@@ -406,7 +409,7 @@ std::string over_and_over(Rank &me)
 		EXPECT(t == want);
 		sent.push_back(group.sent_nbytes() - before);
 	}
-	/* a collective sends the bytes of frames or, in a trial of raw, the bytes of raw values */
+	/* number of bytes that a collective sends: of frames or, in a trial of raw, of uncompressed values */
 	const uint64_t frames = sent[0], values = 2 * (me.size - 1) * N * 4 / me.size;
 	EXPECT(frames < values);
 	std::string kinds;

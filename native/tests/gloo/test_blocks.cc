@@ -1,4 +1,4 @@
-/* test_blocks.cc - the class Blocks: frames as elements of gloo::allreduce. */
+/* test_blocks.cc - test the class Blocks: frames as elements of gloo::allreduce. */
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -92,7 +92,7 @@ TEST_CASE("Elements have the size of the frame of a block")
 namespace
 {
 
-/* Return the decoded values of four blocks with equal contents, encoded with this random stream. */
+/* Return the decoded values of four elements with equal contents, encoded with the random stream `stream`. */
 std::vector<float> drawn(const codec_spec &spec, uint64_t stream)
 {
 	std::vector<float> x(4096);
@@ -112,7 +112,7 @@ TEST_CASE("Random bits differ between streams and between elements")
 	for (const Case &c : codecs()) {
 		const bool draws = c.spec.codec == CODEC_TERNARY || c.spec.options & CODEC_OPTION_STOCHASTIC;
 
-		/* some codecs represent powers of two exactly */
+		/* not for codecs that encode these values exactly, whatever the random bits are */
 		if (!is_fixed_rate(c.spec) || !draws || drawn(c.spec, 0) == drawn(c.spec, 7))
 			continue;
 		const std::vector<float> x = drawn(c.spec, 0), y = drawn(c.spec, uint64_t(1) << 32);
@@ -127,7 +127,7 @@ TEST_CASE("Random bits differ between streams and between elements")
 namespace
 {
 
-/* Reduce elements one of which has a NaN on one rank, or a byte that is damaged before two elements are added. */
+/* Reduce elements, one of which has a NaN on one rank, or a byte that was damaged before two elements are added. */
 std::string spoilt(Rank &me)
 {
 	constexpr size_t N = 10000;

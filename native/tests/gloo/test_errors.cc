@@ -1,6 +1,6 @@
 /*
- * test_errors.cc - an error on one rank is reported on all ranks; no tensor is changed, and the next collective
- * succeeds.
+ * test_errors.cc - test that an error on one rank is reported on all ranks, that no tensor is changed, and that the
+ * next collective succeeds.
  */
 #include <doctest/doctest.h>
 
@@ -66,7 +66,7 @@ struct Mistake {
 
 const codec_codebook NO_BOOK{};
 
-/* A metric whose arrays or parameter groups do not match the tensor. */
+/* Metric whose arrays or parameter groups do not match the tensor. */
 struct BadMetric {
 	std::vector<float> state = std::vector<float>(N, 1);
 	codec_tensor theta = detail::tensor_of(CODEC_FLOAT32, state.data(), N), other = theta;
@@ -108,7 +108,7 @@ std::vector<Mistake> mistakes()
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.spec.struct_nbytes = 0; }},
 		{CODEC_BAD_DTYPE, [](Call &c) { c.dtype = CODEC_FLOAT64; }},
 		{CODEC_BAD_DTYPE, [](Call &c) { c.dtype = 0; }},
-		{CODEC_BAD_SHAPE, [](Call &c) { c.n = size_t(1) << 62; }}, /* more than 2^64 bytes */
+		{CODEC_BAD_SHAPE, [](Call &c) { c.n = size_t(1) << 62; }}, /* a tensor of more than 2^64 bytes */
 		{CODEC_BAD_SHAPE, [](Call &c) { c.n = SIZE_MAX; }},
 		{CODEC_BAD_ARGUMENT,
 		 [](Call &c) { c.n = size_t(1) << 46; }}, /* a tensor of this size overlaps the residuals */
@@ -326,7 +326,7 @@ namespace
  */
 std::string many_kinds(Rank &me)
 {
-	constexpr size_t LARGE = 50000; /* values; a tensor of this size may be sent raw */
+	constexpr size_t LARGE = 50000; /* number of values; a tensor of this size may be sent raw */
 	Group group(me.connect());
 	const Tensor want = in_order(me.size, CODEC_FLOAT32, LARGE, Op::mean);
 	const auto large = [&] {
@@ -369,7 +369,7 @@ TEST_CASE("Ranks remember the same choices after a call that one of them could n
 namespace
 {
 
-/* On one rank, request a different collective than on the other ranks, with valid arguments. */
+/* Request a collective on one rank that differs from the other ranks', with valid arguments. */
 std::string other_wish(Rank &me)
 {
 	Group group(me.connect());
@@ -395,7 +395,7 @@ std::string other_wish(Rank &me)
 		[](Group &g, Call &c) { g.reduce_scatter(c.x.data(), c.out.data(), N / 4, c.dtype, c.spec); },
 	};
 
-	const size_t keeps = wishes.size(); /* a different number of values that TOPK keeps */
+	const size_t keeps = wishes.size(); /* index of the request in which TOPK keeps another number of values */
 
 	for (size_t i = 0; i <= keeps; i++) {
 		Call call(me.rank, CODEC_BFLOAT16);
@@ -672,7 +672,7 @@ std::string books(Rank &me)
 		EXPECT(reduce(&a, {a, b}) == want); /* receivers know book B, senders do not use it yet */
 		EXPECT(reduce(&b, {a, b}) == want);
 		EXPECT(reduce(&b, {b}) == want);
-		EXPECT(group.sent_nbytes() - before != 2 * with_a); /* another codebook gives frames of another size */
+		EXPECT(group.sent_nbytes() - before != 2 * with_a); /* codebook B gives frames of another size */
 		/* ranks encode with different codebooks */
 		const codec_codebook &mine = me.rank == WRONG ? b : a;
 		thrown<PeerError>([&] { reduce(&mine, {a, b}); }, "asks for something else");

@@ -1,5 +1,5 @@
 /*
- * test_hostile.cc - one of two ranks violates the protocol: the other rank must throw, and its tensor must be
+ * test_hostile.cc - test two ranks, one of which violates the protocol: the other rank must throw, and leave its tensor
  * unchanged.
  */
 #include <doctest/doctest.h>
@@ -29,7 +29,7 @@ struct Attack {
 	std::function<void(Peer &)> act;
 	Algorithm algorithm = Algorithm::all_gather;
 	codec_spec spec = spec_of(CODEC_LOSSLESS);
-	int victim = -1;        /* -1: either rank */
+	int victim = -1;        /* rank that is attacked; -1: test both ranks */
 	int collectives = 1;    /* number of the victim's all-reduces; all but the last succeed */
 	std::string words = ""; /* text that the error's message must contain */
 };
@@ -105,7 +105,7 @@ void check(const Attack &attack)
 	}
 }
 
-/* Return the frame of the attacker's values. */
+/* Return a frame with the attacker's test values. */
 Message frame_of(const Peer &peer, const codec_spec &spec = spec_of(CODEC_LOSSLESS), size_t n = N_VALUES,
 		 uint32_t dtype = CODEC_FLOAT32)
 {
@@ -236,7 +236,7 @@ TEST_CASE("Raw values that arrive in part are a FrameError for any previous cont
 namespace
 {
 
-/* Return an attack that answers with an invalid request, which make() creates. */
+/* Return an attack that answers the victim's request with an invalid request, which make() creates. */
 std::function<void(Peer &)> answers(std::function<Message(Numbers)> make)
 {
 	return [=](Peer &peer) {

@@ -1,9 +1,9 @@
 /*
- * test_lost.cc - a rank dies or freezes: all other ranks throw within the timeout, no tensor is changed, and a new
- * group works.
+ * test_lost.cc - test a rank that dies or freezes: all other ranks throw within the timeout, no tensor is changed, and
+ * a new group works.
  *
- * A fault point is the number of bytes that the rank sends before it is lost, so messages are also cut in the middle.
- * The variable CODEC_FAULT_POINTS sets how many fault points are tried for each algorithm.
+ * A fault point is the number of bytes that the rank sends before it is lost, so messages may also end in the middle.
+ * The environment variable CODEC_FAULT_POINTS sets how many fault points are tried for each algorithm.
  */
 #include <doctest/doctest.h>
 
@@ -22,15 +22,15 @@ namespace
 {
 
 constexpr int SIZE = 3, VICTIM = 1;
-constexpr size_t MANY = 500000;                                    /* values; more than one write accepts */
-constexpr milliseconds TIMEOUT(1000), PROMISED(2000), SLACK(2000); /* for shared CPUs */
+constexpr size_t MANY = 500000;                                    /* number of values, sent in several writes */
+constexpr milliseconds TIMEOUT(1000), PROMISED(2000), SLACK(2000); /* SLACK: for shared CPUs */
 
 struct Way {
 	const char *name;
 	Algorithm algorithm;
 	uint32_t codec;
 	bool feedback;
-	bool steady = false; /* true: lost in the second call, in which ranks send data before they receive requests */
+	bool steady = false; /* true: lost in the second call, in which data is sent before requests are received */
 };
 
 constexpr Way WAYS[] = {
@@ -45,7 +45,7 @@ constexpr Way WAYS[] = {
 	{"steady raw", Algorithm::raw, CODEC_FLOAT8, true, true},
 };
 
-/* One all-reduce with its tensors. */
+/* One all-reduce with its tensors and residuals. */
 struct Step {
 	Tensor x;
 	std::vector<float> residual, sums;

@@ -1,4 +1,4 @@
-/* test_protocol.cc - the messages of codec/gloo.h, compared with docs/spec/protocol/cpp.md. */
+/* test_protocol.cc - test that the messages of codec/gloo.h are those that docs/spec/protocol/cpp.md specifies. */
 #include <doctest/doctest.h>
 
 #include "hostile.h"
@@ -25,7 +25,7 @@ uint64_t fnv(const Numbers &words)
 	return hash;
 }
 
-/* Return the stamp of the collective with this number. */
+/* Return the stamp of collective number `round`. */
 uint64_t stamp(uint64_t round)
 {
 	uint64_t z = round * 0x9E3779B97F4A7C15;

@@ -1,4 +1,4 @@
-/* test_state.cc - collectives of tensors with an optimizer's state or with residuals. */
+/* test_state.cc - test collectives that use an optimizer's state (TRUNCATE) or residuals. */
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace
 
 constexpr size_t N_VALUES = 60000;
 
-/* State of an optimizer and its metrics, equal on all ranks. */
+/* State arrays of an optimizer, with the metrics that use them, equal on all ranks. */
 struct State {
 	Tensor theta, v, m;
 	codec_tensor t, w, k;
@@ -182,7 +182,7 @@ std::string by_users_metric(Rank &me)
 		group.allreduce(y.data(), N_VALUES, CODEC_FLOAT32, spec, options);
 		EXPECT(x == y);
 
-		/* one receiver has another state */
+		/* one receiver has another optimizer state */
 		const Tensor before = tensor(me.rank, CODEC_FLOAT32, N_VALUES);
 		x = before;
 		if (me.rank == 1)
@@ -197,7 +197,7 @@ std::string by_users_metric(Rank &me)
 		EXPECT(!raised || x == before);
 		if (me.rank == 1)
 			state.metrics[0].theta_term /= 1024;
-		/* no metric */
+		/* one rank passes no metric */
 		x = before;
 		options.metric = me.rank == 1 ? nullptr : options.metric;
 		thrown<PeerError>([&] { group.allreduce(x.data(), N_VALUES, CODEC_FLOAT32, spec, options); },
@@ -296,13 +296,13 @@ std::string telescoped(Rank &me)
 				steps.take(group, me, dtype, spec, Algorithm::two_shot);
 			EXPECT(steps.largest_residual() > 1e-3);
 			EXPECT(steps.unexplained(group, me) < limit);
-			/* algorithms with one phase encode no sums */
+			/* all_gather, which has one phase, encodes no sums */
 			Steps one_phase;
 			for (int i = 0; i < 3; i++)
 				one_phase.take(group, me, dtype, spec, Algorithm::all_gather);
 			EXPECT(one_phase.sums == std::vector<float>(N_VALUES));
 			EXPECT(one_phase.unexplained(group, me) < limit);
-			/* raw sends the residuals in full, up to the precision of the dtype */
+			/* raw sends whole residuals, up to the precision of the dtype */
 			steps.take(group, me, dtype, spec, Algorithm::raw);
 			EXPECT(steps.largest_residual() <= (dtype == CODEC_FLOAT32 ? 0 : limit));
 			EXPECT(steps.unexplained(group, me) < limit);
@@ -361,7 +361,7 @@ const Extreme EXTREMES[] = {
  */
 bool take(Group &group, const Rank &me, const Extreme &of, const codec_spec &spec, Algorithm algorithm, bool feedback)
 {
-	constexpr size_t AT = 2500; /* index of a value in the slice of the last rank */
+	constexpr size_t AT = 2500; /* index of a value that lies in the slice of the last rank */
 	std::vector<float> x = values(me.rank, 3000), residual(x.size()), sums(x.size());
 	Options options;
 

@@ -1,7 +1,7 @@
 /*
- * test_steady.cc - steady collectives: all ranks agreed on the signature before, so they send data before they receive
- * the other ranks' requests. Different arguments or an error on one rank must be errors on all ranks, and the
- * connections must remain usable.
+ * test_steady.cc - test steady collectives: in an earlier call, all ranks agreed on the signature (hash of arguments),
+ * so they send data before they receive the other ranks' requests. Different arguments or an error on one rank must be
+ * errors on all ranks, and the connections must remain usable.
  */
 #include <doctest/doctest.h>
 
@@ -22,8 +22,8 @@ namespace
 {
 
 constexpr int WRONG = 1;                                      /* rank with different arguments or values */
-constexpr size_t SMALL = 300, MEDIUM = 40000, LARGE = 900000; /* values; LARGE has several chunks */
-constexpr milliseconds SOON(5000);                            /* a quarter of the timeout, for shared CPUs */
+constexpr size_t SMALL = 300, MEDIUM = 40000, LARGE = 900000; /* numbers of values; LARGE has several chunks */
+constexpr milliseconds SOON(5000);                            /* a quarter of the timeout, enough on shared CPUs */
 
 /* One collective with its tensors, which errors must not change. */
 struct Call {

@@ -1,6 +1,6 @@
 /*
- * test_wire.cc - bytes damaged in transit must cause an error on all ranks and change no tensor; the next collective
- * must succeed.
+ * test_wire.cc - test that bytes damaged in transit cause an error on all ranks and change no tensor, and that the next
+ * collective succeeds.
  */
 #include <doctest/doctest.h>
 
@@ -18,7 +18,7 @@ namespace
 {
 
 constexpr int SIZE = 3, SENDER = 1;
-constexpr size_t SMALL = 30000, LARGE = 2200000; /* values; frames of LARGE are decoded after the verdict */
+constexpr size_t SMALL = 30000, LARGE = 2200000; /* numbers of values; frames of LARGE are decoded after the verdict */
 
 struct Way {
 	const char *name;
@@ -41,8 +41,8 @@ constexpr Way WAYS[] = {{"two-shot", Algorithm::two_shot, CODEC_LOSSLESS},
 /* Bits to flip in a message. */
 struct Flip {
 	uint64_t number; /* index of the message among messages with frames */
-	uint64_t offset; /* offset of the byte */
-	uint8_t bits;    /* mask of the bits */
+	uint64_t offset; /* offset of the byte in the message */
+	uint8_t bits;    /* mask of the bits to flip */
 };
 
 /* Perform one all-reduce in which one rank sends a damaged byte. Return this rank's error. */
@@ -118,7 +118,7 @@ TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerE
 				CHECK(raised != "nothing");
 				frame_errors += raised == "FrameError";
 			}
-			/* one frame may be sent to several ranks */
+			/* a damaged frame may be sent to several ranks */
 			CHECK(frame_errors >= 1);
 			CHECK(frame_errors < SIZE);
 		}

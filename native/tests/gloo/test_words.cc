@@ -1,6 +1,6 @@
 /*
  * test_words.cc - unit tests without communication: conversion of dtypes, partition of tensors, choice between frames
- * and raw, connect.h.
+ * and raw values, connect.h.
  */
 #include <doctest/doctest.h>
 
@@ -51,7 +51,7 @@ uint16_t nearest(double x, int exponent_bits, int mantissa_bits)
 
 		(value_of(middle, exponent_bits, mantissa_bits) <= x ? low : high) = middle;
 	}
-	/* treat Inf as the number one step above the largest finite number */
+	/* for rounding, Inf stands for the number one step above the largest finite number */
 	const double below = value_of(low, exponent_bits, mantissa_bits);
 	const double above =
 		high == infinite ? 2 * below - value_of(static_cast<uint16_t>(low - 1), exponent_bits, mantissa_bits)
@@ -217,7 +217,7 @@ TEST_CASE("Cut points are starts of rows inside segments, and elsewhere multiple
 		if (row)
 			REQUIRE(found == at - (at - (row == 30 ? 0 : 26000)) % row);
 		else if (at - 157072 < 131074)
-			REQUIRE(found == at); /* cuts may divide long rows anywhere */
+			REQUIRE(found == at); /* cut points in long rows need no alignment */
 		else
 			REQUIRE(found == at / 1024 * 1024);
 	}
@@ -336,8 +336,8 @@ namespace
 {
 
 /*
- * Return the maxima of two ranks' times. One rank takes `wall` microseconds and computes for `busy` of them; the other
- * waits for half of `wall`. Frames are `smaller` times smaller than raw values.
+ * Return the largest times of two ranks. One rank takes `wall` microseconds and computes for `busy` microseconds of
+ * these; the other rank waits for half of `wall`. Frames are `smaller` times smaller than raw values.
  */
 Times largest(uint64_t wall, uint64_t busy, uint64_t smaller = 1)
 {
@@ -345,8 +345,8 @@ Times largest(uint64_t wall, uint64_t busy, uint64_t smaller = 1)
 }
 
 /*
- * Return the choices (true: raw) for n collectives, each of which takes `frames` microseconds if encoded and `values`
- * microseconds if raw. `load`: share of that time in which the CPU computes.
+ * Return the choices (true: raw) for n collectives, each of which takes `frames` microseconds with frames and `values`
+ * microseconds with raw values. `load`: share of that time in which the CPU computes.
  */
 std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n, uint64_t smaller = 1)
 {
@@ -589,7 +589,7 @@ TEST_CASE("create_device() gives its thread SCHED_BATCH and restores the policy 
 TEST_CASE("connect() works with a Gloo that takes a reference to the store or a shared pointer")
 {
 	auto store = std::make_shared<NoStore>();
-	/* never dereferenced */
+	/* the device is never dereferenced */
 	std::shared_ptr<::gloo::transport::Device> device(reinterpret_cast<::gloo::transport::Device *>(store.get()),
 							  [](void *) {});
 	auto old = codec::gloo::connect<Old>(1, 3, store, device);

@@ -1,8 +1,9 @@
 /*
  * wire.h - a writev() that counts the bytes this process sends, damages them, or acts at a given byte.
  *
- * Gloo sends by writev(). The dynamic linker finds this program's writev() before libc's. A message has two parts,
- * Gloo's header of 48 bytes and the data. Only data is damaged: Gloo ends the receiving process if its header is wrong.
+ * Gloo sends messages with writev(). The dynamic linker finds this program's writev() before the one of libc. A message
+ * has two parts, Gloo's header of 48 bytes and the data. Only data is damaged: Gloo ends the receiving process if the
+ * header is wrong.
  */
 #pragma once
 
@@ -14,14 +15,14 @@ namespace wire
 
 constexpr uint64_t HEADER = 48;
 
-/* Return the bytes sent since the last call of restart() or at(). */
+/* Return the number of bytes sent since the last call of restart() or at(). */
 uint64_t sent_nbytes();
 void restart();
 
 /* Call act() once `nbytes` bytes have been sent, before the next byte. */
 void at(uint64_t nbytes, const std::function<void()> &act);
 
-/* Maximum size of a message of numbers, in bytes; messages with frames are longer. */
+/* Maximum size in bytes of a message of numbers; messages with frames are longer. */
 constexpr uint64_t NUMBERS = 64;
 
 /*
