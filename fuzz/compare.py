@@ -1,4 +1,4 @@
-"""Decode frames of the grammar (grammar.h) with the library and with tests/reference/decoder.py: both must agree.
+"""Decode generated frames (grammar.h) with libcodec and with tests/reference/decoder.py: both must agree.
 
     python fuzz/compare.py [--first SEED] [--frames N] [--most VALUES]
 

@@ -1,10 +1,10 @@
 /*
  * lossless/decode_fast.cuh - kernel that decodes floats of two and four bytes whose regions contain only plane 0, one
- * block per warp. Nearly all large tensors are such. decode_lossless decodes the same frames, more slowly; the host
+ * block per warp, as in nearly all large tensors. decode_lossless decodes the same frames, more slowly; the host
  * chooses between the kernels.
  *
- * The loop over whole rows has few instructions and registers, so that 32 warps (24 for float32) are resident on a
- * multiprocessor and hide each other's latencies. docs/spec/format.md, sections 3, 5.2 and 7.
+ * The loop over whole rows of 128 values has few instructions and registers, so that 32 warps (24 for float32) are
+ * resident on a multiprocessor and hide each other's latencies. docs/spec/format.md, sections 3, 5.2 and 7.
  */
 #ifndef CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
 #define CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
@@ -16,8 +16,11 @@
 #include "lossless/fast.cuh"
 #include "lossless/single.cuh"
 
-#define FAST_BITS 13 /* bits of an index into the table of pairs */
-/* flag of an entry: a symbol is the escape, or both codes together are longer than FAST_BITS (FAST_LONG) */
+#define FAST_BITS 13 /* number of bits of an index into the table of symbol pairs */
+/*
+ * flags of an entry of that table. FAST_RARE: a symbol is the escape, or FAST_LONG is set, too: both codes together are
+ * longer than FAST_BITS
+ */
 #define FAST_RARE 64u
 #define FAST_LONG 0x8000u
 
@@ -30,7 +33,7 @@ struct fast_tables {
 	uint32_t pair[1 << FAST_BITS], key[WIRE_CHUNK_WORDS], single[256], escape;
 };
 
-/* Return an entry with symbol a in bits 7 to 14 and symbol b in bits 23 to 30. */
+/* Return an entry of the table of symbol pairs, with symbol a in bits 7 to 14 and symbol b in bits 23 to 30. */
 DEVICE uint32_t fast_entry(uint32_t a, uint32_t b)
 {
 	return a << 7 | b << 23;
@@ -59,8 +62,8 @@ DEVICE void fill_fast(fast_tables *to, const uint8_t *table)
 }
 
 /*
- * State of a lane after a row that read_rare has decoded. count: number of literals that all lanes together have
- * consumed.
+ * State of a lane after read_rare has decoded a row of 128 symbols. count: number of literals that all lanes together
+ * have consumed.
  */
 struct fast_row {
 	uint32_t a, b;         /* entries of the lane's four symbols, with escapes replaced by literals */
@@ -69,8 +72,8 @@ struct fast_row {
 };
 
 /*
- * Decode a row in which some lane has an escape, or two codes that are too long for the table of pairs. a, b: the
- * lane's entries. literals: `left` bytes of literals; if the row needs more, its symbols are undefined.
+ * Decode a row of 128 symbols in which some lane has an escape, or two codes that are too long for the table of pairs.
+ * a, b: the lane's entries. literals: `left` bytes of literals; if the row needs more, its symbols are undefined.
  */
 static __device__ __noinline__ fast_row read_rare(const fast_tables *tables, uint32_t a, uint32_t b, uint32_t high,
 						  uint32_t low, uint32_t n, const uint8_t *literals, uint32_t left,
@@ -117,7 +120,10 @@ static __device__ __noinline__ fast_row read_rare(const fast_tables *tables, uin
 		total};
 }
 
-/* Merge two values. entry: their symbols. x: each value's byte of plane 1, twice. by: offsets, see turn_pair. */
+/*
+ * Merge the upper 16 bits of two values from planes 0 and 1. entry: their symbols. x: each value's byte of plane 1,
+ * twice. by: offsets, see turn_pair.
+ */
 template <fast_offsets KIND> DEVICE uint32_t fast_pair(uint32_t entry, uint32_t x, uint32_t by)
 {
 	const uint32_t symbols = entry & FAST_SYMBOLS, both = symbols | (x & ~FAST_SYMBOLS);
@@ -153,10 +159,10 @@ DEVICE typename fast_quad<SIZE>::words fast_values(uint32_t a, uint32_t b, const
 }
 
 /*
- * Decode `chunks` whole chunks of CHUNK_ROWS rows, and end their checksums. plane1: address of plane 1; further fixed
- * planes follow at intervals of `stride` bytes. to: destination of values; NULL: only check them. first: index of the
- * first chunk in the block. o: position of the lane's first quad in the scale model, if there are offsets; not updated.
- * Each quad must lie within one row of its part. sums: checksum of each fixed plane.
+ * Decode `chunks` whole chunks of CHUNK_ROWS rows, and finish the chunks' checksums. plane1: address of plane 1;
+ * further fixed planes follow at intervals of `stride` bytes. to: destination of values; NULL: only check them. first:
+ * index of the first chunk in the block. o: position of the lane's first four values in the scale model, if there are
+ * offsets; not updated. A lane's four values must lie within one row of their part. sums: checksum of each fixed plane.
  */
 template <int SIZE, fast_offsets KIND>
 DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, uint64_t stride, uint8_t *to,
@@ -243,7 +249,7 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 				by[1] = pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
 				column += WIRE_ROW;
 				if (column >= length && (k + 1 < CHUNK_ROWS || chunk + 1 < chunks)) {
-					/* at most twice, since rows have at least 64 values */
+					/* the loop runs at most twice, since rows of a part have at least 64 values */
 					column -= length, row++;
 					if (column >= length)
 						column -= length, row++;
@@ -262,7 +268,10 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	top->coder.taken = taken;
 }
 
-/* Decode whole chunks of a block of m values from row r on. Does nothing if memory is not aligned. */
+/*
+ * The read_chunks argument of read_single_plane: decode whole chunks of a block of m values from row r on, and return
+ * the number of rows decoded; 0 if memory is not aligned.
+ */
 template <int SIZE>
 DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec_sink &sink, uint64_t first, uint32_t m,
 				 plane *top, const uint8_t *fixed, digest *sums, cursor *c, place *o, uint32_t r,
@@ -305,12 +314,12 @@ DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec
 }
 
 /*
- * Warps of a CTA, which share the tables. With two CTAs per multiprocessor, a thread then has 64 registers (values of
- * 2 bytes) or 80 (4 bytes).
+ * Number of warps per CTA, which share the tables. With two CTAs per multiprocessor, a thread has 64 registers (values
+ * of 2 bytes) or 80 (4 bytes).
  */
 #define FAST_WARPS(size) ((size) == 2 ? 16 : 12)
 
-/* Decode blocks. The sink must be CODEC_INTO_STORE. Grid: (CTAs, frames). */
+/* Kernel: decode blocks of floats of SIZE bytes, 2 or 4. The sink must be CODEC_INTO_STORE. Grid: (CTAs, frames). */
 template <int SIZE>
 __global__ void __launch_bounds__(32 * FAST_WARPS(SIZE), 2) decode_lossless_fast(const codec_decoding *decodings)
 {

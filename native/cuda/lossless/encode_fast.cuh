@@ -1,6 +1,6 @@
 /*
- * lossless/encode_fast.cuh - code whole rows of floats whose regions contain only a coded plane 0. Nearly all rows of
- * large tensors are such. docs/spec/encoder.md, section 6.
+ * lossless/encode_fast.cuh - encode whole rows of 128 floats if regions contain only a coded plane 0, as in nearly all
+ * large tensors. docs/spec/encoder.md, section 6.
  *
  * The loop has few instructions and 80 registers, so that 24 warps are resident on a multiprocessor and hide each
  * other's latencies.
@@ -15,8 +15,8 @@
 #include "lossless/split.cuh"
 
 /*
- * Words of a coded plane that a warp buffers in shared memory: enough for a block of 16,384 values at 2.7 bits per
- * symbol. When the buffer is full, its words are moved to scratch memory.
+ * Number of words of a coded plane that a warp buffers in shared memory: enough for a block of 16,384 values at 2.7
+ * bits per symbol. When the buffer is full, its words are moved to scratch memory.
  */
 #define NEAR_WORDS 1536
 
@@ -26,8 +26,8 @@ template <int SIZE> struct fast_codes {
 };
 
 /*
- * Write the literals of a row before the `nliterals` literals of later rows, as put_literals does. Returns the number
- * of literals written.
+ * Write the literals of a row of 128 symbols before the `nliterals` literals of later rows, as put_literals does.
+ * Return the number of literals of this and all later rows.
  */
 static __device__ __noinline__ uint32_t put_rare(uint8_t *literals, uint32_t nliterals, uint32_t quad, uint32_t a,
 						 uint32_t b, uint32_t c, uint32_t d, uint32_t lane)
@@ -63,8 +63,8 @@ DEVICE uint32_t fast_code(const uint32_t *codes, uint32_t x)
 }
 
 /*
- * Split a quad: store the upper 16 bits of its values in `half`, two in each word, and the words of planes 2 and above
- * in the last argument.
+ * Split four values: store the upper 16 bits of each in `half`, two per word, and the words of planes 2 and above in
+ * the last argument.
  */
 DEVICE void fast_halves(uint2 x, uint32_t half[2], uint32_t *)
 {
@@ -80,11 +80,12 @@ DEVICE void fast_halves(uint4 x, uint32_t half[2], uint32_t *plane)
 }
 
 /*
- * Code `chunks` whole chunks of CHUNK_ROWS rows, from the last one to the first, write planes 1 and above, and end the
- * checksums. values, plane1: end of the values and of plane 1; further planes follow at intervals of `stride` bytes.
- * first: index of the first chunk in the block. o: position in the scale model of the lane's quad in the last row, if
- * there are offsets; not updated. Each quad must lie within one row of its part. whole: true if these are all rows of
- * the block; then the words remain in shared memory if they fit, see s->near.
+ * Encode `chunks` whole chunks of CHUNK_ROWS rows, from the last one to the first, write planes 1 and above, and finish
+ * the chunks' checksums. values, plane1: end of the values and of plane 1; further planes follow at intervals of
+ * `stride` bytes. first: index of the first chunk in the block. o: position in the scale model of the lane's four
+ * values in the last row, if there are offsets; not updated. A lane's four values must lie within one row of their
+ * part. whole: true if these are all rows of the block; then the words remain in shared memory if they fit, see
+ * s->near.
  */
 template <int SIZE, fast_offsets KIND>
 DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane1, uint64_t stride, uint32_t first,
@@ -98,7 +99,7 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 	/* volatile, so that the compiler does not keep eight keys in eight registers */
 	const volatile uint32_t *key = t->key + lane;
 	uint32_t *const words = t->words[0]; /* words of all warps */
-	/* end of this warp's buffer; its words begin at `begin` */
+	/* index of the end of this warp's buffer; the buffered words begin at index `begin` */
 	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1);
 	uint32_t begin = opaque(end);
 	const uint32_t below = opaque((1u << lane) - 1), round = ROUND_OF(octave), circle = WIRE_CIRCLE(128) * 0x10001;
@@ -125,7 +126,7 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 			prefetch((const uint8_t *)(from - 32 * CHUNK_ROWS - lane) + LINE_NBYTES * lane);
 #pragma unroll
 		for (uint32_t k = CHUNK_ROWS; k-- > 0;) {
-			uint32_t w[2], plane[SIZE]; /* upper 16 bits of the values; words of planes, from plane 1 on */
+			uint32_t w[2], plane[SIZE]; /* upper 16 bits of four values; bytes of planes from 1 on */
 
 			fast_halves(next[k % AHEAD], w, plane + 1);
 			uint32_t u[2] = {w[0], w[1]};
@@ -140,7 +141,7 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 				if (k || chunk) {
 					if (column < WIRE_ROW) {
 						column += length,
-							row--; /* at most twice, since rows have at least 64 values */
+							row--; /* at most twice: rows have at least 64 values */
 						if (column < WIRE_ROW)
 							column += length, row--;
 						eighths = row_pair(eighths_of(o.part, o.rows, row), (int)round);
