@@ -117,8 +117,8 @@ static void check_flags(const struct subject *f, const struct result *plain)
 }
 
 /*
- * Decode without codebook and metric, and with other metrics: an intact frame must return the error for the missing
- * argument, a damaged frame the error for its damage.
+ * Decode without codebook and metric, and with other metrics: for an intact frame, the error must be the one for the
+ * missing argument; for a damaged frame, the one for the damage.
  */
 static void check_missing(const struct subject *f, const struct result *plain)
 {
@@ -186,7 +186,7 @@ static void check_floats(const struct subject *f, const struct result *plain)
 		memcpy(&got, r.out.p + 4 * i, 4);
 		if (ternary && w.flags & CODEC_UNSCALED && !f->info.stored) {
 			if (y == 0 || w.into != CODEC_INTO_FLOAT32)
-				continue; /* a scale of 0 hides the codes */
+				continue; /* with a scale of 0, values do not show the codes */
 			y = w.flags & CODEC_RESCALE ? y : y > 0 ? 1 : -1;
 		}
 		if (w.into == CODEC_INTO_ADD) {
@@ -215,7 +215,7 @@ static void check_results(const struct subject *f)
 	exact_free(&r.out);
 }
 
-/* Check that CODEC_CHECK_ONLY gives the status of decoding and writes nothing. Steps reject it. */
+/* Check that CODEC_CHECK_ONLY gives the status of decoding and writes nothing, and that steps reject the flag. */
 static void check_only(const struct subject *f, const struct result *plain)
 {
 	struct way w = {.flags = CODEC_CHECK_ONLY, .steps = below(f->s, 2), .isa = check_some_isa(f->s)};
@@ -379,7 +379,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 					   is_float(f[count].info.dtype) &&
 					   !memcmp(f[count].info.shape, f->info.shape, sizeof f->info.shape);
 
-				/* metric and codebook are common to all frames */
+				/* one call passes a single metric and codebook for all frames */
 				fits &= other == given || (!f[count].g.metric && !f[count].g.book);
 				f[count].g.metric = f->g.metric;
 				f[count].g.book = f->g.book;

@@ -9,7 +9,7 @@
 #include "codec/codec.h"
 #include "source.h"
 
-#define TENSOR_LIMIT (1u << 22) /* bytes; larger tensors are not decoded, only their rejection is checked */
+#define TENSOR_LIMIT (1u << 22) /* in bytes; of frames with larger tensors, only the rejection is checked */
 
 /*
  * Report the violated property `what` and abort; if the environment has FUZZ_GO_ON, print each property once and
@@ -38,8 +38,8 @@ struct given {
 codec_status check_frame(const struct given *given, const struct given *others, size_t nothers, struct source *s);
 
 /*
- * Buffer of n bytes whose end is the end of its allocation, so that ASan detects overruns; its start is unaligned. Free
- * it with exact_free.
+ * Buffer of n bytes that ends where its allocation ends, so that ASan detects overruns, and that begins at an unaligned
+ * address. Free it with exact_free.
  */
 struct exact {
 	uint8_t *p;

@@ -1,6 +1,6 @@
 /*
- * fuzz_calls.c - libFuzzer: calls with wrong arguments. Arguments are sometimes missing, too small, of another kind or
- * out of range, and the steps of a job may be out of order. Every call must return a status and stay within its
+ * fuzz_calls.c - libFuzzer: call functions with wrong arguments. Arguments are sometimes missing, too small, of another
+ * kind or out of range, and the steps of a job may be out of order. Every call must return a status and stay within its
  * buffers.
  */
 #include <string.h>
@@ -185,7 +185,7 @@ static size_t whole(struct source *s, struct memory *m, struct arguments *a)
 	return written;
 }
 
-/* Return a range of blocks, mostly one that the job has. */
+/* Return a random range of blocks, mostly of blocks that the job has. */
 static codec_range some_range(struct source *s, const codec_plan *plan)
 {
 	uint64_t first = below(s, plan->nblocks + 1), count = below(s, plan->nblocks - first + 2);

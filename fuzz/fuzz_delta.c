@@ -42,7 +42,7 @@ static codec_status decode_steps(const struct delta_case *c, codec_tensor *dst, 
 	}
 	if (status == CODEC_OK && plan.nblocks)
 		status = codec_decode_close(with, job.p, sum);
-	if (status == CODEC_OK && plan.nblocks && one_in(s, 3)) { /* check a part again; lists must stay valid */
+	if (status == CODEC_OK && plan.nblocks && one_in(s, 3)) { /* check a part again; lists must remain valid */
 		codec_range r = {.first = below(s, plan.nblocks), .count = 1};
 
 		CHECK(codec_decode_check(c->frame, c->nbytes, with, job.p, &r, work.p, work.n) == CODEC_OK, r.first, 0);

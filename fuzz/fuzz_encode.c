@@ -289,7 +289,7 @@ static void check_encoder(struct task *k)
 				   : FEEDBACK;
 		k->error = exact(4 * k->n, &k->s);
 		make_values(k, k->error.p, CODEC_FLOAT32, one_in(&k->s, 2));
-		k->expected = UNKNOWN; /* sums and differences may be NaN or Inf, or exceed a scale */
+		k->expected = UNKNOWN; /* tensor plus or minus residual may be NaN or Inf, or exceed a scale */
 	}
 
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {

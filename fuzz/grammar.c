@@ -282,7 +282,9 @@ static void shorten(struct grammar *g)
 	g->nbytes -= cut;
 }
 
-/* Add a fault that is not the value of a field: change any bytes, a checksum, or the frame's size. */
+/*
+ * Add a fault other than a wrong value of one field: change any bytes, a checksum, or the frame's size. `what` selects.
+ */
 static void spoil(struct maker *m, uint64_t what)
 {
 	struct grammar *g = m->g;

@@ -23,7 +23,7 @@ struct grammar {
 	uint8_t *ea; /* shared levels: exponents of the metric A */
 	codec_metric metric[3];
 	codec_tensor theta, v, m;
-	float *a; /* values that the metric's function returns */
+	float *a; /* A of each value, which the user-defined metric function returns */
 };
 
 /*

@@ -12,7 +12,7 @@
 /* State of writing a bit stream (struct bits), and of generating the region of a block (struct block). */
 struct bits {
 	uint8_t *p;
-	size_t n, room; /* bits */
+	size_t n, room; /* number of bits written; capacity in bits */
 };
 
 struct block {
@@ -20,7 +20,7 @@ struct block {
 	struct delta_kind q;
 	const uint8_t *base;
 	uint8_t *result;
-	uint64_t m, *left; /* *left: number of codes before the one that gets the fault */
+	uint64_t m, *left; /* *left: number of codes to write before the code that gets the fault */
 };
 
 static void put_bits(struct bits *b, uint64_t x, uint32_t n)
@@ -178,7 +178,7 @@ static void make_patches(struct block *k, struct bits *b, uint32_t rice, int ste
 	}
 }
 
-/* Append the region of a block to the frame. */
+/* Generate the region of block k, and append it to the frame `out`. */
 static void make_region(struct block *k, struct bytes *out)
 {
 	static const uint64_t RARELY[] = {2, 5, 30, 30, 300, 300, 3000};

@@ -13,9 +13,9 @@
 enum delta_fault {
 	DELTA_RIGHT,       /* decoders must accept the frame, and give `result` */
 	DELTA_WRONG_CODE,  /* a code, count or field of a region has another value */
-	DELTA_WRONG_BYTES, /* bytes are changed, checksums recomputed */
+	DELTA_WRONG_BYTES, /* bytes of the frame are changed, and checksums recomputed */
 	DELTA_WRONG_BASE,  /* decoded against another base: CODEC_OTHER_BASE or CODEC_ALREADY_APPLIED */
-	DELTA_CUT,         /* the frame's end is missing */
+	DELTA_CUT,         /* the end of the frame is missing */
 	DELTA_FAULTS
 };
 

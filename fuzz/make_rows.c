@@ -88,7 +88,7 @@ static uint32_t narrow(const struct maker *m, uint32_t u)
 	if (m->g->dtype != CODEC_FLOAT16)
 		return u;
 	if (e >= 143)
-		return 0x477fe000; /* 65504 */
+		return 0x477fe000; /* 65504, float16's largest value */
 	return e >= 113 ? u & 0xffffe000 : e >= 103 ? u & 0xffffffffu << (126 - e) : 0;
 }
 
@@ -173,7 +173,7 @@ static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 	}
 }
 
-/* Write n scales of rows. */
+/* Write the scales of n rows. */
 static void put_row_scales(struct maker *m, const struct kind *q, uint64_t n)
 {
 	uint64_t wrong = n && slip(m) ? below(&m->s, n) : n;
@@ -212,7 +212,7 @@ static void put_row_ends(struct maker *m, uint64_t n)
 
 		switch (below(&m->s, 3)) {
 		case 0: break; /* row ends: both positive */
-		case 1:        /* both negative */
+		case 1:        /* row ends: both negative */
 			low = high ? sign | high : 0;
 			high = a ^ b ^ (low & ~sign);
 			high = high ? sign | high : 0;
@@ -265,7 +265,7 @@ struct part {
 static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *part)
 {
 	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_ROW_PARTS(n), done = 0, allowed = most;
-	/* 1: codecs for which the header's params may describe a frame in several parts */
+	/* 1: frames of the codec may have parts with different row lengths */
 	int rows = q->codec == CODEC_FLOAT8 || q->codec == CODEC_FLOAT4 || q->codec == CODEC_QUANTIZE;
 
 	if (below(&m->s, 2) && (q->row || !rows)) {

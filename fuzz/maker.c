@@ -111,7 +111,7 @@ uint32_t pick_scale(struct maker *m, int may_be_zero)
 	case 1: return 0x7f7fffff;       /* largest finite */
 	case 2: return 1 + mantissa / 2; /* subnormal */
 	case 3: return (uint32_t)between(&m->s, 1, 254) << 23 | mantissa;
-	case 4: return (uint32_t)between(&m->s, 230, 254) << 23 | mantissa; /* huge */
+	case 4: return (uint32_t)between(&m->s, 230, 254) << 23 | mantissa; /* large exponent */
 	case 5: return (uint32_t)between(&m->s, 1, 254) << 23;
 	default: return (uint32_t)between(&m->s, 110, 140) << 23 | (mantissa & ~0xffu);
 	}
@@ -181,7 +181,7 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 			swap(value + i, value + i + noise(&m->s) % (uint64_t)(span - i));
 	zero = (int)below(&m->s, 2);
 	for (int i = 0; i < span && !zero; i++)
-		if (value[i] == 0) /* the symbol of pruned values */
+		if (value[i] == 0) /* value 0 is the symbol of pruned values */
 			swap(value, value + i);
 	memset(b, 0, sizeof *b);
 	b->length[ESCAPE] = length[0];
@@ -311,7 +311,7 @@ static void put_literals(struct maker *m, size_t n, int nbytes)
 
 			put_raw(&m->out, two, (size_t)nbytes);
 		}
-	if (slip(m)) { /* one literal too few, or too many bytes */
+	if (slip(m)) { /* write one literal too few, or too many bytes */
 		if (m->out.n > at && one_in(&m->s, 2))
 			m->out.n--;
 		else
@@ -333,7 +333,7 @@ void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
 		m->symbol[n + below(&m->s, WIRE_ROW - n % WIRE_ROW)] = b->lookup[below(&m->s, 256)];
 	for (int l = 0; l < WIRE_LANES; l++)
 		have[l] = 32;
-	if (slip(m)) /* a lane that does not end with zero bits */
+	if (slip(m)) /* plant a lane that does not end with zero bits */
 		lane[below(&m->s, WIRE_LANES)] = 1 + below(&m->s, 0xffff);
 	nwords = code_rows(m, b, rows, lane, have, pushed);
 	for (int l = 0; l < WIRE_LANES; l++)
@@ -344,7 +344,7 @@ void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
 	while (nwords && !word[nwords - 1])
 		nwords--;
 	word[nwords] = 0;
-	if (slip(m)) /* a last word of 0, or a missing word */
+	if (slip(m)) /* plant a last word of 0, or omit a word */
 		nwords = nwords && one_in(&m->s, 2) ? nwords - 1 : nwords + 1;
 	put_raw(&m->out, head, 2);
 	little(m->out.p + begin, slip(m) ? other(m, nwords, 2) : nwords, 2);

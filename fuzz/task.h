@@ -19,7 +19,7 @@ struct task {
 	codec_metric metric[GROUPS];
 	codec_codebook book;
 	codec_context with;
-	float *a; /* values that the metric's function returns */
+	float *a; /* A of each value, which the user-defined metric function returns */
 	int nonfinite, scaled;
 	codec_status expected; /* status of encoding if known; else UNKNOWN */
 	size_t bound, need, job_nbytes, work_nbytes;

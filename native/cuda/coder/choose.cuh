@@ -20,9 +20,9 @@ union model_room {
 };
 
 /*
- * Return the number of eighths of an octave, below CHOOSE_PARTS, by which all bases should be raised so that symbols
- * cost least. counts: symbol counts under the present bases on entry, under the raised bases on return. *cost: output,
- * cost in bits of the symbols under the raised bases.
+ * Return the number of eighths of an octave, below CHOOSE_PARTS, by which to raise all bases so that the symbols cost
+ * the fewest bits. counts: symbol counts under the present bases on entry, under the raised bases on return. *cost:
+ * output, cost in bits of the symbols under the raised bases.
  */
 DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room *room, uint64_t *cost)
 {
@@ -89,8 +89,8 @@ DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const 
 }
 
 /*
- * Complete the scale model: set v->model_parts.count, and write the symbol counts of plane 0 under the model to
- * c->counts[0].
+ * Complete the scale model: set v->model_parts.count, and write the symbol counts of plane 0, after offsets are
+ * subtracted, to c->counts[0].
  */
 DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kind &q, uint32_t nparts, codec_choice *c,
 				const codec_part_found *found, model_room *room)
@@ -123,8 +123,8 @@ struct model_tasks {
 };
 
 /*
- * Return the numbering for a tensor of n values. The number of shares is limited so that each warp has at least one
- * row of the sample of symbols.
+ * Return the numbering of tasks for a tensor of n values. The number of shares is limited so that each warp has at
+ * least one row (128 values) of the sample of symbols.
  */
 DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 {
@@ -186,8 +186,8 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 }
 
 /*
- * Lay out the side section: set found[i].side_nibbles to the position in bytes of the row and column offsets of part
- * i, relative to those of part 0. Returns the size of the section in bytes.
+ * Lay out the side section: set found[i].side_nibbles to the position of the nibbles of part i (row and column
+ * offsets), in bytes after the nibbles of part 0. Return the size of the section in bytes.
  */
 DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_t nparts, const codec_choice *c,
 				   codec_part_found *found)

@@ -25,8 +25,8 @@ struct book_room {
 };
 
 /*
- * Return the largest power of two that is at most n, or 0 if n is 0. It is the first step of a binary search among n
- * elements.
+ * Return the first step of a binary search among n elements: the largest power of two that is at most n, or 0 if n is
+ * 0.
  */
 DEVICE uint32_t first_step(uint32_t n)
 {
@@ -44,7 +44,7 @@ DEVICE uint32_t packages_below(const uint32_t *pair, uint32_t n, uint32_t x)
 	return low;
 }
 
-/* Return how many of n ascending weights are at most x. */
+/* Return how many of n leaves, sorted by ascending weight, weigh at most x. */
 DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
 {
 	uint32_t low = 0;
@@ -56,8 +56,9 @@ DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
 }
 
 /*
- * Make leaves for 256 symbol counts, sorted by (weight, symbol); the escape is the last of equal weights. At most
- * 2^max_code_length - 1 symbols get a code. Writes r->weight, r->symbol and r->live, the number of leaves.
+ * Compute the leaves of the Huffman tree for 256 symbol counts, sorted by (weight, symbol); of equal weights, the
+ * escape is the last. At most 2^max_code_length - 1 symbols get a code. Writes r->weight, r->symbol and r->live, the
+ * number of leaves.
  */
 DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, book_room *r)
 {
@@ -256,7 +257,7 @@ DEVICE_CALL uint64_t cta_cost(const uint8_t *length, const uint32_t *counts, uin
 	return cta_sum((uint64_t)counts[threadIdx.x] * (l ? l : length[WIRE_ESCAPE] + literal));
 }
 
-/* Shared memory of a warp that computes a cost. */
+/* Shared memory of a warp that runs warp_cost. */
 struct cost_room {
 	uint32_t live[LEAVES], leaf[LEAVES], node[LEAVES];
 };

@@ -138,7 +138,7 @@ DEVICE void refill(coded *s, uint32_t lane)
 {
 	uint32_t high = (uint32_t)(s->bits >> 32), low = (uint32_t)s->bits;
 	uint32_t taking = __ballot_sync(FULL, low == 0), place = s->taken + __popc(taking & ((1u << lane) - 1));
-	/* the end mark if the lane needs a word; otherwise 0 */
+	/* the bit that marks the reservoir's end, if the lane needs a word; otherwise 0 */
 	uint32_t mark = low ? 0 : high & (0 - high);
 	uint32_t word = mark && place < s->nwords ? load32(s->words + 4ull * place) : 0;
 

@@ -22,7 +22,7 @@ DEVICE uint32_t end_region(uint8_t *region, uint32_t at, uint32_t lane)
 	return size;
 }
 
-/* Store a little-endian word at any address. Called by one warp. */
+/* Store x as a little-endian word at any address. Called by one warp. */
 DEVICE void put32(uint8_t *to, uint32_t x, uint32_t lane)
 {
 	if (lane < 4)
@@ -172,7 +172,7 @@ struct coded_sizes {
 	uint32_t nwords, nbytes; /* number of words to write (zeros at the end are omitted); size of the plane */
 };
 
-/* Return the bytes of a coded plane before its words. sum: total bits of all tails. */
+/* Return the number of bytes of a coded plane before its words. sum: total bits of all tails. */
 DEVICE uint32_t lead_nbytes(uint32_t sum)
 {
 	return (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
@@ -205,7 +205,7 @@ static __device__ coded_sizes close_plane(const coding &s, uint32_t lane)
 	return o;
 }
 
-/* Write a closed plane to any address. */
+/* Write a plane that close_plane has finished to `out`, at any address. */
 static __device__ void write_plane(const coding &s, const coded_sizes &o, uint8_t *out, uint32_t lane)
 {
 	const uint32_t t = s.more & 31, width = s.wide ? 2 : 1, size = lead_nbytes(o.sum);

@@ -59,13 +59,13 @@ DEVICE_CALL int fit_row(const codec_model_part *part, const uint8_t *values, uin
 	return choose_offset(choose_eighths(mean, part->mean, eighth_log2(octave)), part->shifts & 15);
 }
 
-/* Return the number of rows of a part that have offsets; 0 if its rows have none. */
+/* Return the number of row offsets of a part; 0 if its rows have no offsets. */
 DEVICE uint64_t part_rows(const codec_model_part *part)
 {
 	return part->kind & WIRE_SEGMENT_ROWS ? (part->count + part->row - 1) / part->row : 0;
 }
 
-/* Return the number of columns of a part that have offsets; 0 if its columns have none. */
+/* Return the number of column offsets of a part; 0 if its columns have no offsets. */
 DEVICE uint64_t part_cols(const codec_model_part *part)
 {
 	return part->kind & WIRE_SEGMENT_COLS ? part->row : 0;

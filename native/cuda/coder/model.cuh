@@ -2,7 +2,8 @@
  * coder/model.cuh - offsets of values under the scale model. docs/spec/format.md, section 5.2.
  *
  * An offset is base + row offset + column offset, in eighths of an octave (a factor of two). It is subtracted from a
- * value's pattern (the integer of exponent and upper mantissa bits), modulo a circle of 32768 - zero patterns.
+ * value's pattern (the integer of exponent and upper mantissa bits), modulo 32768 - zero. Comments call the range of
+ * these patterns, which wraps around, the circle.
  */
 #ifndef CODEC_CUDA_CODER_MODEL_CUH
 #define CODEC_CUDA_CODER_MODEL_CUH
@@ -24,8 +25,8 @@ DEVICE int octave_of(uint32_t dtype)
 /* Position of a value in the scale model: its part, and its row and column in the part. */
 struct place {
 	const codec_model_part *part;
-	uint64_t left;                /* number of values of the part from the current one on */
-	uint32_t row, column, length; /* length: values in a row; 0: the part has no rows */
+	uint64_t left;                /* number of values of the part from this position on */
+	uint32_t row, column, length; /* length: number of values per row; 0: the part has no rows */
 	int eighths;                  /* base + row offset, in eighths of an octave */
 	const int8_t *rows, *cols;    /* offsets of rows and of columns, one byte each; NULL: there are none */
 };

@@ -8,8 +8,8 @@
 #define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
 
 /*
- * Packed bits of a region. words: address, aligned to 4 bytes, at or before the region's first byte. whole: number of
- * whole words before `end`.
+ * Access to the bits of a region. words: address, aligned to 4 bytes, at or before the region's first byte. whole:
+ * number of whole words before `end`, the region's end.
  */
 struct bit_source {
 	const uint32_t *words;
@@ -63,7 +63,9 @@ DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 /* State of reading a plane of k values. */
 struct plane {
 	uint32_t mode, k;
-	/* address; RAW: of the first row; CONSTANT: of the byte that all values share; ROWS: of the bitmap of rows */
+	/*
+	 * address: mode RAW: of the first row; CONSTANT: of the byte that all values share; ROWS: of the bitmap of runs
+	 */
 	const uint8_t *bytes;
 	const pairs *by; /* CODED: table of pairs; NULL: use one table look-up per symbol */
 	const uint8_t *table;
@@ -90,14 +92,14 @@ static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, ui
 	return CODEC_OK;
 }
 
-/* A quad with literals in place of escapes, and the number of literals that all lanes together have consumed. */
+/* A lane's four symbols with literals in place of escapes, and the number of literals that all lanes have consumed. */
 struct literals {
 	uint32_t quad, count;
 };
 
 /*
- * Replace a row's escapes by literals at p, which has `left` bytes. If there are too few literals, the result's
- * `count` is more than `left` and its quad is unchanged.
+ * Replace the escapes in a row of 128 symbols by literals at p, which has `left` bytes. If there are too few literals,
+ * the result's `count` is more than `left` and its quad is unchanged.
  */
 DEVICE_CALL literals take_literals(const uint8_t *p, uint64_t left, uint32_t quad, uint32_t escapes, uint32_t lane)
 {
@@ -109,7 +111,10 @@ DEVICE_CALL literals take_literals(const uint8_t *p, uint64_t left, uint32_t qua
 	return {quad, total};
 }
 
-/* Replace a row's escapes by literals at the cursor, move the cursor past them, and return the lane's quad. */
+/*
+ * Replace the escapes in a row of 128 symbols by literals at the cursor, move the cursor past these, and return the
+ * lane's four symbols.
+ */
 DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escapes, uint32_t lane)
 {
 	literals l = take_literals(here(c), left(c), quad, escapes, lane);
@@ -120,8 +125,8 @@ DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escap
 }
 
 /*
- * Return the lane's four bytes of row r; bytes of values with index o->k and above are 0. Call it for rows in
- * ascending order.
+ * Return the lane's four bytes of row r (128 values); bytes of values with index o->k and above are 0. Must be called
+ * for rows in ascending order.
  */
 static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t lane)
 {
@@ -148,7 +153,7 @@ static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t l
 	return load_bytes(here(c) - run + 4 * lane, n);
 }
 
-/* Return CODEC_OK if the plane was valid, else a status. Call it after the last row. */
+/* After the last row: return CODEC_OK if the plane was valid, else a status. */
 DEVICE codec_status plane_close(const plane *o)
 {
 	bool bad = o->bad || (o->mode == WIRE_MODE_CODED && !ends_well(&o->coder));

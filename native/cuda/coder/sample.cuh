@@ -15,21 +15,21 @@
 #define PLANE_SHARES 8  /* number of tasks that sample planes */
 #define PART_SHARES 128 /* maximum number of tasks for one step of a part */
 
-/* Results for one part of the scale model; 0 before the launch. */
+/* Results of sampling one part of the scale model; 0 before the launch. */
 struct codec_part_found {
 	uint32_t rows, cols, counts; /* number of finished tasks of each step */
 	/* flags: rows_ready is set once the row offsets are computed, cols_ready once the column offsets are */
 	uint32_t rows_ready, cols_ready;
 	int16_t mean[CHOOSE_ROWS];
-	uint64_t side_nibbles; /* bytes of nibbles in the side section before those of this part */
+	uint64_t side_nibbles; /* size in bytes of the nibbles of all earlier parts in the side section */
 	uint64_t raw_bits;     /* cost in bits of the part's symbols without offsets */
 	/* symbol counts: without offsets (raw), with offsets (lowered), with the base only (based; float64) */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
 };
 
 /*
- * Results for a tensor; 0 before the launch. Followed by a codec_part_found for each part. `counts`: final symbol
- * counts, equal to the result of codec_count.
+ * Results of sampling a tensor; 0 before the launch. Followed by a codec_part_found for each part. `counts`: final
+ * symbol counts, equal to the result of codec_count.
  */
 struct codec_choice {
 	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
@@ -39,24 +39,24 @@ struct codec_choice {
 	 * PLANES or PARTS is available
 	 */
 	uint32_t done[3], ready[2];
-	/* masks of planes: zero_runs: a sampled row is all 0; varied: not all sampled bytes are equal */
+	/* masks of planes: zero_runs: a sampled row of 128 bytes is all 0; varied: not all sampled bytes are equal */
 	uint32_t zero_runs, varied;
 	uint32_t under;                     /* not 0 if another plane has a nonzero byte where plane 0 is 0 */
 	int32_t finest, bins;               /* finest: finest shift of offsets; bins: number of bins per symbol */
 	unsigned long long zeros, sampled;  /* sample of planes: number of 0 bytes, and of all bytes, of plane 0 */
 	unsigned long long nzeros, nvalues; /* sample of symbols: number of 0 symbols, and of all symbols */
-	/* bytes of `lead`, which is the begin of the side section: codebooks and number of parts */
+	/* size in bytes of `lead`, the first bytes of the side section: codebooks and number of parts */
 	uint32_t lead_nbytes;
 	uint8_t lead[8 + WIRE_MAX_PLANES * BOOK_MAX_NBYTES + 4];
 };
 
-/* Sizes in bytes of the results, read by the host: for a tensor, and in addition for each part. */
+/* Sizes in bytes of the results for a tensor and for each part; the host reads this symbol. */
 extern "C" __device__ const uint64_t choose_nbytes[] = {sizeof(codec_choice), sizeof(codec_part_found)};
 
 /* Steps of all parts together: indices of codec_choice.done and ready. */
 enum { PLANES, PARTS, SYMBOLS };
 
-/* Properties of the job's dtype and codec. */
+/* Constants of the job's dtype and codec for sampling. */
 struct sample_kind {
 	uint32_t size;
 	/* octave: number of patterns in an octave; eighth: log2 of the number of patterns in an eighth of an octave */
@@ -236,7 +236,7 @@ DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t 
 	c->bins = !finest && q.octave == 128 && v->n >= CHOOSE_PARTS_MIN ? CHOOSE_PARTS : 1;
 }
 
-/* Shared memory of a CTA that fits offsets. */
+/* Shared memory of a CTA that computes row and column offsets. */
 struct fit_room {
 	int8_t eighths[CHOOSE_ROWS];
 	/* index of the first value of each row in the sample for columns */
@@ -247,9 +247,7 @@ struct fit_room {
 
 #define SHIFT_AT_ONCE 16 /* number of offsets that a thread loads at once */
 
-/*
- * Return the shift with which n offsets, in eighths of an octave, are stored: at least `shift`, as choose_shift does.
- */
+/* Return the shift with which to store n offsets, in eighths of an octave: at least `shift`, as choose_shift does. */
 DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
 {
 	uint64_t outside[WIRE_MAX_SHIFT] = {0};
@@ -293,7 +291,7 @@ DEVICE uint16_t base_without_offsets(const sample_kind &q, const codec_choice *c
 	return choose_base(part->mean, q.eighth, (int)q.zero, c->bins == 1 ? WIRE_MAX_SHIFT : 0);
 }
 
-/* Change a part to one that has a base but no row or column offsets. */
+/* Remove the row and column offsets of a part, and set its base. */
 DEVICE void set_base_only(codec_model_part *part, uint16_t base)
 {
 	part->kind = part->shifts = 0;
@@ -574,7 +572,7 @@ DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *c
 	__syncthreads();
 }
 
-/* Shared memory of a CTA that decides on a part. */
+/* Shared memory of a CTA that runs decide_part. */
 struct decide_room {
 	uint32_t raw[256], lowered[256];
 	cost_room cost[2];

@@ -23,7 +23,7 @@ DEVICE uint32_t word_at(const bit_reader &r, uint64_t i)
 	return i < r.nwords ? global(r.words)[i] : 0;
 }
 
-/* Return the next 32 bits without moving the cursor. */
+/* Return the next 32 bits of the stream without moving the cursor. */
 DEVICE uint32_t peek_bits(const bit_reader &r)
 {
 	return __funnelshift_r(word_at(r, r.at / 32), word_at(r, r.at / 32 + 1), (uint32_t)(r.at % 32));
@@ -111,7 +111,7 @@ DEVICE bool stream_ends(bit_reader r)
 	return r.at <= nbits && nbits - r.at < 64 && !read_bits(&r, (uint32_t)(nbits - r.at));
 }
 
-/* Return the size of a Rice code in bits. */
+/* Return the size in bits of the Rice code of x with parameter k; an escape has x in `full` bits. */
 DEVICE uint32_t rice_nbits(uint64_t x, uint32_t k, uint32_t full)
 {
 	return x >> k < WIRE_RICE_LONGEST ? (uint32_t)(x >> k) + 1 + k : WIRE_RICE_LONGEST + full;
@@ -125,7 +125,7 @@ DEVICE void or_stream(uint8_t *stream, uint32_t bit, uint64_t x)
 		or_bits(stream, bit + 32, (uint32_t)(x >> 32));
 }
 
-/* Write a Rice code to a stream of zeros. Returns the bit position after the code. */
+/* Write the Rice code of x to a zeroed stream, from bit `bit` on. Return the bit position after the code. */
 DEVICE uint32_t put_rice(uint8_t *stream, uint32_t bit, uint64_t x, uint32_t k, uint32_t full)
 {
 	const uint64_t q = x >> k;

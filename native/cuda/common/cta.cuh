@@ -67,7 +67,7 @@ DEVICE_CALL uint64_t cta_scan(uint32_t x, uint64_t *total)
 	return before + mine;
 }
 
-/* Return thread 0's x to all threads. */
+/* Return the x of thread 0 to all threads of the CTA. */
 DEVICE_CALL uint32_t cta_broadcast(uint32_t x)
 {
 	__shared__ uint32_t shared;
@@ -125,7 +125,7 @@ DEVICE_CALL void cta_signal(volatile uint32_t *flag)
 		*flag = 1;
 }
 
-/* Wait until a flag is set by cta_signal. */
+/* Wait until another CTA has set `flag` with cta_signal. */
 DEVICE_CALL void cta_wait(const volatile uint32_t *flag)
 {
 	while (threadIdx.x == 0 && !*flag)

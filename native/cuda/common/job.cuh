@@ -4,7 +4,7 @@
 
 #include "common/warp.cuh"
 
-/* A job. `memory`: base address of the view's arrays. */
+/* A job on the device: its view, and `memory`, the base address of the view's arrays. */
 struct job {
 	codec_view v;
 	const uint8_t *memory;
@@ -14,7 +14,7 @@ struct job {
 	const uint32_t *codes;
 };
 
-/* Copy *from to *to in shared memory. Called by all threads of the CTA. sizeof(T) is a multiple of 8. */
+/* Copy *from to *to, which is in shared memory. Called by all threads of the CTA. sizeof(T) is a multiple of 8. */
 template <class T> DEVICE void share(T *to, const T *from)
 {
 	for (uint32_t i = threadIdx.x; i < sizeof(T) / sizeof(uint64_t); i += blockDim.x)
@@ -22,7 +22,7 @@ template <class T> DEVICE void share(T *to, const T *from)
 	__syncthreads();
 }
 
-/* Return the CTA's job in shared memory. */
+/* Copy the view of the CTA's job to shared memory, and return the job. */
 DEVICE const job &share_job(const codec_view *view, const uint8_t *memory, const uint32_t *codes = NULL)
 {
 	__shared__ job j;

@@ -20,7 +20,7 @@ struct codec_units {
 	uint32_t reserved;
 };
 
-/* Units that a warp has acquired; memory is NULL if there are none. */
+/* Adjacent units that a warp has acquired; memory NULL: no units. */
 struct taken_units {
 	uint8_t *memory;
 	uint32_t first, count;

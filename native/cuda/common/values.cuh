@@ -81,7 +81,7 @@ DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32
 		x[4 * k] = w.x & 0xffff, x[4 * k + 1] = w.x >> 16, x[4 * k + 2] = w.y & 0xffff,
 		      x[4 * k + 3] = w.y >> 16;
 	}
-	if (dtype == WIRE_BFLOAT16) /* one branch on the dtype for all values */
+	if (dtype == WIRE_BFLOAT16) /* one branch on the dtype for all values, not one per value */
 		for (int k = 0; k < 4 * N; k++)
 			x[k] = round_from_bfloat16((uint16_t)x[k]);
 	else

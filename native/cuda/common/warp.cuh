@@ -99,7 +99,7 @@ DEVICE uint32_t warp_max(uint32_t x)
 }
 
 /*
- * Return the exclusive prefix sum of x over lanes (the sum over all lanes below this one). Sets *total to the sum over
+ * Return the exclusive prefix sum of x over lanes (the sum over lanes with a smaller index). Set *total to the sum over
  * all lanes.
  */
 DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)

@@ -10,7 +10,7 @@
 /* scale of blocks that do not use classes (patches): all values count as class 0 */
 #define NO_SCALE 0x7fffffff
 
-/* Bin of one exponent in the histogram, in scratch memory. Members are those of delta_bin. */
+/* Bin of one exponent in a block's histogram, in scratch memory. Members: see delta_bin. */
 struct exponent_bin {
 	uint32_t values, codes;
 	unsigned long long total;
@@ -76,7 +76,7 @@ DEVICE int best_scale(const exponent_bin *bins, int low, int high, int first, in
 	return least_scale(least, best);
 }
 
-/* Return the scale of a block, as delta_scale does. */
+/* Choose the scale of a block from its bins, as delta_scale does. */
 DEVICE int choose_scale(const delta_kind &q, const exponent_bin *bins, uint32_t lane)
 {
 	uint32_t low = ~0u, high = 0;

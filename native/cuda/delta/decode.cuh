@@ -23,7 +23,7 @@ struct change_list {
 	bool bad;       /* true if a change has no effect, which is invalid */
 };
 
-/* Add the contribution of a change from x to y to the sum of its chunk of the digest. */
+/* Add the effect of changing value `place` from x to y to the checksum sum of the value's chunk. */
 template <int SIZE> DEVICE void add_to_sum(unsigned long long *sums, uint32_t place, uint64_t x, uint64_t y)
 {
 	const uint32_t byte = place * SIZE, word = byte / 4 % WIRE_CHUNK_WORDS, shift = SIZE < 4 ? 8 * (byte & 3) : 0;
@@ -36,7 +36,7 @@ template <int SIZE> DEVICE void add_to_sum(unsigned long long *sums, uint32_t pl
 		atomicAdd(sum, (unsigned long long)(((y << shift) - (x << shift)) * CHECKSUM_KEY[word]));
 }
 
-/* Apply the changes that are buffered in lanes. */
+/* Apply the changes in the buffer, one per lane. */
 template <int SIZE> DEVICE void apply_changes(const delta_block &o, change_list *l, uint32_t lane)
 {
 	if (lane < l->kept) {
@@ -78,7 +78,7 @@ DEVICE bool add_change(const delta_block &o, change_list *l, uint32_t place, uin
 	return true;
 }
 
-/* Read the steps of small values (class 0). Returns false if the stream is invalid. */
+/* Read the steps of the values of class 0 (small values). Return false if the stream is invalid. */
 template <int SIZE>
 DEVICE bool read_small(const delta_block &o, int scale, bit_reader *r, change_list *l, uint32_t lane)
 {
@@ -107,7 +107,7 @@ DEVICE bool read_small(const delta_block &o, int scale, bit_reader *r, change_li
 	return !bad && r->at <= 32ull * r->nwords;
 }
 
-/* Read the steps of a class above 0. Returns false if its codes are invalid. */
+/* Read the steps of the values in a class above 0. Return false if their codes are invalid. */
 template <int SIZE>
 DEVICE bool read_class(const delta_block &o, uint32_t class_, bit_reader *r, change_list *l, uint32_t lane)
 {
@@ -216,7 +216,7 @@ DEVICE bool open_delta(const delta_kind &q, uint32_t m, const cursor &c, delta_b
 	return o->field <= WIRE_DELTA_MAX_GAP_K;
 }
 
-/* Mode RAW: store a block's values. Returns the number of values that differ from the base. */
+/* Mode RAW: store the block's values `raw`. Return the number of values that differ from the base. */
 template <int SIZE> DEVICE uint32_t read_raw(const delta_block &o, const uint8_t *raw, uint32_t lane)
 {
 	uint32_t differ = 0;
@@ -242,8 +242,8 @@ template <int SIZE> DEVICE void copy_base(const delta_block &o, uint32_t lane)
 }
 
 /*
- * Add the contribution of `count` chunks of the base to its digest, and store the chunks' sums in o.sums unless that
- * is NULL. nbytes: bytes of the tensor.
+ * Add the contribution of `count` chunks of the base, from chunk `chunk` on, to the base's digest, and store the
+ * chunks' sums in o.sums unless that is NULL. nbytes: bytes of the tensor.
  */
 DEVICE void sum_base(const codec_decoding &d, const delta_block &o, uint64_t nbytes, uint64_t chunk, uint32_t count,
 		     uint32_t lane)
@@ -263,8 +263,8 @@ DEVICE void sum_base(const codec_decoding &d, const delta_block &o, uint64_t nby
 }
 
 /*
- * Return the block's contribution to the result's digest, computed from o.sums, or from `raw` values unless that is
- * NULL.
+ * Return the block's contribution to the result's digest, computed from the values `raw` or, if that is NULL, from
+ * o.sums.
  */
 template <int SIZE>
 DEVICE uint64_t digest_result(const delta_block &o, const uint8_t *raw, uint64_t chunk, uint32_t count, uint32_t lane)

@@ -1,4 +1,4 @@
-/* delta/delta.cuh - values of Delta and their classes, for a warp. docs/spec/format.md, section 10. */
+/* delta/delta.cuh - functions on the values of Delta. docs/spec/format.md, section 10. */
 #ifndef CODEC_CUDA_DELTA_DELTA_CUH
 #define CODEC_CUDA_DELTA_DELTA_CUH
 

@@ -30,7 +30,7 @@ DEVICE uint32_t compare_block(const delta_pair &p, uint64_t n, uint64_t *base, u
 	return warp_sum(changes);
 }
 
-/* Count the values and changes of a block per exponent, in `bins`. */
+/* Compute the histogram `bins` of a block: values and changes per exponent. */
 template <int SIZE> DEVICE void fill_bins(const delta_pair &p, exponent_bin *bins, uint32_t lane)
 {
 	for (uint32_t e = lane; e <= p.q.last; e += 32)

@@ -23,7 +23,7 @@
  */
 #define RECORD_COUNT_AT 44
 
-/* Return the records of blocks. The entries follow the records in memory. */
+/* Return the array of blocks' records, which follows the head of the lists. The entries follow the records. */
 DEVICE unsigned long long *records_of(codec_lists *lists)
 {
 	return (unsigned long long *)(lists + 1);

@@ -1,4 +1,4 @@
-/* delta/put.cuh - write the codes of a block, of 32 values at once. docs/spec/format.md, section 10.3. */
+/* delta/put.cuh - write the codes of a block, for 32 values at a time. docs/spec/format.md, section 10.3. */
 #ifndef CODEC_CUDA_DELTA_PUT_CUH
 #define CODEC_CUDA_DELTA_PUT_CUH
 
@@ -27,7 +27,7 @@ template <int SIZE> DEVICE void put_change(const delta_kind &q, const delta_row 
 		put_gamma(stream, bit, size - WIRE_DELTA_MORE);
 }
 
-/* Write the steps of a block whose dtype has exponents to a stream of zeros. s: result of sum_block. */
+/* Write the steps of a block whose dtype has exponents to a zeroed bit stream. s: result of sum_block. */
 template <int SIZE>
 DEVICE void put_steps(const delta_pair &p, int scale, const delta_sums &s, uint32_t top, uint8_t *stream, uint32_t lane)
 {
@@ -67,8 +67,8 @@ DEVICE void put_steps(const delta_pair &p, int scale, const delta_sums &s, uint3
 }
 
 /*
- * Write patches to a stream of zeros. If `steps` is set, write the steps of a block whose dtype has no exponents
- * instead.
+ * Write the patches of a block to a zeroed bit stream. If `steps` is set, write the steps of a block whose dtype has no
+ * exponents instead.
  */
 template <int SIZE>
 DEVICE void put_patches(const delta_pair &p, uint32_t gap_k, bool steps, uint8_t *stream, uint32_t lane)

@@ -9,7 +9,7 @@
 #include "delta/choose.cuh"
 #include "frame/encode.cuh"
 
-/* Block to be encoded, and the base's block. */
+/* Block to be encoded, and the same block of the base. */
 struct delta_pair {
 	delta_kind q;
 	const uint8_t *base, *values;
@@ -29,9 +29,12 @@ struct delta_row {
 	uint64_t x, y;
 	uint32_t i; /* index of the value in the block */
 	bool there, changed;
-	/* gap of a changed value: number of values of its class since the last change in the class, as coded */
+	/*
+	 * class of the value; if the value has changed, gap: number of values of its class since the last change in the
+	 * class
+	 */
 	uint32_t class_, gap;
-	uint32_t patch_gap; /* number of values since the previous change in the block */
+	uint32_t patch_gap; /* number of values of the block since the last change */
 };
 
 /* Return the magnitude of the step from value x to value y. */

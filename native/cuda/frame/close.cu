@@ -9,10 +9,7 @@
 
 #define CLOSE_WARPS CTA_WARPS
 
-/*
- * Return byte `at` of the scale model's part of the side section: records of parts, then nibbles of offsets, then
- * zeros.
- */
+/* Return byte `at` of the scale model in the side section: records of parts, then nibbles of offsets, then zeros. */
 DEVICE_CALL uint32_t model_byte(const codec_view *v, const uint8_t *memory, const codec_part_found *found, uint64_t at)
 {
 	const codec_model_part *part = model_parts(v, memory) + at / WIRE_SEGMENT_NBYTES;
@@ -44,7 +41,7 @@ DEVICE_CALL uint32_t model_byte(const codec_view *v, const uint8_t *memory, cons
 	       (k + 1 < n ? ((uint32_t)(offsets[k + 1] >> shift) & 15) << 4 : 0);
 }
 
-/* Return byte `at` of a row codec's part of the side section: segment records, then scales, then zeros. */
+/* Row codecs: return byte `at` of the parts in the side section: records of parts, then scales, then zeros. */
 DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint64_t at)
 {
 	const codec_row_part *parts = row_parts(v, memory), *part = parts + at / WIRE_SEGMENT_NBYTES;
@@ -69,7 +66,7 @@ DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint6
  */
 struct nibble_run {
 	uint64_t from, to;
-	const int8_t *offsets; /* first of the offsets; its address is even */
+	const int8_t *offsets; /* offsets to store; an even address */
 	int shift;
 };
 
@@ -192,7 +189,7 @@ DEVICE uint64_t put_digests(const codec_view *v, const codec_written *out, uint8
 	return checksum_of_chunk(warp_sum(lane < 4 ? (uint64_t)word * CHECKSUM_KEY[lane] : 0), WIRE_SEED_SIDE, 0);
 }
 
-/* Store x in nbytes bytes, little-endian. */
+/* Store x as a little-endian number of nbytes bytes. */
 DEVICE void put_field(uint8_t *to, uint64_t x, uint32_t nbytes)
 {
 	for (uint32_t i = 0; i < nbytes; i++)
@@ -259,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 	const bool delta = v.codec == WIRE_CODEC_DELTA, unchanged = delta && !out->changed;
 	const bool stored = !never_stored && !delta && (!out->fault || large) &&
 			    (!v.nblocks || large || choose_stored(out->end, stored_nbytes));
-	/* frames without blocks have a known size, and their checksum is computed separately */
+	/* the size and checksum of frames without blocks are computed separately */
 	const bool blocks = !stored && !unchanged;
 	const uint64_t known_nbytes = stored ? stored_nbytes : v.side_offset + WIRE_DELTA_SIDE_NBYTES;
 	const uint32_t fault = !stored && out->fault                  ? out->fault

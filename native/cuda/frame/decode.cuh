@@ -2,7 +2,7 @@
  * frame/decode.cuh - arguments of decoding kernels, and the loop over blocks that they share.
  *
  * A launch decodes many frames: the grid is (CTAs, frames), and blockIdx.y selects a codec_decoding. Warp w decodes
- * blocks w, w + warps, w + 2 * warps ... of its frame.
+ * blocks w, w + warps, w + 2 * warps, ... of its frame.
  */
 #ifndef CODEC_CUDA_FRAME_DECODE_CUH
 #define CODEC_CUDA_FRAME_DECODE_CUH
@@ -54,8 +54,8 @@ struct codec_decoding {
 	uint64_t reserved;
 };
 
-#define WARPS 4                        /* warps of a CTA of kernels that encode or decode blocks */
-#define ENTRIES (WIRE_CHUNK_WORDS / 2) /* directory entries in a chunk of the directory's checksum */
+#define WARPS 4                        /* number of warps per CTA of kernels that encode or decode blocks */
+#define ENTRIES (WIRE_CHUNK_WORDS / 2) /* number of directory entries per chunk of the directory's checksum */
 
 /*
  * Check the parts of a frame that belong to no block: the directory's last entry, and the padding of fixed planes.
@@ -73,7 +73,7 @@ static __device__ codec_status check_frame(const codec_view *v, const uint8_t *f
 	return __any_sync(FULL, bad) ? CODEC_BAD_HEADER : CODEC_OK;
 }
 
-/* Return the checksum of block b's bytes in the frame: its region and its parts of the fixed planes. */
+/* Return the checksum of block b's bytes in the frame: of its region and of its parts of the fixed planes. */
 static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const cursor *c, int size, uint32_t lane)
 {
 	uint64_t total = digest_bytes(here(c), left(c), WIRE_SEED_REGION, lane), at = v->planes_offset;
@@ -102,7 +102,7 @@ DEVICE void report_fault(codec_found *found, uint64_t order, codec_status status
 		atomicMax(&found->damage, ~fault);
 }
 
-/* Return the CTA's codec_decoding in shared memory. */
+/* Copy the codec_decoding of the CTA's frame to shared memory, and return it. */
 DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 {
 	__shared__ codec_decoding d;
@@ -111,7 +111,7 @@ DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 	return d;
 }
 
-/* Check that a frame's regions contain only plane 0, and that plane 0 is not halved. size: bytes of a value. */
+/* Return true if a frame's regions contain only plane 0, and plane 0 is not halved. size: bytes per value. */
 DEVICE bool holds_plane_0_only(const codec_view &v, int size)
 {
 	return v.fixed == (1u << size) - 2 && !(v.halved & 1);

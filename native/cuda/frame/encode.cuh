@@ -48,18 +48,18 @@ struct codec_encoding {
 	uint8_t *memory;  /* arrays of the view */
 	codec_source source;
 	uint8_t *frame;
-	uint64_t capacity;          /* bytes that fit at `frame` */
+	uint64_t capacity;          /* size in bytes of the memory at `frame` */
 	codec_units scratch;        /* scratch memory; encode_*_nbytes has the size of a unit */
 	codec_choice *found;        /* 0 before the launch; followed by codec_part_found of each part */
 	const uint8_t *head;        /* header of the planned job, from codec_encode_head */
 	unsigned long long *places; /* one entry per block, 0 before the launch: see look_back */
 	codec_written *out;
 	codec_cuts by;
-	uint32_t nparts; /* parts of the planned scale model */
+	uint32_t nparts; /* number of parts of the planned scale model */
 	uint32_t warps;  /* number of warps that work on this frame; other warps of the launch are idle */
 };
 
-/* Return the CTA's codec_encoding in shared memory. */
+/* Copy the codec_encoding of the CTA's tensor to shared memory, and return it. */
 DEVICE const codec_encoding &encoding_of(const codec_encoding *encodings)
 {
 	__shared__ codec_encoding e;
@@ -68,10 +68,10 @@ DEVICE const codec_encoding &encoding_of(const codec_encoding *encodings)
 	return e;
 }
 
-#define WARPS 4 /* warps of a CTA of kernels that encode or decode blocks */
+#define WARPS 4 /* number of warps per CTA of kernels that encode or decode blocks */
 
-#define PLACE_KNOWN (1ull << 62)  /* the block's region size is known */
-#define PLACE_SUMMED (2ull << 62) /* the sum of region sizes up to and including the block is known */
+#define PLACE_KNOWN (1ull << 62)  /* flag of an entry of `places`: the entry has the size of the block's region */
+#define PLACE_SUMMED (2ull << 62) /* flag: the entry has the sum of region sizes up to and including the block */
 
 /*
  * Publish that block b's region has `mine` bytes, and return the total size in bytes of all regions before it. This is

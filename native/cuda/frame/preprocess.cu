@@ -21,7 +21,7 @@ struct codec_group {
 struct codec_preprocessing {
 	uint64_t n;
 	const uint8_t *values; /* error feedback: the tensor */
-	const float *residual; /* error feedback: its residual */
+	const float *residual; /* error feedback: the residual to add */
 	float *sums;           /* output: sums of tensor and residual, as float32 */
 	uint8_t *rounded;      /* output: sums rounded to the tensor's dtype */
 	const codec_group *groups;

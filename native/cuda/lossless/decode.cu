@@ -300,7 +300,7 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 						lane);
 }
 
-/* Decode a region with any combination of planes. scratch: lossless_scratch_nbytes() bytes. */
+/* Decode block b, whose region may have any combination of planes. scratch: lossless_scratch_nbytes() bytes. */
 template <int SIZE>
 DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
 				const codec_sink *sink, uint64_t *checksum, uint32_t lane)

@@ -66,7 +66,7 @@ DEVICE void fill_fast(fast_tables *to, const uint8_t *table)
  * have consumed.
  */
 struct fast_row {
-	uint32_t a, b;         /* entries of the lane's four symbols, with escapes replaced by literals */
+	uint32_t a, b;         /* table entries with the lane's four symbols, escapes replaced by literals */
 	uint32_t high, low, n; /* see read_fast */
 	uint32_t count;
 };
@@ -138,8 +138,8 @@ template <fast_offsets KIND> DEVICE uint32_t fast_pair(uint32_t entry, uint32_t 
 }
 
 /*
- * Merge four values into words in memory order. a, b: entries of their symbols. plane: words of planes 1 and above.
- * by: offsets, see turn_pair.
+ * Merge four values from planes into words in memory order. a, b: table entries with their symbols. plane: words of
+ * planes 1 and above. by: offsets, see turn_pair.
  */
 template <int SIZE, fast_offsets KIND>
 DEVICE typename fast_quad<SIZE>::words fast_values(uint32_t a, uint32_t b, const uint32_t *plane, const uint32_t *by)

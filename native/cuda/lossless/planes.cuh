@@ -22,7 +22,7 @@ struct region_plan {
 	uint32_t constant; /* mask of planes whose bytes are all equal */
 	/* mask of planes that must still be searched for runs of zeros, or for bytes that are not all equal */
 	uint32_t unknown;
-	/* mask of planes that are coded if that saves bytes, except plane 0 of a dtype with a pattern */
+	/* mask of planes to encode if that saves bytes, except plane 0 of floats */
 	uint32_t coded;
 	uint32_t value;  /* lane p: OR of all bytes of plane p */
 	uint32_t nbytes; /* lane p: bytes of plane p */
@@ -31,8 +31,8 @@ struct region_plan {
 	uint16_t nwaiting; /* number of coded planes that wait in scratch memory until they are written */
 	uint16_t waiting;  /* lane p: 1 + index of plane p among the waiting planes; 0: it does not wait */
 	/*
-	 * coded plane in the coder's memory: index of the plane, its bytes (0: there is no such plane), state of the
-	 * coder, sizes
+	 * the coded plane in the coder's memory: index p of the plane, size in bytes (0: there is no such plane), state
+	 * of the coder, sizes
 	 */
 	uint16_t p, coded_nbytes;
 	uint32_t low, more, nwords, nliterals;

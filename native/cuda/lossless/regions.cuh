@@ -76,7 +76,7 @@ template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t l
 template <int SIZE>
 DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i, uint32_t n, uint32_t m)
 {
-	/* mask of the byte of the block's last value */
+	/* mask of the byte that belongs to the block's last value */
 	const uint32_t last = n && i + n == m ? 255u << 8 * (n - 1) : 0;
 	uint32_t planes = 0;
 
@@ -85,7 +85,7 @@ DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i
 	return __reduce_or_sync(FULL, planes);
 }
 
-/* Properties of a block's planes, found while its values are split. */
+/* Properties of a block's planes, which split_values computes. */
 template <int SIZE> struct split_block {
 	common same[SIZE]; /* OR and AND of the bytes of live values; for plane 0, of all values */
 	uint32_t runs;     /* mask of planes that may have a run of 128 zeros, or a shorter run at the end */
@@ -209,7 +209,7 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 	const uint32_t planes = ~v.fixed & ((1u << SIZE) - 1), m = o->m;
 	const uint32_t chunks = (m + WIRE_ROW * CHUNK_ROWS - 1) / (WIRE_ROW * CHUNK_ROWS);
 	const bool octave = octave_of(v.dtype) > 0, top = octave && coded & 1;
-	/* masks: planes whose bytes of live values are all equal; planes whose bytes are all 0 */
+	/* masks of planes: equal: bytes of live values are all equal; zero: all bytes are 0 */
 	uint32_t equal = 0, zero = 0;
 	coding s = begin_plane(j, 0, (uint32_t *)(scratch + PLANE_ROOM), scratch, false);
 	split_block<SIZE> q;

@@ -1,4 +1,6 @@
-/* lossless/single.cuh - decode blocks whose regions contain only plane 0, row by row. format.md, section 6. */
+/*
+ * lossless/single.cuh - decode blocks whose regions contain only plane 0, in rows of 128 values. format.md, section 6.
+ */
 #ifndef CODEC_CUDA_LOSSLESS_SINGLE_CUH
 #define CODEC_CUDA_LOSSLESS_SINGLE_CUH
 

@@ -30,7 +30,7 @@ template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_
 	}
 }
 
-/* Prefetch CHUNK_ROWS rows of values at `from` into the L2 cache. */
+/* Prefetch CHUNK_ROWS rows of 128 values at `from` into the L2 cache. */
 template <int SIZE> DEVICE void prefetch_rows(const uint8_t *from, uint32_t lane)
 {
 	for (uint32_t i = lane; i < SIZE * CHUNK_ROWS; i += 32)
@@ -137,7 +137,7 @@ DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, bool is_flo
 DEVICE place last_place(const job *j, uint64_t first, uint32_t m, uint32_t lane)
 {
 	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW;
-	/* last row in which this lane has a value; ~0: there is none */
+	/* last row of 128 values in which this lane has a value; ~0: there is none */
 	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2;
 
 	return j->v.model_parts.count && last != ~0u ? place_at(j, first + WIRE_ROW * last + 4 * lane) : place{};
@@ -183,7 +183,7 @@ struct common {
 	uint32_t some, all;
 };
 
-/* Return the OR of all bytes of the words of all lanes. */
+/* Return the OR of all bytes of x in all lanes. */
 DEVICE uint32_t any_byte(uint32_t x)
 {
 	x = __reduce_or_sync(FULL, x);

@@ -23,7 +23,7 @@ union rows_room {
 	} codes;
 };
 
-/* Sum up SCANNED pieces from piece `first` on, one warp per piece. */
+/* Compute the sums of SCANNED pieces of WIRE_TREE values, from piece `first` on, one piece per warp. */
 DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_source *source, uint64_t first)
 {
 	const codec_row_part *parts = row_parts(v, memory);
@@ -51,7 +51,10 @@ struct warp_tree {
 	uint32_t most, below; /* largest magnitude, and number of negative values, of this lane's pieces */
 };
 
-/* Add group `group` of n <= 32 pieces to a tree, one piece per lane. All earlier groups have 32 pieces. */
+/*
+ * Add the sums of group number `group`, of n <= 32 pieces, to a tree, one piece per lane. All earlier groups have 32
+ * pieces.
+ */
 DEVICE void push_group(warp_tree *tree, codec_row_sums piece, uint32_t group, uint32_t n, uint32_t lane)
 {
 	tree->most = piece.max > tree->most ? piece.max : tree->most;
@@ -74,13 +77,14 @@ DEVICE void push_group(warp_tree *tree, codec_row_sums piece, uint32_t group, ui
 }
 
 /*
- * Add up sums of a part's pieces in the order of scale_push and scale_total. Also returns the largest magnitude (bits
- * of float32) in *max, and the number of negative values. All warps add up the same number of groups of 32 pieces.
+ * Add up the sums of a part's pieces in the order of scale_push and scale_total. Set *max to the largest magnitude
+ * (bits of float32), and *negative to the number of negative values. All warps add up the same number of groups of 32
+ * pieces.
  */
 DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_room *room, double total[2], uint32_t *max,
 			    uint64_t *negative)
 {
-	const uint32_t AT_ONCE = 4; /* number of groups whose loads are in flight together */
+	const uint32_t AT_ONCE = 4; /* number of groups of pieces whose loads are in flight together */
 	const uint32_t t = threadIdx.x, lane = t % 32, warp = t / 32;
 	warp_tree tree = {};
 	uint32_t log2 = 5;
@@ -161,7 +165,9 @@ DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, 
 												  : CODEC_OK;
 }
 
-/* Count the codes of block b. scratch: memory for the codes, followed by memory for the block's scales. */
+/*
+ * Add the counts of the code bytes of block b to c->counts. scratch: memory for the codes, then for the block's scales.
+ */
 DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory, const codec_source *source, uint64_t b,
 				     uint8_t *scratch, codec_choice *c, rows_room *room)
 {

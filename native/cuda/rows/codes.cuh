@@ -7,7 +7,7 @@
 
 #include "rows/scales.cuh"
 
-#define WARP_STEP (8 * 32) /* values that a warp encodes in one step, 8 per lane */
+#define WARP_STEP (8 * 32) /* number of values that a warp encodes in one step, 8 per lane */
 #define TRITS_CHUNK (5 * WARP_STEP)
 
 /*
@@ -30,14 +30,14 @@ DEVICE row_scale open_scale(struct row_kind q, float scale, float below)
 	return s;
 }
 
-/* Return the scale of a part whose rows have no scales. */
+/* Return the row_scale of a part whose rows have no scales. */
 DEVICE row_scale open_part(struct row_kind q, const codec_row_part *part)
 {
 	return open_scale(q, part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]));
 }
 
 /*
- * Properties that all values of a block share. In functions of this file, the template parameter CODEC is the view's
+ * Parameters for encoding the values of a block. In functions of this file, the template parameter CODEC is the view's
  * codec.
  */
 struct row_job {
@@ -226,7 +226,9 @@ DEVICE_CALL void pack_trits(const uint8_t *codes, uint8_t *to, uint32_t lane)
 	__syncwarp();
 }
 
-/* Encode 8 values of one row. e: index in the tensor of the first value, a multiple of 8. */
+/*
+ * Compute the codes of 8 values x of one row, one per byte. e: index in the tensor of the first value, a multiple of 8.
+ */
 template <int CODEC>
 DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const row_scale &s, uint32_t codes[2])
 {

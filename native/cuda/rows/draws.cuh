@@ -22,7 +22,7 @@ DEVICE group_draws group_draws_of(const struct philox &key, uint32_t high)
 	uint32_t k0 = key.seed, k1 = key.stream;
 
 	for (int r = 0; r < PHILOX_ROUNDS; r++, k0 += PHILOX_W0, k1 += PHILOX_W1)
-		/* kept in registers, so that the loop does not compute the sums again */
+		/* `opaque` keeps the keys in registers, so that loops do not compute them again */
 		d.key[2 * r] = opaque(k0), d.key[2 * r + 1] = opaque(k1);
 	const uint64_t second = (uint64_t)PHILOX_M0 * (high ^ key.seed);
 

@@ -172,7 +172,7 @@ DEVICE void put_level_steps(const level_loop &c, uint32_t i, level_scale s, leve
 	}
 }
 
-/* Encode values i to end - 1 of the block. See put_level_steps. */
+/* Encode values i to end - 1 of the block in steps of 256. Arguments: see put_level_steps. */
 template <int BITS, bool ODD>
 DEVICE void put_level_run(const level_loop &c, uint32_t i, uint32_t end, level_scale s, level_rows *rows, uint32_t lane)
 {

@@ -199,8 +199,8 @@ DEVICE bool any_specials(bool e4m3, const uint32_t codes[QUADS])
 }
 
 /*
- * Combine sums with values of frame f, according to the frame's sink. scales: scales of the block in the frame.
- * Returns a mask with bit f set if codes or scales are invalid, else 0.
+ * Decode values of frame f, and combine them with the sums, as the frame's sink specifies. scales: the block's scales
+ * in the frame. Return a mask with bit f set if codes or scales are invalid, else 0.
  */
 template <int CODEC>
 DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, const uint32_t at[QUADS],
@@ -254,10 +254,10 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 		if (s.decodings->sink.into != CODEC_INTO_FLOAT32)
 			w = to[32 * i];
 		four_of_bits(w, sum[i]);
-		/* at[i]: index of the codec's row, equal in all frames */
+		/* at[i]: index of the codec's row that contains the lane's four values; equal in all frames */
 		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0;
 	}
-	/* number of frames whose loads of codes are in flight */
+	/* number of frames whose codes are being loaded at the same time */
 	const uint32_t AHEAD = CODEC == WIRE_CODEC_FLOAT8 ? 2 : 1;
 	uint32_t next[AHEAD][QUADS] = {{0}};
 	auto fetch = [&](uint32_t f, uint32_t *to) {

@@ -13,7 +13,7 @@
 #include "common/checksum.cuh"
 #include "common/values.cuh"
 
-/* Position of a block: its part, its first value in the tensor, and its number of values. */
+/* Position of a block: its part, the index of its first value in the tensor, and its number of values. */
 struct row_place {
 	const codec_row_part *part;
 	uint64_t first;
@@ -209,13 +209,13 @@ DEVICE float float8_inverse(float scale)
 	return scale > 0x1p-100f && scale < 0x1p100f ? round_div(1, scale) : 0;
 }
 
-/* Return true if a quad of FLOAT8 codes contains NaN, or Inf of E5M2. */
+/* Return true if one of four FLOAT8 codes, given as a word, is NaN, or Inf of E5M2. */
 DEVICE bool any_special(bool e4m3, uint32_t quad)
 {
 	return ((quad & 0x7f7f7f7f) + (e4m3 ? 1 : 4) * ONES) & 0x80808080;
 }
 
-/* Return the values of four finite FLOAT8 codes before scaling. */
+/* Compute the values of four finite FLOAT8 codes, given as a word, before scaling. */
 DEVICE void float8_ratios(bool e4m3, uint32_t quad, float y[4])
 {
 #if __CUDA_ARCH__ >= 890
@@ -298,7 +298,9 @@ DEVICE_CALL opened_row open_row(struct row_kind q, const codec_row_part *part, c
 	return o;
 }
 
-/* Move to the row of value i, unless it is the current row. Returns a nonzero number if the row's scale is invalid. */
+/*
+ * Make the row of value i the current row, and read its scale. Return a nonzero number if the row's scale is invalid.
+ */
 DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
 {
 	if (i < w->end)

@@ -7,7 +7,7 @@
 
 #include "rows/store.cuh"
 
-/* Round four values to a dtype of 16 bits. */
+/* Round four values to a dtype of 16 bits, and return their bits. */
 DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
 {
 	uint32_t u[4];

@@ -13,7 +13,7 @@
 #include "frame/encode.cuh"
 #include "topk/select.cuh"
 
-#define LISTED TILE_VALUES /* maximum entries of a list */
+#define LISTED TILE_VALUES /* maximum number of entries of a list of kept values */
 /* an entry has the position in the chunk in the lower bits, and the code from this bit on */
 #define CODE_AT 16
 
@@ -75,7 +75,7 @@ DEVICE topk_range put_scales(const topk_kind &q, const topk_chunk &c, const topk
 	return range_of(low, high);
 }
 
-/* Append the codes of a list of kept values to the stream. */
+/* Append the gaps and codes of a list of kept values to the stream. */
 DEVICE_CALL void put_list(const topk_kind &q, const uint32_t *list, uint32_t count, topk_writer *w)
 {
 	const uint32_t position = (1u << CODE_AT) - 1;
@@ -173,8 +173,8 @@ DEVICE void clear_region(const codec_view &v, uint64_t b, uint8_t *region)
 }
 
 /*
- * Encode block b to a zeroed region in scratch memory, and set *size to the region's size in bytes. *guess: threshold
- * of candidates, updated for the next call. Returns CODEC_NONFINITE if the block has NaN or Inf.
+ * Encode block b to `region`, zeroed scratch memory, and set *size to the region's size in bytes. *guess: threshold of
+ * candidates, updated for the next call. Return CODEC_NONFINITE if the block has NaN or Inf.
  */
 DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
 			       topk_room *room, uint32_t *guess, uint32_t *size)

@@ -14,9 +14,9 @@
 #include "common/values.cuh"
 #include "topk/topk.cuh"
 
-#define DIGITS 2048                   /* number of values of the first digit */
+#define DIGITS 2048                   /* number of possible values of the first digit, which has 11 bits */
 #define TILE_VALUES (4 * CTA_THREADS) /* values that a CTA reads in one step, four per thread */
-#define MOST_FOUND 256                /* maximum candidates in a warp's part of a chunk */
+#define MOST_FOUND 256                /* maximum number of candidates in a warp's part of a chunk */
 /*
  * by how much the guessed threshold is below the least key kept before: an eighth of an octave, which gives about 1.5
  * times as many candidates as kept values
@@ -67,9 +67,9 @@ DEVICE uint32_t load_four(const topk_chunk &c, uint32_t i, uint32_t x[4])
 }
 
 /*
- * List the positions of values whose keys are at least `low`, in order. Each warp searches an eighth of the chunk.
- * Returns the number of values listed; 0 if a warp finds too many. If there is a residual, all values of the chunk are
- * copied to it.
+ * List the positions of a chunk's values whose keys are at least `low`, in order. Each warp searches an eighth of the
+ * chunk. Return the number of values listed; 0 if a warp finds too many. If there is a residual, copy all values of the
+ * chunk to it.
  */
 DEVICE uint32_t list_candidates(const topk_chunk &c, uint32_t low, topk_candidates *to)
 {

@@ -15,7 +15,7 @@ template <int N> struct small_chunk {
 	uint64_t first; /* index of the chunk's first value */
 	uint32_t n, kept;
 	uint32_t x[N];
-	uint32_t mask[N]; /* lanes whose values are kept; equal in all lanes */
+	uint32_t mask[N]; /* bit l of mask[i]: value x[i] of lane l is kept; equal in all lanes */
 };
 
 /* Return the number of values of a chunk whose magnitude, as a bit pattern, is at least `low`. */

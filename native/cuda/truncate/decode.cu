@@ -72,7 +72,7 @@ DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, ui
 	}
 }
 
-/* Add the scale model's offsets to n exponents, then move `o` to the next row. */
+/* Add the scale model's offsets to n exponents, then move `o` forward by 128 values. */
 DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t e[4], uint32_t n)
 {
 	uint16_t offset[4] = {0};
@@ -136,7 +136,7 @@ struct cut_block {
 	uint32_t most; /* number of bits of a field that may be non-zero in the block; lower bits are 0 in all fields */
 	uint32_t mode; /* mode of the plane of symbols */
 	uint32_t left_out;      /* mask of pieces that are 0 in all values */
-	bool sends, plane_sent; /* sends: the region contains levels; plane_sent: in a separate plane */
+	bool sends, plane_sent; /* sends: the region contains levels; plane_sent: the levels are in a separate plane */
 	uint32_t *e, *w;        /* scratch memory with four values per word: e: exponents; w: levels */
 };
 
@@ -167,7 +167,7 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 /* Totals over a block's values. */
 struct cut_totals {
 	kept_sums kept; /* for each piece, the number of values that keep it */
-	uint32_t bits;  /* CODEC_OPTION_BITS: mantissa bits that the values of this lane keep */
+	uint32_t bits;  /* CODEC_OPTION_BITS: number of mantissa bits that the values of this lane keep */
 };
 
 /*

@@ -62,7 +62,7 @@ DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t 
 	return s;
 }
 
-/* Scratch memory of a warp. */
+/* Buffers in the scratch memory of a warp. */
 struct cut_memory {
 	uint32_t *symbol;
 	uint16_t *pairs;
@@ -170,7 +170,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_pl
 		piece[i] = bit_ring_of(rings + RING_WORDS * i, at.piece[i]);
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
-		/* by: rotations that move pieces to their positions in the streams */
+		/* by: rotations that move the pieces of each value to their bit positions in the streams */
 		uint32_t field[4], by[4], count = 0, width = piece_rotations(c.q);
 
 		for (uint32_t k = 0; k < 4; k++) {
@@ -197,7 +197,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_pl
 			const uint32_t mask = piece_mask(c.q, i);
 			uint32_t bits = 0;
 
-			for (uint32_t k = 0; k < 4; k++) { /* bits that are not kept are 0 */
+			for (uint32_t k = 0; k < 4; k++) { /* bits of a field that are not kept are 0 */
 				const uint32_t mine = field[k] & mask;
 
 				bits |= __funnelshift_l(mine, mine, byte_of(by[k], i));

@@ -169,7 +169,7 @@ static void fit_rows(const struct source *src, const struct kernels *k, struct j
 		segment_row_offsets(j, s)[i] = (int8_t)choose_offset(eighths[i], s->shifts);
 }
 
-/* Compute the offsets of columns: means over sampled rows of patterns minus row offsets. */
+/* Compute the offset of each column: the mean, over sampled rows, of (pattern - row offset). */
 static void fit_cols(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);

@@ -302,7 +302,7 @@ BITS_FN uint8_t round_float4_code(uint32_t x, float scale, int random, uint32_t 
 {
 	uint32_t y = round_bits(round_div(round_float(x & ROUND_ABS), scale > 0 ? scale : round_float(ROUND_INF)));
 
-	y = y < 0x40c00000u ? y : 0x40c00000u; /* 6 */
+	y = y < 0x40c00000u ? y : 0x40c00000u; /* 6.0f, the largest magnitude */
 	return (uint8_t)(round_small(y, 1, 1, random, h) | (x >> 28 & 8));
 }
 

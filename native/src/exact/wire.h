@@ -117,8 +117,8 @@
 #define WIRE_PIECES_FLOAT16 {3, 3, 2, 3}
 #define WIRE_JOINT_BASE 96 /* joint symbols of exponent and level: exponents 97..159, float16 1..31 */
 
-#define WIRE_ROW_BLOCK 16384   /* values per block at most, if rows are shorter */
-#define WIRE_TRITS_BLOCK 81920 /* values per block at most, if 5 values are packed per byte */
+#define WIRE_ROW_BLOCK 16384   /* maximum number of values per block, if rows are shorter */
+#define WIRE_TRITS_BLOCK 81920 /* maximum number of values per block, if 5 values are packed per byte */
 #define WIRE_PART_MIN 4096     /* minimum number of values of a segment that is always a separate part */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
 /* Row codecs: up to 64 more parts, so that small segments, and remainders of cut segments, have separate scales. */

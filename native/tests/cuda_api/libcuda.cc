@@ -62,8 +62,8 @@ EXPORT void fake_cuda_arch(int number)
 	arch = number;
 }
 /*
- * Set the number of multiprocessors of devices that are opened later. If it is above 1, no kernel runs; launches are
- * only logged, with their grids.
+ * Set the number of multiprocessors of devices that are opened later. If `number` is above 1, no kernel runs; launches
+ * are only logged, with their grids.
  */
 EXPORT void fake_cuda_processors(int number)
 {

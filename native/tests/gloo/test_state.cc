@@ -328,7 +328,7 @@ namespace
 
 /*
  * Value of rank 1, value of the other ranks, residual of rank 1's value, residual of the sum. `good`: codecs that
- * cannot encode NaN and Inf accept these.
+ * cannot encode NaN and Inf accept these values.
  */
 struct Extreme {
 	const char *name;

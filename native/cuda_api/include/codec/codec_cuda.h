@@ -69,8 +69,8 @@ typedef struct codec_cuda_device codec_cuda_device;
 CODEC_API int codec_cuda_open(int ordinal, codec_cuda_device **device);
 
 /**
- * Unload the kernels. No work of the device may be in flight, and its plans must not be used afterwards. NULL: do
- * nothing.
+ * Unload the kernels. No work of the device may be in flight, and plans of the device must not be used afterwards.
+ * NULL: do nothing.
  */
 CODEC_API void codec_cuda_close(codec_cuda_device *device);
 
@@ -154,9 +154,9 @@ typedef struct codec_cuda_encode_item {
 CODEC_API int codec_cuda_encode_workspace(const codec_cuda_encode_item *items, size_t count, uint64_t *nbytes);
 
 /**
- * Encode `count` tensors. All plans must be of one device. `stream` is a CUstream or cudaStream_t of that device;
- * NULL: the default stream. If the call fails, no work was submitted, except after CODEC_CUDA_DRIVER_ERROR, which may
- * leave part of it submitted.
+ * Encode `count` tensors. All plans must be of one device. `stream` is a CUstream or cudaStream_t of that device; NULL:
+ * the default stream. If the call fails, no work was submitted, except after CODEC_CUDA_DRIVER_ERROR, when a part of
+ * the work may have been submitted.
  */
 CODEC_API int codec_cuda_encode(const codec_cuda_encode_item *items, size_t count, void *workspace,
 				uint64_t workspace_nbytes, struct CUstream_st *stream);

@@ -35,7 +35,7 @@ public:
 
 	/*
 	 * Return the result of step(), or a default-constructed result after an earlier error. If step() throws, store
-	 * its exception in `error`; rethrow it only if the channel is closed, since no message can follow.
+	 * the exception in `error`; rethrow it only if the channel is closed, since no message can follow.
 	 */
 	template <class F> auto operator()(F &&step) -> decltype(step())
 	{
@@ -139,7 +139,7 @@ public:
 			each();
 	}
 
-	/* Return the first error of this rank, if any. */
+	/* Return the first error on this rank; null if there was none. */
 	std::exception_ptr error() const
 	{
 		return attempt_.error;
@@ -153,8 +153,8 @@ protected:
 	}
 
 	/*
-	 * Decode a frame into the result. If Reduction::late is set, validate it now and decode it in deliver(); the
-	 * piece and the frame must not change until then.
+	 * Decode the frame of a piece into the result. If Reduction::late is set, only validate the frame now, and
+	 * decode it in deliver(); the piece and the frame must not change until then.
 	 */
 	void settle(Bytes frame, const Piece &piece)
 	{
@@ -271,7 +271,7 @@ protected:
 		return slices_[channel_.rank];
 	}
 
-	/* Post all receives of the phase. */
+	/* Post all receives of this phase, for frames of this rank's slice. */
 	void receive()
 	{
 		for (size_t nbytes : bounds_[channel_.rank]) {

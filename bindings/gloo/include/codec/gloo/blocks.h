@@ -54,7 +54,7 @@ public:
 	public:
 		using ::gloo::AllreduceOptions::AllreduceOptions;
 
-		/** Set the buffer of elements. Call it instead of setOutput(). */
+		/** Set the buffer with the elements to reduce. Call set_output() instead of Gloo's setOutput(). */
 		void set_output(uint8_t *elements, size_t count, size_t element_nbytes)
 		{
 			setOutput(elements, count * element_nbytes);
@@ -120,7 +120,9 @@ public:
 		}
 	}
 
-	/** Fill the elements with zeros, which are not valid frames, so that all other ranks fail, too. */
+	/**
+	 * After an error: fill the elements with zeros, which are not valid frames, so that all other ranks fail, too.
+	 */
 	void give_up()
 	{
 		std::fill(elements_.begin(), elements_.end(), 0);
@@ -145,7 +147,8 @@ public:
 	}
 
 	/**
-	 * Decode the reduced elements, and divide the values by `divisor`. If it throws, the values are unspecified.
+	 * Decode the reduced elements, and divide the values by `divisor`. If decode() throws, `values` are
+	 * unspecified.
 	 */
 	void decode(void *values, float divisor = 1)
 	{
@@ -180,8 +183,8 @@ private:
 	}
 
 	/*
-	 * Throw PeerError if an element begins with zeros: a rank could not encode it. Frames begin with their magic
-	 * number.
+	 * Throw PeerError if an element begins with zeros, which means that a rank could not encode the element: frames
+	 * begin with their magic number.
 	 */
 	static void check_there(const uint8_t *element)
 	{

@@ -9,7 +9,7 @@
 namespace codec::gloo
 {
 
-/** Base class of all exceptions of codec::gloo, for errors of this rank or of another one. */
+/** Base class of all exceptions of codec::gloo, for errors of this rank or of another rank. */
 class Error : public std::runtime_error
 {
 public:

@@ -34,8 +34,8 @@ inline void check_metrics(const codec_metric *metric, uint64_t n)
 }
 
 /*
- * Part of a list of metrics that applies to a piece: the parameter groups that overlap the piece, and views of their
- * arrays.
+ * Part of a list of metrics that applies to a piece of a tensor: the parameter groups that overlap the piece, with
+ * views of their arrays.
  */
 class MetricOf
 {
