@@ -170,7 +170,10 @@ static void check_prefixes(size_t written, size_t header)
 	}
 }
 
-/* Division and rescaling require a float32 destination, because one of the frame's dtype may be half as large. */
+/*
+ * Division and rescaling require a float32 destination, because a destination of the frame's dtype may be half as
+ * large.
+ */
 static void test_divide_and_rescale_need_float32(void **unused)
 {
 	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};

@@ -2,7 +2,8 @@
  * test_race.c - test thread safety of codec.h and codec_engine.h, with TSan, and inputs that change during calls, with
  * ASan.
  *
- *   - test_race [SECONDS]: 4 threads process the steps of one job; the bytes equal those of the one-call functions
+ *   - test_race [SECONDS]: 4 threads process the steps of one job; the results must equal those of the one-call
+ *     functions
  *   - test_race hostile [SECONDS]: another thread rewrites tensor, base, state, levels and frames during calls;
  * results are unspecified, but no byte outside of the buffers is accessed
  *

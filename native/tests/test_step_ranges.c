@@ -7,7 +7,7 @@
 
 #include "contract.h"
 
-/* A job fits in plan.job_nbytes. Jobs for decoding are smaller where an encoder's job includes a work buffer. */
+/* A job fits in plan.job_nbytes. A decode job is smaller if the encode job of the same spec includes a work buffer. */
 static void test_job_size_of_plan_suffices(void **unused)
 {
 	static const codec_spec SPECS[] = {

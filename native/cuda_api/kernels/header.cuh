@@ -41,7 +41,7 @@ DEVICE bool is_rows(uint32_t codec)
 	return entry_of(codec).family == codec_entry::rows;
 }
 
-/* Return 1 if the format has this dtype, and the codec accepts it. */
+/* Return 1 if the format has the dtype `dtype`, and the codec accepts it. */
 DEVICE bool takes_dtype(uint32_t codec, uint32_t dtype)
 {
 	const uint32_t dtypes = entry_of(codec).dtypes;
@@ -76,7 +76,7 @@ DEVICE codec_status check_kind(const uint8_t *b, uint64_t have)
 	return CODEC_OK;
 }
 
-/* Check that codec, dtype and shape equal those of the plan. */
+/* Check that the codec, dtype and shape in a frame's header equal those of the plan. */
 DEVICE codec_status check_plan(const uint8_t *b, const opening &a)
 {
 	if (b[WIRE_AT_CODEC] != a.codec)
@@ -174,7 +174,10 @@ DEVICE void derive_sections(codec_view *v, uint32_t log2)
 		v->planes_offset + v->plane_stride * (uint32_t)__popc(v->fixed & ((1u << size_of(v->dtype)) - 1));
 }
 
-/* Check that the frame has as many blocks and bytes as its fields need. given: number of blocks in the header. */
+/*
+ * Check that the frame has as many blocks and bytes as its header fields require. given: number of blocks in the
+ * header.
+ */
 DEVICE codec_status check_nbytes(const codec_view *v, uint64_t given)
 {
 	const bool delta = v->codec == CODEC_DELTA;

@@ -22,8 +22,8 @@ struct open_state {
 };
 
 /*
- * Copy the first bytes of the frame to shared memory, and compute the frame's size and the plan's number of values.
- * Called by all threads.
+ * Copy the header's bytes to shared memory, and determine the frame's size and the plan's number of values. Called by
+ * all threads.
  */
 DEVICE void take_header(open_state *o)
 {
@@ -46,7 +46,7 @@ DEVICE void take_header(open_state *o)
 	__syncthreads();
 }
 
-/* Read the header. Called by thread 0. */
+/* Read and check the header, and derive the view from it. Called by thread 0. */
 DEVICE_CALL void open_header(open_state *o)
 {
 	const opening &a = o->a;
@@ -85,7 +85,7 @@ DEVICE_CALL void open_side(open_state *o, uint8_t *memory)
 	o->v.offsets.at = TABLES_NBYTES + sizeof(codec_model_part) * o->v.model_parts.count;
 }
 
-/* Return the checksum of header and side section. Called by all threads. */
+/* Compute the checksum of header and side section. Called by all threads. */
 DEVICE_CALL uint64_t head_checksum(open_state *o)
 {
 	const uint32_t lane = threadIdx.x % 32;

@@ -43,7 +43,7 @@ static __device__ codec_status read_books(side *s, const uint8_t *lead, const co
 	return CODEC_OK;
 }
 
-/* Check the record of a part of the scale model, which begins at value part->start. */
+/* Return true if the record of a part of the scale model is valid; the part begins at value part->start. */
 DEVICE bool model_part_valid(const codec_view *v, const codec_model_part *part)
 {
 	const bool octaves = v->codec == CODEC_TRUNCATE, rows = part->kind != 0,

@@ -153,7 +153,7 @@ int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, size_t coun
 	return CODEC_OK;
 }
 
-/* Offsets of the next free bytes and array entries in the workspace; advanced for each item. */
+/* Offsets in the workspace of the next item's data, and indices of its array entries; advanced for each item. */
 struct places {
 	uint64_t memory, rank[NKERNELS][NCLASSES]; /* rank: index of the next item in the arrays of decodings */
 };

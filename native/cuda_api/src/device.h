@@ -7,7 +7,7 @@
 
 /* Bytes of scratch memory per warp of encoding and decoding kernels, read from constants in the kernels' module. */
 struct scratch_sizes {
-	uint64_t encode_lossless, decode_lossless; /* bytes of a unit */
+	uint64_t encode_lossless, decode_lossless; /* size of a unit in bytes */
 	/* [0]: with an entropy stage, not counting the region; [1]: with ternary codes packed five per byte */
 	uint64_t encode_rows[2];
 	uint64_t encode_truncate[2]; /* [0]: levels stored separately; [1]: levels coded together with exponents */

@@ -11,7 +11,7 @@
  */
 struct layout {
 	uint64_t arguments, zeroed, made, sums, scratch, end;
-	uint64_t encodings, results, preprocessings; /* arrays of arguments */
+	uint64_t encodings, results, preprocessings; /* offsets of the arrays of arguments */
 	uint64_t npreprocessings;
 	struct scratch units;
 	/*
@@ -112,7 +112,7 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 	l->end = l->scratch + l->units.count * l->units.each;
 }
 
-/* Offsets of one item's data in the workspace. */
+/* Offsets in the workspace of one item's data. */
 struct places {
 	uint64_t arguments, zeroed, made, sums;
 };

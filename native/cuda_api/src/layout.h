@@ -15,7 +15,7 @@
 /* Argument of store_bytes: bytes that a launch writes to device memory. */
 struct stored_bytes {
 	uint64_t to;
-	uint64_t nbytes; /* a multiple of 8 */
+	uint64_t nbytes; /* number of bytes, a multiple of 8 */
 	uint64_t words[STORED_NBYTES / 8];
 };
 
@@ -29,7 +29,7 @@ struct units {
 struct encoding {
 	uint64_t view, memory, values, sums, residual, frame, capacity;
 	struct units scratch;
-	uint64_t found, head, places, out, exponents, levels; /* exponents: DELTA's base */
+	uint64_t found, head, places, out, exponents, levels; /* exponents: or DELTA's base */
 	uint32_t nparts, warps;
 };
 
@@ -51,7 +51,7 @@ struct written_result {
 struct decoding {
 	uint64_t view, memory, frame;
 	struct units scratch;
-	uint64_t exponents, found; /* exponents: DELTA's base */
+	uint64_t exponents, found; /* exponents: or DELTA's base */
 	uint64_t data;             /* first field of codec_sink */
 	uint32_t into;
 	float weight, divide;

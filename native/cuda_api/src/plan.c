@@ -9,7 +9,7 @@
 
 #include "exact/scales.h"
 
-#define TABLES_NBYTES (WIRE_MAX_PLANES * 514) /* see codec_view.tables */
+#define TABLES_NBYTES (WIRE_MAX_PLANES * 514) /* size of the array codec_view.tables */
 
 static uint64_t min64(uint64_t a, uint64_t b)
 {

@@ -22,10 +22,10 @@ struct codec_cuda_plan {
 	 * is launched.
 	 */
 	uint64_t nblocks, nparts;
-	enum kernel choose, encode; /* equal if there is no kernel that chooses: each block chooses for itself */
+	enum kernel choose, encode; /* equal if no separate kernel chooses: each block chooses for itself */
 	/* 1 if SCALE_ROWS computes the scales after all blocks are encoded, unless there is a residual */
 	int scales_last;
-	uint64_t encode_each;  /* bytes of a unit of scratch memory; 0: no scratch memory is needed */
+	uint64_t encode_each;  /* size of a unit of scratch memory in bytes; 0: none is needed */
 	uint64_t encode_units; /* maximum number of units per warp at which all warps can run at once */
 	/*
 	 * maximum number of units that a warp may need for any values; if it exceeds encode_units, fewer warps run at
@@ -45,7 +45,7 @@ struct codec_cuda_plan {
 	 * equal to `decode`
 	 */
 	enum kernel decode, decode_fast;
-	uint64_t decode_each, decode_units; /* bytes of a unit of scratch memory; maximum units of a warp */
+	uint64_t decode_each, decode_units; /* bytes per unit of scratch memory; maximum number of units per warp */
 	uint64_t memory_nbytes;             /* upper bound in bytes of the arrays of a frame's job */
 };
 
@@ -57,7 +57,7 @@ static inline uint64_t align16(uint64_t n)
 
 /* Units of scratch memory that the warps of all tensors of a call share: see native/cuda/common/scratch.cuh. */
 struct scratch {
-	uint64_t each, warp_units; /* bytes of a unit; maximum of units for a warp */
+	uint64_t each, warp_units; /* size of a unit in bytes; maximum number of units per warp */
 	uint64_t count;
 };
 

@@ -76,7 +76,7 @@ typedef enum codec_status {
 	CODEC_ROUNDED_SCALE = 19,    /**< the given scale is 0 or Inf in the tensor's dtype */
 	CODEC_SHORT_OUTPUT = 20,     /**< the frame needs more than `capacity` bytes */
 	CODEC_SHORT_SCRATCH = 21,    /**< scratch is smaller than codec_scratch requires */
-	CODEC_TRUNCATED = 30,        /**< fewer bytes than a header, or than the header declares */
+	CODEC_TRUNCATED = 30,        /**< the frame has fewer bytes than a header, or than the header declares */
 	CODEC_TRAILING = 31,         /**< bytes follow the frame, and CODEC_ALLOW_SLACK is not set */
 	CODEC_BAD_MAGIC = 32,        /**< the bytes do not start with the magic number of a frame */
 	CODEC_BAD_HEADER = 33,       /**< a header field has a value that the format forbids */
@@ -160,7 +160,7 @@ typedef struct codec_tensor {
 
 /** @name codec_spec.variant */
 /** @{ */
-#define CODEC_LEVEL_CODING_PLANE 0  /**< TRUNCATE: 2 bits per value hold its level */
+#define CODEC_LEVEL_CODING_PLANE 0  /**< TRUNCATE: the frame has 2 bits per value for its level */
 #define CODEC_LEVEL_CODING_CODED 1  /**< TRUNCATE: one code for exponent and level */
 #define CODEC_LEVEL_CODING_SHARED 2 /**< TRUNCATE: levels not sent; the decoder has the same metric and state */
 #define CODEC_LEVEL_CODING_FIXED 3  /**< TRUNCATE: one level for all values, codec_spec.bits; see codec_level_bits */
@@ -203,9 +203,9 @@ typedef struct codec_tensor {
 
 /** @name codec_spec.model */
 /** @{ */
-#define CODEC_MODEL_AUTO 0      /**< use offsets if a sample shows that they shrink the frame */
-#define CODEC_MODEL_FLAT 1      /**< use no offsets */
-#define CODEC_MODEL_SEPARABLE 2 /**< use offsets wherever the shape allows */
+#define CODEC_MODEL_AUTO 0      /**< scale model: use offsets if a sample shows that they shrink the frame */
+#define CODEC_MODEL_FLAT 1      /**< scale model: use no offsets */
+#define CODEC_MODEL_SEPARABLE 2 /**< scale model: use offsets wherever the shape allows */
 /** @} */
 
 /**
@@ -234,8 +234,8 @@ typedef struct codec_spec {
 	 */
 	float scale;
 	float clip;    /**< TERNARY: clip magnitudes to this many standard deviations; 0: none */
-	int32_t guard; /**< TRUNCATE: mantissa bits to keep beyond those the step needs, -128..126 */
-	uint32_t kept; /**< TOPK: values kept of each chunk, at most half of them; 0: 1/64 */
+	int32_t guard; /**< TRUNCATE: mantissa bits to keep in addition to those that the step needs, -128..126 */
+	uint32_t kept; /**< TOPK: number of values to keep per chunk, at most half of them; 0: 1/64 */
 } codec_spec;
 
 /** Part of a flat tensor, for example one parameter, with its shape: values [offset, offset + product of shape). */
@@ -278,8 +278,8 @@ typedef struct codec_fault {
 #define CODEC_ALLOW_SLACK 1u /**< decode: ignore bytes that follow the frame */
 /**
  * Decode or reduce in one call: check checksums, structure and state before the destination is written, so that any
- * error leaves it unchanged. Cost: every block is decoded twice; a frame of one block is decoded once and its values
- * copied.
+ * error leaves the destination unchanged. Cost: every block is decoded twice; a frame of one block is decoded once, and
+ * its values are copied.
  */
 #define CODEC_VERIFY_FIRST 2u
 #define CODEC_CHECK_ONLY 64u /**< decode or reduce in one call: check as CODEC_VERIFY_FIRST does, write nothing */
@@ -340,7 +340,7 @@ typedef struct codec_fault {
  */
 typedef struct codec_metric {
 	uint32_t struct_nbytes; /**< sizeof(codec_metric) */
-	uint32_t theta_dtype;   /**< dtype of theta; 0: the array's, or float32; the longest mantissa sets the guard */
+	uint32_t theta_dtype;   /**< dtype of theta; 0: as `theta`, or float32; the longest mantissa sets the guard */
 	float theta_term;       /**< factor of theta */
 	float theta_v_term;     /**< factor of theta times the root */
 	float v_term;           /**< factor of v, under the root */
@@ -377,21 +377,21 @@ typedef struct codec_metric {
 
 /** Optional arguments of a call. NULL, or 0 in all fields after struct_nbytes, means defaults. */
 typedef struct codec_context {
-	uint32_t struct_nbytes;          /**< sizeof(codec_context) */
-	uint32_t flags;                  /**< bitwise or of the flags above, from CODEC_ALLOW_SLACK on */
-	uint32_t isa;                    /**< 0: fastest set of this CPU; else 1 + index of codec_isa_name */
-	uint32_t into;                   /**< decode: CODEC_INTO_* */
-	uint64_t max_nbytes;             /**< decode: largest tensor accepted, in bytes; 0: no limit */
-	const codec_segment *segments;   /**< encode: ascending, disjoint; values in gaps are one-dimensional */
-	uint64_t nsegments;              /**< number of segments */
+	uint32_t struct_nbytes;        /**< sizeof(codec_context) */
+	uint32_t flags;                /**< bitwise or of the flags above, from CODEC_ALLOW_SLACK on */
+	uint32_t isa;                  /**< 0: fastest set of this CPU; else 1 + index of codec_isa_name */
+	uint32_t into;                 /**< decode: CODEC_INTO_* */
+	uint64_t max_nbytes;           /**< decode: largest tensor accepted, in bytes; 0: no limit */
+	const codec_segment *segments; /**< encode: ascending, disjoint segments; values in gaps are one-dimensional */
+	uint64_t nsegments;            /**< number of segments */
 	const codec_codebook *codebooks; /**< encode: codebook to use; decode: codebooks that frames may name */
 	uint64_t ncodebooks;             /**< number of codebooks */
 	codec_fault *fault;              /**< decode: set if the status is 12, 16, 30 to 60, or 62; else unchanged */
 	uint64_t stream; /**< encode: id of the random stream, from rank, step, tensor; ids give independent bits */
 	float *residual; /**< encode: see codec_encode */
 	float weight;    /**< decode, CODEC_INTO_ADD: factor of decoded values */
-	float divide;    /**< decode, not CODEC_INTO_STORE: divide results by this; 0: do not */
-	const codec_metric *metric; /**< TRUNCATE: for encoding, and for decoding shared levels */
+	float divide;    /**< decode, not CODEC_INTO_STORE: divisor of results; 0: do not divide */
+	const codec_metric *metric; /**< TRUNCATE: metric for encoding, and for decoding shared levels */
 	const uint8_t *levels;      /**< TRUNCATE, encode: level 0..3 of each value, in place of a metric */
 	const codec_tensor *base;   /**< DELTA: tensor of the frame's dtype and shape that the changes apply to */
 } codec_context;

@@ -13,9 +13,9 @@
  *     job, unless it returns CODEC_BAD_ARGUMENT.
  *
  * An engine with its own kernels (in another language, or on a device) may process the blocks and nothing else. It
- * reads the decisions with codec_job_view and may copy the job's arrays to where its kernels run. They are final when
- * codec_encode_open, codec_encode_start, codec_decode_open or codec_decode_plan returns, with three exceptions: the
- * engine may still write offsets of rows (codec_view.offsets) and digests of blocks (codec_view.row_sums), and
+ * reads the decisions with codec_job_view and may copy the job's arrays to where its kernels run. The arrays are final
+ * when codec_encode_open, codec_encode_start, codec_decode_open or codec_decode_plan returns, with three exceptions:
+ * the engine may still write offsets of rows (codec_view.offsets) and digests of blocks (codec_view.row_sums), and
  * codec_encode_start reads results of a scan (codec_view.row_sums).
  */
 #ifndef CODEC_ENGINE_H
@@ -55,8 +55,9 @@ CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tens
 					size_t *work_nbytes);
 
 /**
- * Compute the frame capacity in bytes that lets threads encode all ranges of blocks concurrently, with gaps between
- * their regions. With a smaller capacity, down to codec_bound_segments, more tensors must be encoded by one thread.
+ * Compute the frame capacity in bytes with which threads can encode all ranges of blocks concurrently, with gaps
+ * between their regions. With a smaller capacity, down to codec_bound_segments, more tensors must be encoded by a
+ * single thread.
  */
 CODEC_API codec_status codec_encode_room(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
@@ -229,7 +230,7 @@ typedef struct codec_view {
 	uint32_t max_code_length; /* encode: longest code in bits */
 	uint64_t stream;
 	/** @} */
-	codec_array lengths; /**< code lengths of each plane in `coded`: symbols 0..255, escape */
+	codec_array lengths; /**< code lengths of each plane in `coded`: of symbols 0..255, then of the escape */
 	/**
 	 * Lookup tables of the codebooks: per plane, two tables of 256 bytes and two single bytes. Encode, indexed by
 	 * symbol: codes, right-justified; code lengths, with bit 7 set for the escape. Decode, indexed by the next 8
@@ -237,14 +238,14 @@ typedef struct codec_view {
 	 * and the symbol of the first code.
 	 */
 	codec_array tables;
-	codec_array model_parts; /**< codec_model_part; empty: all offsets are 0 */
+	codec_array model_parts; /**< codec_model_part of each part of the scale model; empty: all offsets are 0 */
 	/**
 	 * Offsets of rows and columns: int8, in eighths of an octave. Encode: in a part of more than 1,024 rows, the
 	 * engine that encodes the block in which a row begins stores the row's offset here, before codec_encode_close
 	 * or codec_encode_head.
 	 */
 	codec_array offsets;
-	codec_array row_parts; /**< codec_row_part */
+	codec_array row_parts; /**< row codecs: codec_row_part of each part */
 	/**
 	 * Encode: codec_row_sums of all pieces. An engine may write them here in place of calling codec_encode_scan.
 	 *

@@ -9,7 +9,7 @@ codec_status has_exponents(const struct header *h)
 	return dtype_of(h->dtype)->octave ? CODEC_OK : CODEC_BAD_DTYPE;
 }
 
-/* Return the id of a codebook: a digest of its lengths and symbols, never 0. */
+/* Return the id of a codebook: a digest of its code lengths and of `symbols` (CODEC_SYMBOLS_*), never 0. */
 uint64_t codebook_id(const codebook *b, uint8_t symbols)
 {
 	uint8_t image[258];
@@ -21,7 +21,8 @@ uint64_t codebook_id(const codebook *b, uint8_t symbols)
 	return id ? id : 1;
 }
 
-/* Check a caller's codebook, and convert it to `b`. */ codec_status book_load(const codec_codebook *c, codebook *b)
+/* Check a caller's codebook, and convert it to `b`. */
+codec_status book_load(const codec_codebook *c, codebook *b)
 {
 	for (int i = 0; i < 6; i++)
 		if (c->reserved[i])

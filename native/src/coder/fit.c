@@ -37,10 +37,7 @@ static int is_flat(const struct job *j)
 	return model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
 }
 
-/*
- * Return 1 if the model always has a base. float64 needs one, because its symbols should lie far from their
- * wrap-around.
- */
+/* Return 1 if the model always has a base. float64 needs a base, so that its symbols lie far from their wrap-around. */
 static int is_based(const struct job *j)
 {
 	return dtype_of(j->h.dtype)->form == FORM_FLOAT8;
@@ -131,7 +128,10 @@ static int row_mean(const struct source *src, const struct kernels *k, const str
 	return choose_mean(sum, count);
 }
 
-/* Return the offset of row r. It depends only on the row's values, the mean of all rows and the shift. */
+/*
+ * Return the offset of row r, in eighths of an octave. It depends only on the row's values, the mean of all rows and
+ * the shift.
+ */
 static int8_t fit_row(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
 		      uint64_t r)
 {
@@ -146,7 +146,7 @@ static int is_fitted(const struct segment *s)
 	return segment_rows(s) <= CHOOSE_ROWS;
 }
 
-/* Compute the mean of all rows and their shift, from a sample of rows. */
+/* Compute the mean pattern of a segment's rows, and the shift of row offsets, from a sample of rows. */
 static void fit_rows(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);

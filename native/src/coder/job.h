@@ -10,7 +10,7 @@
 /* Part of the scale model. The offset of a value is the sum of a base and the offsets of its row and column. */
 struct segment {
 	uint64_t start, count;
-	uint32_t row;         /* values per row; 0: part of kind 0 */
+	uint32_t row;         /* number of values per row; 0: part of kind 0 */
 	uint32_t nibbles_at;  /* bytes from records to nibbles of rows, then columns; half an index into offsets */
 	uint16_t base;        /* in eighths of an octave (an octave is a factor of 2), as all offsets */
 	uint16_t mean;        /* encode: mean pattern of the rows */
@@ -26,7 +26,7 @@ struct fitted {
 struct model {
 	uint64_t nsegments;               /* 0: all offsets are 0 */
 	uint64_t segments_at, offsets_at; /* offsets in bytes from the job's start */
-	uint64_t nibbles;                 /* bytes of nibbles in all segments */
+	uint64_t nibbles;                 /* size in bytes of the nibbles of all segments */
 };
 
 /*
@@ -69,8 +69,8 @@ enum { JOB_ENCODE = 0x4a454e43, JOB_DECODE = 0x4a444543 };
 enum { JOB_OPEN, JOB_SCANNING, JOB_READY, JOB_CLOSED, JOB_PLANNED };
 
 /*
- * Codecs of rows: when the residual is written. RESIDUAL_LAST: after all blocks, because the frame may turn out not to
- * fit its buffer, and errors must leave the residual unchanged.
+ * Row codecs: when the residual is written. RESIDUAL_LAST: after all blocks, because the frame may turn out not to fit
+ * its buffer, and errors must leave the residual unchanged.
  */
 enum residual { RESIDUAL_NONE, RESIDUAL_WITH_BLOCKS, RESIDUAL_LAST };
 
@@ -128,7 +128,7 @@ static inline int8_t *segment_col_offsets(const struct job *j, const struct segm
 	return segment_row_offsets(j, s) + (segment_rows(s) + 1) / 2 * 2;
 }
 
-/* DELTA: return the records of blocks. Decoding a block writes its record, although the steps have a const job. */
+/* DELTA: return the array of blocks' records. Decoding a block writes its record, although steps get a const job. */
 static inline struct delta_block *job_delta_blocks(const struct job *j)
 {
 	return (struct delta_block *)((char *)j + j->parts_at);
@@ -151,8 +151,8 @@ static inline struct row_sums *job_sums(const struct job *j)
 }
 
 /*
- * Find the region of block b, frame[*at, *end). Verify its checksum unless that was done before, and add it to
- * *checksum.
+ * Find the region of block b, frame[*at, *end). Verify the block's checksum unless that was done before, and add the
+ * checksum to *checksum.
  */
 codec_status job_block(const struct job *j, const uint8_t *frame, const codec_context *with, uint64_t b, uint64_t *at,
 		       uint64_t *end, uint64_t *checksum);

@@ -37,7 +37,7 @@ static uint8_t *pack_bits(uint8_t *p, const uint32_t *field, const uint32_t *wid
 	return p;
 }
 
-/* Return the offset of the words in a coded plane whose tails have this many bits in total. */
+/* Return the byte offset of the words in a coded plane whose tails have `tail_bits` bits in total. */
 static uint64_t words_at(uint64_t tail_bits)
 {
 	return (STATE_NBYTES + (tail_bits + 7) / 8 + 3) / 4 * 4;

@@ -34,7 +34,7 @@ struct work {
 	uint8_t *code;
 	/*
 	 * TOPK: positions and values of candidates; codes read from the frame; threshold at which the next search
-	 * begins; size of the block's bit stream.
+	 * begins; size in bytes of the block's bit stream.
 	 */
 	uint32_t *at, *code_of, guess;
 	float *candidate;
@@ -46,7 +46,7 @@ struct work {
 	uint16_t *exponent;
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
-	const codec_metric *metric; /* metric at which the search for the next value's metric begins */
+	const codec_metric *metric; /* TRUNCATE: metric at which the search for the next value's metric begins */
 	char *values; /* decode: a block's values if not decoded straight into dst; same memory as `region` */
 	uint32_t *words, *words_end;
 	struct delta_buffers delta; /* DELTA; decoded changes are listed in delta.at and values */
@@ -63,7 +63,7 @@ uint64_t region_room(const struct dtype *d, uint64_t m);
 void *work_take(char **p, uint64_t nbytes);
 uint64_t work_nbytes(const struct header *h);
 void work_place(const struct header *h, void *memory, struct work *w);
-/* Return an upper bound of a block's region in bytes, which is also what encoding it may write. */
+/* Return an upper bound of the size in bytes of a block's region; encoding a block writes no more bytes. */
 uint64_t region_bound(const struct job *j);
 uint64_t region_gaps(const struct header *h);
 

@@ -83,7 +83,10 @@ static void put_raw(uint8_t *region, const char *values, uint64_t m, uint64_t it
 #endif
 }
 
-/* Encode the changes in the smallest mode, at region + 4. Returns the size in bytes, and the region's head in *head. */
+/*
+ * Encode the changes at region + 4, in the mode that needs fewest bytes. Return the size in bytes, and set *head to the
+ * region's head.
+ */
 static uint64_t put_changes(const struct kernels *k, const struct delta_kind *q, const char *base, const char *values,
 			    uint64_t m, struct work *w, uint64_t changes, uint32_t *head)
 {

@@ -177,7 +177,7 @@ BITS_FN uint32_t bits_mix32(uint32_t x)
 	return x ^ x >> 16;
 }
 
-/* Return the quotient rounded to nearest, halves up. n > 0; sum may be negative. */
+/* Return sum / n, rounded to nearest, halves up. n > 0; sum may be negative. */
 BITS_FN int bits_mean(long long sum, long long n)
 {
 	long long t = 2 * sum + n, d = 2 * n, q = t / d;

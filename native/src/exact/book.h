@@ -14,7 +14,9 @@
 
 #define BOOK_MAX_NBYTES (3 + 128)
 
-/* Code lengths in bits. 0: the value has no code and is escaped. length[256]: the escape code. */
+/*
+ * Code lengths in bits, by byte value. 0: the value has no code and is escaped. length[256]: length of the escape code.
+ */
 typedef struct codebook {
 	uint8_t length[257];
 } codebook;
@@ -268,8 +270,8 @@ BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 }
 
 /*
- * Return the coded size in bits of symbols that occur counts[i] times. Each escaped symbol adds a literal of `literal`
- * bits.
+ * Return the coded size in bits of symbols, of which symbol i occurs counts[i] times. An escaped symbol adds a literal
+ * of `literal` bits.
  */
 BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int literal)
 {

@@ -15,11 +15,12 @@
 #include "wire.h"
 
 #define CHOOSE_MODEL_MIN 4096   /* tensors of fewer values have no scale model */
-#define CHOOSE_SEGMENT_MIN 8192 /* smaller segments, and gaps between segments, are merged into flat segments */
-#define CHOOSE_ROWS 1024        /* rows sampled per segment, to choose its base and the shift of its row offsets */
-#define CHOOSE_COL_ROWS 128     /* rows sampled per segment, to compute column offsets */
-#define CHOOSE_RUNS 4           /* runs sampled per row, to estimate its mean */
-#define CHOOSE_RUN 32           /* values per run; 4 runs of 32 find the mean to about a tenth of a step */
+#define CHOOSE_SEGMENT_MIN 8192 /* segments of fewer values, and gaps between segments, are merged into flat segments  \
+				 */
+#define CHOOSE_ROWS 1024        /* number of rows sampled per segment, for its base and the shift of its row offsets */
+#define CHOOSE_COL_ROWS 128     /* number of rows sampled per segment, for column offsets */
+#define CHOOSE_RUNS 4           /* number of runs sampled per row, to estimate its mean */
+#define CHOOSE_RUN 32           /* values per run; 4 runs of 32 estimate the mean to about a tenth of a step */
 #define CHOOSE_PARTS_MIN 524288 /* minimum number of values for which bases are tuned to an eighth of an octave */
 #define CHOOSE_PARTS 8
 #define CHOOSE_BINS (256 * CHOOSE_PARTS)
@@ -44,8 +45,8 @@ BITS_FN uint64_t choose_stride(uint64_t nrows)
 }
 
 /*
- * Return the number of columns of the most nearly square matrix as which a shape of n values can be viewed. Returns 0
- * if a side of that matrix is below 64; the values are then viewed as rows of 512.
+ * View a shape of n values as the most nearly square matrix, and return its number of columns. Return 0 if a side of
+ * that matrix is below 64; the values are then viewed as rows of 512.
  */
 BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n)
 {
@@ -501,7 +502,7 @@ BITS_FN int choose_block_log2(uint64_t n)
 	return log2;
 }
 
-/* Return 1 if a frame of at least `nbytes` bytes is replaced by a stored frame of `stored` bytes. */
+/* Return 1 if a stored frame of `stored` bytes must replace a frame of at least `nbytes` bytes. */
 BITS_FN int choose_stored(uint64_t nbytes, uint64_t stored)
 {
 	return nbytes >= stored;

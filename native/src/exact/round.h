@@ -194,7 +194,7 @@ BITS_FN uint32_t round_from_float16(uint16_t x)
 {
 	uint32_t a = x & 0x7fffu, sign = (uint32_t)(x & 0x8000) << 16;
 	uint32_t normal = (a << 13) + (112u << 23);
-	/* subnormal: a fraction above 2^-14, minus 2^-14 */
+	/* float16 subnormal: 2^-14 plus its fraction, minus 2^-14 */
 	uint32_t small = round_bits(round_sub(round_float((a << 13) + (113u << 23)), 0x1p-14f));
 	uint32_t special = (a << 13) | ROUND_INF | (uint32_t)(a > 0x7c00) << 22;
 
@@ -306,13 +306,13 @@ BITS_FN uint8_t round_float4_code(uint32_t x, float scale, int random, uint32_t 
 	return (uint8_t)(round_small(y, 1, 1, random, h) | (x >> 28 & 8));
 }
 
-/* Return the dequantized value of a code before scaling. */
+/* FLOAT4: return the dequantized value of a code before scaling. */
 BITS_FN float round_float4_ratio(uint32_t code)
 {
 	return round_float(round_small_value(code & 7, 1, 1) | (code & 8) << 28);
 }
 
-/* Multiply by the scale, clamped to the largest finite value with the product's sign. */
+/* Return ratio * scale, clamped to the largest finite value with the product's sign. */
 BITS_FN float round_scaled(float ratio, float scale)
 {
 	uint32_t u = round_bits(round_mul(ratio, scale)), a = u & ROUND_ABS;
@@ -572,7 +572,7 @@ BITS_FN uint8_t round_ternary_settled(uint32_t x, struct over over, uint32_t h)
 	return (uint8_t)(h < low ? 1 + (x >> 31) : 0);
 }
 
-/* Return the dequantized value of a code before scaling. */
+/* TERNARY: return the dequantized value of a code before scaling: 0, 1 or -1. */
 BITS_FN float round_ternary_ratio(uint32_t code)
 {
 	return code == 1 ? 1.0f : code == 2 ? -1.0f : 0.0f;

@@ -16,8 +16,8 @@
 struct row_kind {
 	uint8_t codec, variant, options, dtype;
 	uint8_t entropy, odd; /* odd: QUANTIZE, odd number of levels */
-	uint8_t affine;       /* QUANTIZE: rows have a smallest and a largest value */
-	uint8_t bits;         /* bits of a code in the frame; 0: five codes per byte */
+	uint8_t affine;       /* QUANTIZE: rows store their smallest and largest value (zero points) */
+	uint8_t bits;         /* number of bits per code in the frame; 0: five codes per byte */
 	uint8_t e5m2;         /* FLOAT8: elements are e5m2, not e4m3 */
 	uint8_t scale_most;   /* largest valid byte of a stored row scale; 0: scales are float32 */
 	float max;            /* FLOAT8: largest finite value */
@@ -373,7 +373,7 @@ BITS_FN int scale_rounds_up(struct row_kind q)
 	return (q.options & (WIRE_OPTION_STOCHASTIC | WIRE_OPTION_RCEIL)) != 0;
 }
 
-/* Return the byte to store for a row's scale. `part`: the part's scale. */
+/* Return the byte to store for the scale of a row with largest magnitude `max`. `part`: the part's scale. */
 BITS_FN uint8_t scale_byte(struct row_kind q, uint32_t max, float part)
 {
 	int up = scale_rounds_up(q);

@@ -62,7 +62,7 @@ BITS_FN uint64_t topk_scales_nbytes(const struct topk_kind *q, uint64_t m)
 	return 2 * topk_scales(q->bits) * ((m + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
 }
 
-/* Return an upper bound in bytes of a region of m values. */
+/* Return an upper bound of the size in bytes of a region of m values. */
 BITS_FN uint64_t topk_region_nbytes(const struct topk_kind *q, uint64_t m)
 {
 	uint64_t chunk = 1ull << q->chunk_log2, rest = m % chunk, chunks = m / chunk;

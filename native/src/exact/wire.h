@@ -178,9 +178,9 @@
 #define WIRE_DELTA_SCALE_AT 2 /* head: bits 2..13 are the scale, bits 14..31 the number of changes - 1 */
 #define WIRE_DELTA_SCALE 0xfffu
 #define WIRE_DELTA_CHANGES_AT 14
-#define WIRE_DELTA_BIAS 16 /* scale = S + 16 */
+#define WIRE_DELTA_BIAS 16 /* the head's scale field is the scale S + 16 */
 #define WIRE_DELTA_CLASSES 8
-#define WIRE_DELTA_MORE 8 /* consecutive codes 0 before a gamma code */
+#define WIRE_DELTA_MORE 8 /* number of consecutive codes 0 before a gamma code */
 #define WIRE_DELTA_MAX_GAP_K 18
 /* Rice codes: number of zeros that begin an escape, and bits of an escaped gap. */
 #define WIRE_RICE_LONGEST 24

@@ -98,8 +98,8 @@ void params_spec(const struct header *h, codec_spec *s)
 					       : h->group_size,
 			  .kept = topk ? h->group_size & WIRE_TOPK_KEPT : 0};
 	/*
-	 * The header's guard includes a correction for dtypes (truncate/params.c), so the result can exceed a spec's
-	 * range: clamp it.
+	 * The header's guard includes a correction for dtypes (truncate/params.c), so it can exceed the range of a
+	 * spec's guard: clamp it.
 	 */
 	s->guard = h->guard - (h->options & WIRE_OPTION_CUT && h->variant != WIRE_LEVELS_FIXED);
 	s->guard = MIN(MAX(s->guard, LEAST_GUARD), MOST_GUARD);

@@ -71,7 +71,7 @@ static uint64_t block_checksum(const uint8_t *frame, const struct header *h, con
 	return checksum_of_block(digest, b);
 }
 
-/* Compare the checksum of block b with its directory entry, and add it to *checksum. */
+/* Compute the checksum of block b, compare it with the block's directory entry, and add it to *checksum. */
 codec_status frame_check_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
 			       uint64_t at, uint64_t end, uint64_t *checksum, codec_fault *f)
 {

@@ -108,7 +108,7 @@ codec_status header_check_blocks(const struct header *h, codec_fault *f)
 	return CODEC_OK;
 }
 
-/* Check that fields are consistent, before sizes are computed from them. */
+/* Check that the header's fields are consistent, before sizes are computed from them. */
 static codec_status check_fields(const struct header *h, codec_fault *f)
 {
 	if (h->flags & ~WIRE_FLAGS_KNOWN)

@@ -9,7 +9,7 @@ void header_write(const struct header *h, uint8_t *frame);
 /* Return the contribution of header and side section to the frame's checksum. */
 uint64_t head_checksum(const struct header *h, const struct kernels *k, const uint8_t *side);
 
-/* Check block_log2, for families that cut tensors into blocks of 2^block_log2 values. */
+/* Check the header field block_log2, for families that cut tensors into blocks of 2^block_log2 values. */
 codec_status header_check_blocks(const struct header *h, codec_fault *f);
 
 #endif

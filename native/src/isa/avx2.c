@@ -159,7 +159,8 @@ static inline CODES codes_load(const book_codes *book)
 static inline void codes_find(const CODES *t, int few, const uint8_t *symbol, __m256i *code, __m256i *length,
 			      uint32_t *escaped)
 {
-	/* 2^(n - 1) by n: AVX2 has no 16-bit shift by a variable count, so multiply */ const __m256i power =
+	/* table of 2^(n - 1), indexed by n: AVX2 has no 16-bit shift by a variable count, so multiply */
+	const __m256i power =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
 	__m256i c, n, p, c2, n2;
 

@@ -102,7 +102,7 @@ static inline __m256i note_escapes(const struct lookup *t, __m256i x, __m256i co
 	return _mm256_sub_epi8(count, _mm256_cmpeq_epi8(AND(x, t->escape_bits), t->escape_first));
 }
 
-/* Expand the bytes of all lanes to the words of four vectors. */
+/* Expand one-byte quantities of all lanes to the words of four vectors. */
 static inline void by_word(__m256i bytes, __m256i v[NV])
 {
 	const __m256i low = SET1(255);
@@ -139,7 +139,7 @@ static inline __attribute__((always_inline)) void two_codes(const struct lookup 
 							    const __m256i word[2][NV], __m256i *const symbol[2],
 							    __m256i escapes[2], __m256i bits[2])
 {
-	/* 2^(n - 1) by n: AVX2 has no 16-bit shift by a variable count, so multiply */
+	/* table of 2^(n - 1), indexed by n: AVX2 has no 16-bit shift by a variable count, so multiply */
 	const __m256i power =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
 	__m256i a[2], b[2], x[2], by[2];

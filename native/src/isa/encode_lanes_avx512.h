@@ -18,7 +18,7 @@ static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)
 struct codes512 {
 	struct bytes256 code, length;
 	__m512i base, near_code, near_length, escape_code, escape_length, zero_code, zero_length;
-	int few; /* 1: all values with a code are in the window; 2: in the window or 0 */
+	int few; /* 1: all byte values with a code are in the window; 2: in the window, or are 0 */
 };
 
 #define CODES struct codes512

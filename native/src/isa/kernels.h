@@ -52,7 +52,7 @@ struct ahead {
 	size_t n, count;
 };
 
-/* Number of words that a kernel may write below, or read above, its buffers. */
+/* Number of words that a kernel may write before, or read after, the buffers it is given. */
 #define LANES_SLACK 48
 
 /*
@@ -97,7 +97,7 @@ struct metric_terms {
 };
 
 struct truncate_kind {
-	int mbits, sign;     /* number of mantissa bits; bit of the sign */
+	int mbits, sign;     /* number of mantissa bits; index of the sign bit */
 	uint32_t bias, last; /* exponent bias; exponent of Inf and NaN */
 	int guard;           /* k bits of gradient g may be dropped if exponent(A) - exponent(g) >= k + guard */
 	int by_bit;
@@ -134,7 +134,7 @@ struct signs {
 	float negative, positive;
 };
 enum { SIGNS_STORE, SIGNS_ADD, SIGNS_NONTEMPORAL }; /* NONTEMPORAL: address is a multiple of 16 bytes */
-enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER };   /* Final operation on results: none; multiply; divide */
+enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER };   /* final operation on results: none; multiply; divide */
 
 /* DELTA: positions and new values of a block's changes, `count` of them, in arrays of `room` elements. */
 struct delta_list {
@@ -196,7 +196,7 @@ struct kernels {
 	 */
 	void (*offsets)(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *offset);
 
-	/* Compute the sum and the number of the patterns that are at least `zero`. */
+	/* Compute *total and *count: the sum and the number of the patterns that are at least `zero`. */
 	void (*sum)(const uint16_t *p, size_t n, uint16_t zero, uint32_t *total, uint32_t *count);
 	/* For each column i with p[i] >= zero, add p[i] - row to the column's total, and 1 to its count. */
 	void (*columns)(const uint16_t *p, int row, uint16_t zero, size_t n, struct columns *sums);
@@ -208,7 +208,9 @@ struct kernels {
 	void (*halve)(const uint8_t *p, size_t n, uint8_t *symbol, uint8_t *high);
 	void (*unhalve)(uint8_t *symbol, const uint8_t *high, size_t n);
 
-	/* Return the sum of checksum_of_chunk over nbytes bytes, the last chunk padded with zeros. */
+	/*
+	 * Return the digest of nbytes bytes: the sum of checksum_of_chunk over chunks, the last one padded with zeros.
+	 */
 	uint64_t (*digest)(const uint8_t *src, size_t nbytes, uint32_t seed);
 
 	/* Return the bitwise OR of p[i] over all i with e[i] 0. */
@@ -387,6 +389,6 @@ struct kernels {
 	size_t (*list_above)(const float_any *x, size_t n, uint32_t key, size_t room, uint32_t *at);
 };
 
-extern const struct kernels kernels_scalar; /* those of other instruction sets are declared in cpu.c */
+extern const struct kernels kernels_scalar; /* kernels of other instruction sets: cpu.c */
 
 #endif

@@ -136,7 +136,7 @@ static uint8_t max_byte(const uint8_t *p, size_t n)
 	return most;
 }
 
-/* Convert ternary codes 0, 1, 2 to the integers 0, 1, -1. */
+/* Convert a ternary code 0, 1 or 2 to the integer 0, 1 or -1. */
 static inline int unit_of(uint8_t code)
 {
 	return (code & 1) - (code >> 1);

@@ -80,7 +80,9 @@ static const uint8_t PAIRED512[64] = {
 	22, 23, 54, 55, 24, 25, 56, 57, 26, 27, 58, 59, 28, 29, 60, 61, 30, 31, 62, 63,
 };
 
-/* Store the lower bytes of all words of v and w at a, and the upper bytes at b. `order` is a PLANAR byte order. */
+/*
+ * Store the lower bytes of all 16-bit words of v and w at a, and the upper bytes at b. `order` is a PLANAR byte order.
+ */
 static inline void put_planes512(__m512i v, __m512i w, const uint8_t *order, uint8_t *a, uint8_t *b)
 {
 	v = _mm512_permutexvar_epi8(_mm512_loadu_si512(order), v);

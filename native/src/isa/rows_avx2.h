@@ -111,7 +111,7 @@ static inline __m256i squeeze_avx2(__m256i x, int bits)
 {
 	for (int half = 8; half < 64; half *= 2) {
 		__m256i low =
-			_mm256_set1_epi64x((long long)(~0ull / ((1ull << half) + 1))); /* mask of every other half */
+			_mm256_set1_epi64x((long long)(~0ull / ((1ull << half) + 1))); /* every other `half` bits */
 
 		x = _mm256_or_si256(_mm256_and_si256(low, x),
 				    _mm256_srli_epi64(_mm256_andnot_si256(low, x), half / 8 * (8 - bits)));
@@ -316,7 +316,7 @@ static inline int32_t least_avx2(__m256i v)
 	return _mm_cvtsi128_si32(_mm_min_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
 
-/* Store numbers below 256 as bytes, in order. */
+/* Store the words of four vectors, numbers below 256, as bytes, in order. */
 static inline void narrow_avx2(uint8_t *p, const __m256i v[4])
 {
 	__m256i a = _mm256_packus_epi32(v[0], v[1]), b = _mm256_packus_epi32(v[2], v[3]);

@@ -6,7 +6,7 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 {
 	uint64_t bits[WIRE_LANES] = {0};
 	uint32_t nbits[WIRE_LANES];
-	uint16_t row[256]; /* code | length << 8, bit 15: escaped */
+	uint16_t row[256]; /* by symbol: code | length << 8; bit 15: escaped */
 
 	(void)ahead;
 	for (int i = 0; i < 256; i++)
@@ -55,7 +55,7 @@ struct source {
 	int in_last;
 };
 
-/* Make 32 words readable, the maximum that a row consumes. */
+/* Make 32 words readable at w->p, the maximum that a row of 128 symbols consumes. */
 static inline void source_row(struct source *w)
 {
 	if (__builtin_expect(w->end - w->p >= 4 * WIRE_LANES, 1))

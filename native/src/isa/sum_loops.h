@@ -100,7 +100,7 @@ static inline uint32_t settle_how(int how, const float_any *x, size_t n, float b
 	size_t behind = (uintptr_t)dst % SETTLE_ALIGN, lead = behind ? (SETTLE_ALIGN - behind) / sizeof *dst : 0;
 	int32_t most = 0;
 
-	if (behind % sizeof *dst) /* dst is not aligned to 4 bytes, so no element is aligned for vector stores */
+	if (behind % sizeof *dst) /* dst is not aligned to 4 bytes, so no element is aligned for non-temporal stores */
 		lead = n;
 	for (size_t i = 0; i < n; i++) {
 		if (i == lead)

@@ -99,8 +99,8 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 }
 
 /*
- * Return 1 if opening a job needs a thread's work buffer. The job's memory then includes that buffer, and one-call
- * functions use it for all blocks.
+ * Return 1 if opening a job needs a work buffer. The job's memory then includes a work buffer, which one-call functions
+ * use for all blocks.
  */
 static int job_works(const struct header *h, uint32_t kind)
 {
@@ -194,7 +194,7 @@ int has_blocks(const struct header *h, const codec_range *range)
 	return range->first <= h->nblocks && range->count <= h->nblocks - range->first;
 }
 
-/* Return the job at `memory` if it has this kind and state, else NULL. */
+/* Return the job at `memory` if its kind (JOB_ENCODE or JOB_DECODE) and state are the given ones, else NULL. */
 struct job *job_at(const void *memory, uint32_t kind, uint32_t state)
 {
 	struct job *j = job_place((void *)memory);

@@ -1,4 +1,4 @@
-/* api.h - internal functions of the C interface's layer: open, process and close jobs of both directions. */
+/* api.h - internal functions behind the C interface: open, process and close jobs for encoding and decoding. */
 #ifndef CODEC_API_H
 #define CODEC_API_H
 

@@ -94,7 +94,7 @@ static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, 
 		       : CODEC_OK;
 }
 
-/* Create a job for a frame with this header and side section. */
+/* Create a job for a frame with header h, and read the frame's side section. */
 static codec_status open_job(const uint8_t *frame, const struct header *h, const codec_context *with, void *memory,
 			     size_t job_nbytes, struct job **out)
 {

@@ -83,8 +83,8 @@ static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int 
 }
 
 /*
- * Check the caller's state. With more than one frame the destination must not be an array of the state, because
- * decoding later frames would read the partial result as state.
+ * Check the state (metrics) in the context. With more than one frame the destination must not be an array of the state,
+ * because decoding later frames would read the partial result as state.
  */
 static codec_status check_state(const void *const *jobs, size_t count, const codec_tensor *dst,
 				const codec_context *with)

@@ -100,7 +100,10 @@ static uint64_t put_fixed(const struct header *h, const struct kernels *k, uint8
 	return digest;
 }
 
-/* Encode plane i with its codebook at p. Returns the size in bytes, or 0 if it would not be below n bytes. */
+/*
+ * Encode plane i of n bytes with its codebook, and store it at p. Return the size in bytes, or 0 if that would not be
+ * below n.
+ */
 static uint64_t put_coded(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
 			  uint64_t n, uint8_t *p)
 {
@@ -140,7 +143,7 @@ static uint64_t put_rows(const uint8_t *plane, uint64_t n, const uint8_t *bitmap
 	return (uint64_t)(to - p);
 }
 
-/* Store plane i of n values in the smallest mode. Returns the size in bytes stored at p. */
+/* Store plane i of n values at p, in the mode that needs fewest bytes. Return the number of bytes stored. */
 static uint64_t put_plane(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
 			  uint64_t n, uint8_t *p, uint32_t *mode)
 {
@@ -204,7 +207,9 @@ codec_status lossless_encode_block(struct job *j, const struct kernels *k, const
 	return CODEC_OK;
 }
 
-/* Return an upper bound of a region: the head plus every non-fixed plane raw, 8-byte aligned. */
+/*
+ * Return an upper bound of the size in bytes of a region: head plus all planes that are not fixed, raw, 8-byte aligned.
+ */
 uint64_t lossless_region_bound(const struct job *j)
 {
 	uint64_t m = MIN(j->h.n, j->h.block), nplanes = dtype_of(j->h.dtype)->nbytes;

@@ -1,4 +1,4 @@
-/* params.c - LOSSLESS's parameters, and its fields of the header. */
+/* params.c - parameters and header fields of LOSSLESS. */
 #include "lossless.h"
 
 static codec_status params_ask(const codec_spec *s, struct header *h)

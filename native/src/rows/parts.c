@@ -19,7 +19,7 @@ struct cut {
 	struct row_kind q;
 	void (*add)(void *to, uint64_t start, uint64_t count, uint32_t row);
 	void *to;
-	uint64_t start, end; /* range of the run, in values */
+	uint64_t start, end; /* values [start, end) of the run */
 	uint32_t row;        /* row length (values that share a scale) of the run */
 	uint64_t spare;      /* number of parts that may be added beyond one run between two large segments */
 };
@@ -210,7 +210,7 @@ uint64_t rows_side_nbytes(const struct job *j)
 {
 	uint64_t nbytes = j->h.flags & WIRE_FLAG_SEGMENTS ? 4 + WIRE_SEGMENT_NBYTES * j->nparts : 0;
 
-	/* either all parts have rows or none has */
+	/* either all parts have scales per row, or none has */
 	return nbytes + (row_part_scaled(header_kind(&j->h), job_parts(j)->group_size) ? 8 * j->nparts : 0);
 }
 

@@ -88,7 +88,8 @@ void rows_scan(struct job *j, const struct kernels *k, const struct source *src,
 }
 
 /*
- * Return 1 if encoding the blocks can replace the scan: codes of SIGN do not depend on the scale, but a residual does.
+ * Return 1 if encoding the blocks can replace the scan: for SIGN, whose codes do not depend on the scale, unless a
+ * residual is written, which does.
  */
 int rows_blocks_can_scan(const struct job *j)
 {

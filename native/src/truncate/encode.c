@@ -65,7 +65,7 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 			uint64_t n, struct work *w, uint8_t *symbol)
 {
 	int shift = truncate_shift(q), joint = j->h.variant == WIRE_LEVELS_CODED;
-	uint8_t *lowered = joint ? w->ea : symbol; /* the exponents of A are no longer needed */
+	uint8_t *lowered = joint ? w->ea : symbol; /* reuses w->ea: the exponents of A are no longer needed */
 	uint64_t m;
 
 	for (uint64_t i = 0; i < n; i += m) {

@@ -128,7 +128,7 @@ inline uint64_t shuffled(const fiber *lane, const fiber &me)
 	return lane[me.source].value;
 }
 
-/* Return the result of a vote or reduction, equal for all lanes of the mask. */
+/* Return the result of a warp vote or reduction, equal for all lanes of the mask. */
 inline uint64_t reduced(const fiber *lane, const fiber &me)
 {
 	uint64_t r = 0;

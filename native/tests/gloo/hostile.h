@@ -32,7 +32,7 @@ public:
 		return context_;
 	}
 
-	/* Kinds of messages of numbers, and of messages of uncompressed sums (SUMS). */
+	/* Kinds of messages: of numbers, and of uncompressed sums (SUMS). */
 	static constexpr uint64_t REQUEST = 1, SUMS = 3, LAST_WORDS = 4, REPORT = 5;
 
 	/* Key from which the slots of data messages are computed. */

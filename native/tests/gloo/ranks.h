@@ -83,7 +83,8 @@ struct Rank {
 
 	/*
 	 * Wait, by files instead of the network, until all ranks have called meet() with the same name. A rank must
-	 * call it before and after it closes connections, because other ranks may still connect or read its messages.
+	 * call meet() before and after it closes connections, because other ranks may still connect or read its
+	 * messages.
 	 */
 	void meet(const std::string &name) const
 	{

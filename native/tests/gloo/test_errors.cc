@@ -337,7 +337,7 @@ std::string many_kinds(Rank &me)
 	};
 
 	for (int round = 0; round < 2; round++) {
-		for (int i = 0; i < 4; i++) /* the next call is the first of the trial of raw */
+		for (int i = 0; i < 4; i++) /* after these calls, the next call is the first of the trial of raw */
 			large();
 		/*
 		 * a failed request must not count as a new signature: the other ranks would forget a choice that this
@@ -540,7 +540,7 @@ TEST_CASE("A sum that overflows in reduce_scatter is an error on all ranks, unle
 namespace
 {
 
-/* Reduce NaN and Inf with codecs that represent them. Return the results. */
+/* Reduce NaN and Inf with codecs that can encode them, and return the results. */
 std::string said(Rank &me)
 {
 	Group group(me.connect());

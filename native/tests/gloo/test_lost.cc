@@ -88,7 +88,7 @@ void warm_up(Group &group, const Way &way, int rank)
 		group.allreduce(nullptr, 0, CODEC_FLOAT32, step.spec);
 }
 
-/* Results of an all-reduce without a fault, and the number of bytes that the victim sends in it. */
+/* Results of an all-reduce without a fault, and the number of bytes that the victim sends in this all-reduce. */
 struct Undisturbed {
 	std::vector<std::string> digests;
 	uint64_t nbytes;
@@ -176,7 +176,7 @@ std::string be_lost(Rank &me, const Way &way, uint64_t moment, int number)
 	return "none";
 }
 
-/* Start a team one of whose ranks is lost, and a process that replaces that rank in the next group. */
+/* Start a team of ranks, one of which is lost, and a process that replaces this rank in the next group. */
 std::unique_ptr<ranks::Team> lose(const Way &way, const Undisturbed &want, uint64_t moment, int number)
 {
 	const bool voted = moment + 2 * (wire::HEADER + 64) >= want.nbytes;
@@ -197,7 +197,7 @@ std::unique_ptr<ranks::Team> lose(const Way &way, const Undisturbed &want, uint6
 	return team;
 }
 
-/* Check the results of a team one of whose ranks was lost. */
+/* Check the results of a team after one of its ranks was lost. */
 void check(ranks::Team &team, int number)
 {
 	if (number == SIGKILL) {

@@ -376,7 +376,7 @@ TEST_CASE("Raw is chosen after a trial if ranks are busy and it is faster, and n
 	const std::vector<bool> fast = chosen(1000, 500, 0.8, 450);
 	CHECK(counted(fast, 0, 5) == 0);
 	CHECK(counted(fast, 5, 200) == 195);
-	CHECK(counted(fast, 200, 205) == 0); /* the next trial */
+	CHECK(counted(fast, 200, 205) == 0); /* collectives of the next trial, which use frames */
 	CHECK(counted(fast, 205, 400) == 195);
 
 	const std::vector<bool> near = chosen(1000, 1500, 0.8, 100);

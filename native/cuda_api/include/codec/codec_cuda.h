@@ -36,7 +36,7 @@
 extern "C" {
 #endif
 
-struct CUstream_st; /* CUstream and cudaStream_t are pointers to it */
+struct CUstream_st; /* CUstream and cudaStream_t are pointers to this struct */
 
 #define CODEC_CUDA_ABI_VERSION 1 /**< version of this header's ABI */
 
@@ -63,8 +63,8 @@ typedef struct codec_cuda_device codec_cuda_device;
 
 /**
  * Open the device with an ordinal of cuDeviceGet. Loads the kernels into the device's primary context, which the CUDA
- * runtime uses as well. Takes up to a second if the driver must compile PTX. Do not call it while a stream is captured.
- * Open a device once, and use it for all calls.
+ * runtime uses as well. Takes up to a second if the driver must compile PTX. Must not be called while a stream is
+ * captured. Open a device once, and use it for all calls.
  */
 CODEC_API int codec_cuda_open(int ordinal, codec_cuda_device **device);
 
@@ -80,7 +80,7 @@ typedef struct codec_cuda_code {
 	uint32_t nkernels;              /**< length of `expressions` and `names` */
 	const void *image;              /**< a cubin, for cuModuleLoadData */
 	uint64_t image_nbytes;          /**< size of `image` in bytes */
-	const char *const *expressions; /**< names of the kernels in their sources, for example "encode_rows<2>" */
+	const char *const *expressions; /**< names of the kernels in the sources, for example "encode_rows<2>" */
 	const char *const *names;       /**< names of the same kernels in the image, for cuModuleGetFunction */
 	const char *sources;            /**< SHA-256 of the sources, in hexadecimal digits */
 } codec_cuda_code;
@@ -110,7 +110,7 @@ typedef struct codec_cuda_plan codec_cuda_plan;
 CODEC_API int codec_cuda_plan_open(const codec_cuda_device *device, const codec_spec *spec, const codec_tensor *like,
 				   const codec_segment *segments, uint64_t nsegments, codec_cuda_plan **plan);
 
-/** Free a plan. Work that was submitted with it may still run. NULL: do nothing. */
+/** Free a plan. Work that was submitted with the plan may still be in flight. NULL: do nothing. */
 CODEC_API void codec_cuda_plan_close(codec_cuda_plan *plan);
 
 /**
@@ -122,7 +122,7 @@ CODEC_API uint64_t codec_cuda_bound(const codec_cuda_plan *plan);
 typedef struct codec_cuda_result {
 	uint64_t nbytes; /**< size of the frame in bytes; 0 after an error */
 	uint32_t status; /**< a codec_status */
-	uint32_t block;  /**< decode: 1 + index of the first invalid block; 0: no block is to blame */
+	uint32_t block;  /**< decode: 1 + index of the first invalid block; 0: no block is invalid */
 } codec_cuda_result;
 
 /** Tensor to encode. Pointers are addresses of device memory, except `plan`. */
@@ -143,13 +143,13 @@ typedef struct codec_cuda_encode_item {
 	float *residual;
 	/** TRUNCATE, input: level of each value, 0..3 (codec_level_bits); NULL with CODEC_LEVEL_CODING_FIXED */
 	const uint8_t *levels;
-	uint64_t stream;  /**< random stream id, as in codec_context; not the CUDA stream */
+	uint64_t stream;  /**< id of the random stream, as in codec_context; not a CUDA stream */
 	const void *base; /**< DELTA: base values, of the tensor's dtype and shape; NULL with other codecs */
 } codec_cuda_encode_item;
 
 /**
  * Compute the size in bytes of the workspace for encoding these items. Reads only `plan` and `flags` of each item. Most
- * of the workspace is scratch memory of warps, at most 100 MB, which all items share.
+ * of the workspace is scratch memory of warps, at most 300 MB, which all items share.
  */
 CODEC_API int codec_cuda_encode_workspace(const codec_cuda_encode_item *items, size_t count, uint64_t *nbytes);
 
@@ -167,7 +167,7 @@ typedef struct codec_cuda_decode_item {
 	uint32_t into;               /**< CODEC_INTO_*, as in codec_context */
 	const codec_cuda_plan *plan; /**< plan with the codec, dtype and shape of the frame */
 	const void *frame;           /**< the frame */
-	uint64_t frame_nbytes;       /**< bytes that may be read at `frame`, at least the frame's size */
+	uint64_t frame_nbytes;       /**< number of bytes that may be read at `frame`, at least the frame's size */
 	/**
 	 * Size of the frame, read on the device when the call runs, for example codec_cuda_result.nbytes of the encoder
 	 * that sent it; a size above frame_nbytes is reported as CODEC_TRUNCATED. NULL: the size is frame_nbytes.
@@ -177,7 +177,7 @@ typedef struct codec_cuda_decode_item {
 	codec_cuda_result *result; /**< output: size of the frame, and status */
 	float weight;              /**< CODEC_INTO_ADD: factor by which decoded values are multiplied */
 	float divide;              /**< divisor of results, unless `into` is CODEC_INTO_STORE; 0: do not divide */
-	const void *base;          /**< DELTA: base values; may be `tensor` itself; `into` must be STORE */
+	const void *base;          /**< DELTA: base values; may be `tensor` itself; `into` must be CODEC_INTO_STORE */
 } codec_cuda_decode_item;
 
 /**
@@ -192,12 +192,12 @@ CODEC_API int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, s
  * tensor is unspecified after an error.
  *
  * The codec's parameters are read from each frame. Statuses are those of codec_decode, after two checks against the
- * plan: CODEC_SHAPE_MISMATCH if the frame has another dtype or shape, CODEC_BAD_SPEC if it has another codec or differs
- * in the use of an entropy stage. A frame that names an agreed codebook is reported as CODEC_UNKNOWN_CODEBOOK.
+ * plan: CODEC_SHAPE_MISMATCH if the frame has another dtype or shape, CODEC_BAD_SPEC if the frame has another codec or
+ * differs in the use of an entropy stage. A frame that names an agreed codebook is reported as CODEC_UNKNOWN_CODEBOOK.
  *
- * DELTA: CODEC_BAD_SPEC if a frame has more values per block than the plan. The digests of base and result are
- * compared on the device. To update a tensor in place, pass CODEC_VERIFY_FIRST: then the kernels that write values
- * start only after the whole frame was validated, and write nothing if it is invalid.
+ * DELTA: CODEC_BAD_SPEC if a frame has more values per block than the plan. The digests of base and result are compared
+ * on the device. To update a tensor in place, pass CODEC_VERIFY_FIRST: then the kernels that write values start only
+ * after the whole frame was validated, and write nothing if the frame is invalid.
  */
 CODEC_API int codec_cuda_decode(const codec_cuda_decode_item *items, size_t count, uint32_t flags, void *workspace,
 				uint64_t workspace_nbytes, struct CUstream_st *stream);
