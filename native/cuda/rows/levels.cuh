@@ -12,8 +12,8 @@
 #include "rows/draws.cuh"
 
 /*
- * Scale of a row: a value's position among the levels is value * by * times. by: reciprocal of the largest magnitude,
- * or 1. times: 0 in rows of zeros, so that their codes are round_level_zero.
+ * Scale of a row, as two factors with which level_of computes a value's position among the levels. by: reciprocal of
+ * the largest magnitude, or 1. times: 0 in rows of zeros, so that their codes are round_level_zero.
  */
 struct level_scale {
 	float by, times;
