@@ -15,8 +15,7 @@
 #include "wire.h"
 
 #define CHOOSE_MODEL_MIN 4096   /* tensors of fewer values have no scale model */
-#define CHOOSE_SEGMENT_MIN 8192 /* segments of fewer values, and gaps between segments, are merged into flat segments  \
-				 */
+#define CHOOSE_SEGMENT_MIN 8192 /* shorter segments (in values) and the gaps between are merged into flat ones */
 #define CHOOSE_ROWS 1024        /* number of rows sampled per segment, for its base and the shift of its row offsets */
 #define CHOOSE_COL_ROWS 128     /* number of rows sampled per segment, for column offsets */
 #define CHOOSE_RUNS 4           /* number of runs sampled per row, to estimate its mean */

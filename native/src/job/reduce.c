@@ -2,9 +2,7 @@
 #include "api.h"
 
 #define TILE                                                                                                           \
-	WIRE_TRITS_BLOCK /* values per tile: at least a block, unless rows are long; a tile fits the second-level      \
-			  * cache                                                                                      \
-			  */
+	WIRE_TRITS_BLOCK /* values per tile: at least one block, unless rows are long; a tile fits in the L2 cache */
 
 /*
  * Set the context for decoding frame i of `count`. The mean of a single frame is not divided by 1, which could change a
