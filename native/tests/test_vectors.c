@@ -116,6 +116,7 @@ int main(int argc, char **argv)
 		free(frame);
 	}
 	closedir(dir);
-	printf("%d right, %d wrong, %d skipped: they need a base or state that the file does not contain\n", count[2], count[1], count[0]);
+	printf("%d right, %d wrong, %d skipped: they need a base or state that the file does not contain\n", count[2],
+	       count[1], count[0]);
 	return count[1] || count[2] < 40;
 }
