@@ -275,7 +275,8 @@ def run_ranks(size, function, *args, backend="gloo", timeout=20, limit=300, kill
     killed : collection of int
         Ranks that are expected to die; their results are KILLED.
     """
-    processes = None if killed else [_idle.pop() if _idle else Rank() for _ in range(size)]
+    # A process keeps its rank: torch caches offsets of shards, by mesh and not by rank.
+    processes = None if killed else [_idle.pop(0) if _idle else Rank() for _ in range(size)]
     with RankPool(size, timeout, limit=limit, ranks=processes) as ranks:
         ranks.new_group(backend)
         ranks.start(function, *args)
@@ -284,5 +285,5 @@ def run_ranks(size, function, *args, backend="gloo", timeout=20, limit=300, kill
         for i in left:
             assert results[i] is not KILLED, f"rank {i} has died"
         if processes:
-            _idle.extend(ranks.leave())
+            _idle[:0] = ranks.leave()
         return [results.get(i, KILLED) for i in range(size)]
