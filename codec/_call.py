@@ -198,7 +198,9 @@ def fill_codebook(struct: Any, book: CodeLengths) -> None:
 def _fill_custom(struct: Any, optimizer: Custom, state: Mapping[str, TensorView], read: bool) -> list[Any]:
     missing = [name for name in optimizer.names if name not in state]
     if missing:
-        raise StateError(f"the optimizer needs {', '.join(missing)}: bind(optimizer, {missing[0]}=...)")
+        raise StateError(
+            f"the optimizer needs {', '.join(missing)}: pass bind(optimizer, {', '.join(f'{n}=...' for n in missing)})"
+        )
     floats = [floats_of(state[name]) for name in optimizer.names] if read else []
     pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
     struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", optimizer.address)
@@ -209,7 +211,7 @@ def _fill_custom(struct: Any, optimizer: Custom, state: Mapping[str, TensorView]
 
 def _fill_terms(struct: Any, optimizer: Optimizer, state: Mapping[str, TensorView]) -> list[Any]:
     if "theta" not in state:
-        raise StateError("the optimizer needs theta: bind(optimizer, theta=...)")
+        raise StateError("the optimizer needs theta, the parameters: pass bind(optimizer, theta=...)")
     keep: list[Any] = []
     terms = optimizer.final(state)
     for name, v in state.items():

@@ -118,7 +118,7 @@ def options(
     True
     """
     if engine is not None and (not isinstance(engine, str) or engine not in ENGINES):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise EngineError(f"no engine {shown(engine)}; there are {', '.join(ENGINES)}")
+        raise EngineError(f"engine must be one of {', '.join(ENGINES)}, got {shown(engine)}")
     return CallOptions(
         engine,
         None if threads is None else whole("threads", threads, 1),

@@ -89,7 +89,7 @@ def warmup(
             advance(f"{type(spec).__name__} {name}")
             done += _try(spec, bound, name, settings)
     if not done:
-        raise ArgumentError(f"none of these specs accepts {', '.join(names)}")
+        raise ArgumentError(f"no spec of specs= accepts {', '.join(names)}: pass other dtypes= or specs=")
 
 
 def _warn_of_shared_cache() -> None:

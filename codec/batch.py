@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast, overload
 
 from codec._options import CallOptions, settings_of
+from codec.arguments import shown
 from codec.codebook import Codebook, given_codebooks
 from codec.decoding import check_bound, check_limit, decode_request, engine_for, explain
 from codec.encoding import DEFAULT, check_stream, encode_request, one_codebook
 from codec.engines import choose
 from codec.engines.request import DecodeRequest, EncodeRequest
-from codec.errors import ArgumentError, CodecError
+from codec.errors import ArgumentError, CodecError, SpecError
 from codec.explain import explain as explain_encoding
 from codec.presets import resolve
 from codec.specs import BoundSpec, Spec, SpecLike
@@ -109,7 +110,7 @@ def encode_many(
         at = None
         frames = chosen.encode_many(requests)
     except CodecError as e:
-        if isinstance(e, ArgumentError) and isinstance(e.item, int):
+        if isinstance(e, ArgumentError | SpecError) and isinstance(e.item, int):
             explain_encoding(e, requests[e.item])
         _name(e, keys, at)
         raise
@@ -293,8 +294,12 @@ def _alike(name: str, given: Any, model: Any, keys: Sequence[Any]) -> Sequence[A
         kind = "a mapping" if isinstance(model, Mapping) else "a sequence"
         raise ArgumentError(f"{name} must be {kind}, as the first argument is, not {type(given).__name__}")
     have, items = _items(name, given)
-    if len(have) != len(keys) or (isinstance(model, Mapping) and set(have) != set(keys)):
-        raise ArgumentError(f"{name} must have the {len(keys)} keys or items that the first argument has, no others")
+    if isinstance(model, Mapping):
+        faults = [f"lacks {shown(key)}" for key in keys if key not in given]
+        if faults := faults or [f"has {shown(key)}, too" for key in have if key not in model]:
+            raise ArgumentError(f"{name} must have the keys of the first argument, but {faults[0]}")
+    if len(have) != len(keys):
+        raise ArgumentError(f"{name} must have as many items as the first argument, {len(keys)}, got {len(have)}")
     return [given[key] for key in keys] if isinstance(model, Mapping) else items
 
 

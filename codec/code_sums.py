@@ -92,6 +92,6 @@ def sum_codes(
     settings = settings_of(options)
     views = views_of(frames)
     if not views:
-        raise ArgumentError("there are no frames to add")
+        raise ArgumentError("frames is empty: pass at least one frame")
     r = decode_request(views, None, settings, None, like, None, max_nbytes)
     return engine_for(settings.engine, views[0], None, like).sum_codes(r)

@@ -67,16 +67,19 @@ class Codebook:
 
     def __post_init__(self) -> None:
         if type(self.lengths) is not bytes or len(self.lengths) != 256 or max(self.lengths) > 8:
-            raise ArgumentError("lengths must be 256 bytes of 0 to 8")
+            raise ArgumentError(f"lengths must be bytes with 256 values from 0 to 8, got {shown(self.lengths)}")
         whole("escape_length", self.escape_length, 1, 8)
         whole("id", self.id, 1, (1 << 64) - 1)
         whole("symbols", self.symbols, 0, library.lib.CODEC_SYMBOLS_JOINT16)
         if sum(256 >> n for n in (*self.lengths, self.escape_length) if n) != 256:
             raise ArgumentError(
-                "code lengths must form a complete code: the sum of 1 / 2^length over symbols and escape must be 1"
+                "lengths and escape_length must form a complete code: the sum of 1 / 2^length, without lengths of 0, "
+                "must be 1"
             )
         if lib.codec_codebook_check(self._struct()):
-            raise ArgumentError(f"{self.id:#018x} is not the id of these code lengths and symbols")
+            raise ArgumentError(
+                f"id={self.id:#018x} is not the id of a codebook with these lengths, escape_length and symbols"
+            )
 
     def _struct(self) -> Any:
         struct = ffi.new("codec_codebook *")
@@ -155,7 +158,7 @@ class Codebook:
         except (TypeError, ValueError, RuntimeError) as e:
             raise ArgumentError(f"counts must be 256 integers, not {shown(counts)}: {e}") from None
         if array.shape != (256,) or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
-            raise ArgumentError("counts must be 256 integers, none below 0")
+            raise ArgumentError(f"counts must be 256 integers, none below 0, got {array.dtype} of shape {array.shape}")
         name, book = dtype_name(dtype), ffi.new("codec_codebook *")
         _check_dtype(kind, name)
         numbers = ffi.from_buffer("uint64_t[]", array.astype(np.uint64))
@@ -190,10 +193,13 @@ class Codebook:
             The spec is neither Lossless nor Truncate.
         """
         if not tensors:
-            raise ArgumentError("from_tensors() needs at least one tensor, and got none")
+            raise ArgumentError("from_tensors() needs at least one tensor, got none")
         kind, bound = resolve(spec)
         if len(tensors) != 1 and bound is not None:
-            raise ArgumentError(f"a spec bound to an optimizer requires a single tensor, not {len(tensors)}")
+            raise ArgumentError(
+                f"from_tensors() takes a single tensor with a spec that is bound to an optimizer, got {len(tensors)} "
+                "tensors"
+            )
         kind = _with_exponents(kind)
         counts = np.zeros(256, np.int64)
         symbols: set[int] = set()
@@ -204,7 +210,9 @@ class Codebook:
             symbols.add(cls.from_counts(own, kind, dtype).symbols)
             first = first or dtype
         if len(symbols) > 1:
-            raise ArgumentError(f"{kind} has other symbols for each of these dtypes: build one codebook for each")
+            raise ArgumentError(
+                f"the symbols of {kind} differ between the dtypes of these tensors: build one codebook for each dtype"
+            )
         return cls.from_counts(counts, kind, first)
 
     @classmethod
@@ -264,7 +272,7 @@ def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counts]:
 def _with_exponents(spec: Spec) -> Lossless | Truncate:
     """Return the spec; raise SpecError if its frames do not code exponents, and so cannot use a codebook."""
     if not isinstance(spec, Lossless | Truncate):
-        raise SpecError(f"codebooks are for Lossless and Truncate, whose frames code exponents; got {shown(spec)}")
+        raise SpecError(f"spec must be Lossless or Truncate, whose exponents a codebook encodes, got {shown(spec)}")
     return spec
 
 
@@ -273,7 +281,7 @@ def _check_dtype(spec: Lossless | Truncate, dtype: str) -> None:
     accepted = _OF_LOSSLESS if isinstance(spec, Lossless) else _OF_TRUNCATE
     if dtype not in accepted:
         floats = ", ".join(accepted)
-        raise ArgumentError(f"codebooks of {type(spec).__name__} are for the exponents of {floats}, not for {dtype}")
+        raise ArgumentError(f"a codebook of {type(spec).__name__} encodes exponents of {floats}, got {dtype}")
 
 
 def given_codebooks(books: Any) -> "tuple[Codebook, ...]":

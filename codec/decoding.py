@@ -175,8 +175,8 @@ def check_bound(spec: Any) -> BoundSpec:
     """Return the argument ``spec=`` of a decoding call; raise SpecError if it is not a bound spec."""
     if not isinstance(spec, BoundSpec):
         raise SpecError(
-            "spec= of decoding is a spec bound to the sender's optimizer, Truncate(...).bind(optimizer, theta=...), "
-            f"which only frames with shared levels need; got {shown(spec)}"
+            "spec= must be a spec bound to the sender's optimizer, Truncate(...).bind(optimizer, theta=...), got "
+            f'{shown(spec)}. Only frames of Truncate(level_coding="shared") need spec=: leave it out for others'
         )
     return spec
 
@@ -209,21 +209,24 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
         True if the frame's values are added to `out`, which must then be float32.
     """
     if adds and isinstance(inspect(frame.owner).spec, Delta):
-        error.args = ("a frame of Delta holds changes, which cannot be added up: decode it with base=, add its values",)
+        error.args = (
+            "a frame of Delta holds differences from a base, which cannot be added up: decode the frame with base=, "
+            "and add its values",
+        )
     elif error.code == Status.SHAPE_MISMATCH:
         info, o = inspect(frame.owner), view_output(out)
         dtype = "float32" if adds else info.dtype
-        error.args = (f"the frame needs an out= of {dtype} and shape {info.shape}, not of {o.dtype} and {o.shape}",)
+        error.args = (f"out= must be {dtype} of shape {info.shape} for this frame, got {o.dtype} of shape {o.shape}",)
     elif error.code == Status.BAD_DTYPE:
         *most, last = reversed(MANTISSA_BITS)
         error.args = (
-            f"a frame of {inspect(frame.owner).dtype} cannot be added up, only those of {', '.join(most)} or {last}: "
+            f"only frames of {', '.join(most)} or {last} can be added up, got one of {inspect(frame.owner).dtype}: "
             "decode it, and add its values",
         )
     elif error.code == Status.NONFINITE:
         error.args = (
-            "the result holds NaN or Inf: a frame does, or a sum overflows float32; scale the tensors down before they "
-            "are encoded",
+            "the result holds NaN or Inf, because a frame holds them or a sum overflows float32: scale the tensors "
+            "down before they are encoded",
         )
 
 

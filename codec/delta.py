@@ -7,6 +7,7 @@ import numpy as np
 
 from codec import _call
 from codec._c.library import DTYPE_NAMES, ITEMSIZE, check, ffi, lib
+from codec._c.spec_structs import spec_of
 from codec._call import new_tensor
 from codec._options import CallOptions
 from codec.arguments import shown, whole
@@ -65,10 +66,10 @@ def compose(
     """
     spec = Delta() if spec is None else spec
     if not isinstance(spec, Delta):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"spec= of compose is Delta(), got {shown(spec)}")
+        raise SpecError(f"spec= of compose must be Delta(), got {shown(spec)}")
     views = views_of(frames)
     if not views:
-        raise ArgumentError("there are no frames to compose")
+        raise ArgumentError("frames is empty: pass at least one frame")
     info = inspect(frames[0])
     kind = np.dtype(f"u{ITEMSIZE[info.dtype]}")
     old = fetch("base=", view_base(base, info.dtype))
@@ -127,21 +128,29 @@ def decode_blocks(frame: Any, first: int, count: int, *, base: Any, out: Any = N
     check_frame(v)  # first, so that a damaged frame is reported as such and not as an argument that does not fit
     info = read_header(v)
     if info.spec.codec != lib.CODEC_DELTA:
-        raise ArgumentError("decode_blocks is for frames of Delta")
+        raise ArgumentError(f"decode_blocks takes frames of Delta, got a frame of {spec_of(info.spec)}")
     dtype = DTYPE_NAMES[info.dtype]
     nblocks, n = info.nblocks or min(info.n, 1), info.n  # without changes a frame has no blocks: treat it as one block
     block = info.block_nvalues or n
     first, count = whole("first", first, 0, nblocks), whole("count", count, 0)
     if count > nblocks - first:
-        raise ArgumentError(f"the frame has {nblocks} blocks, not {first + count}")
+        raise ArgumentError(
+            f"first + count must be at most {nblocks}, the number of blocks of the frame, got {first + count}"
+        )
     size = (min((first + count) * block, n) - min(first * block, n)) * ITEMSIZE[dtype]
     part = fetch("base=", view_base(base, dtype))
     if part.dtype != dtype or part.nbytes != size:
-        raise ArgumentError(f"base= must have {size // ITEMSIZE[dtype]} {dtype} values, as many as these blocks")
+        raise ArgumentError(
+            f"base= must have the {size // ITEMSIZE[dtype]} {dtype} values of these blocks, got {part.dtype} of shape "
+            f"{part.shape}"
+        )
     result: Any = _new(part, dtype) if out is None else out
     to = view_output(result, dtype)
     if to.dtype != dtype or to.nbytes != size:
-        raise ArgumentError(f"out= must have {size // ITEMSIZE[dtype]} {dtype} values, as many as these blocks")
+        raise ArgumentError(
+            f"out= must have the {size // ITEMSIZE[dtype]} {dtype} values of these blocks, got {to.dtype} of shape "
+            f"{to.shape}"
+        )
     call = _call.take()
     check(
         lib.codec_scratch(ffi.addressof(info.spec), new_tensor(info.dtype, tuple(info.shape[0 : info.rank])), call.size)

@@ -82,9 +82,11 @@ def checked_shape(shape: int | Iterable[int]) -> tuple[int, ...]:
         sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         sizes = tuple(whole("a dimension", s, 0, (1 << 60) - 1) for s in sizes)
     except TypeError:
-        raise ArgumentError(f"not a shape: {shown(shape)}") from None
+        raise ArgumentError(f"shape must be an int or a sequence of ints, got {shown(shape)}") from None
     if len(sizes) > lib.CODEC_MAX_RANK:
-        raise ArgumentError(f"a tensor has rank {len(sizes)}; the maximum is {lib.CODEC_MAX_RANK}: reshape it")
+        raise ArgumentError(
+            f"shape has {len(sizes)} dimensions; the maximum is {lib.CODEC_MAX_RANK}: reshape the tensor"
+        )
     return sizes
 
 
@@ -194,7 +196,7 @@ def encode(
         r.check_apart()  # the C library does not refuse a residual that is also an array of the optimizer's state
     try:
         return choose(settings.engine, "x", r.x.device).encode(r)
-    except ArgumentError as e:
+    except (ArgumentError, SpecError) as e:
         explain(e, r)
         raise
     finally:
@@ -257,13 +259,13 @@ def encode_async(
     """
     r = encode_request(x, spec, settings_of(None), out, residual, feedback, codebook, stream, base)
     if r.x.device == "cpu":
-        raise EngineError("encode_async takes tensors on a GPU, x lies in host memory: use encode")
+        raise EngineError("encode_async takes tensors on a GPU, but x is in host memory: use encode")
     engine = device_engine("x", r.x.device)
     mark_written(out)
     mark_written(residual)
     try:
         return engine.encode_async(r)
-    except ArgumentError as e:
+    except (ArgumentError, SpecError) as e:
         explain(e, r)
         raise
 
@@ -308,14 +310,12 @@ def encode_request(
 def _view_base(base: Any, spec: Spec, v: TensorView) -> TensorView:
     """Return the view of ``base=``; raise ArgumentError if Delta lacks it, or another spec has it."""
     if not isinstance(spec, Delta):
-        raise ArgumentError(f"base= is for Delta, not for {type(spec).__name__}")
+        raise ArgumentError(f"base= is for Delta, not for {type(spec).__name__}: leave it out")
     if base is None:
-        raise ArgumentError("Delta() needs base=, the tensor that decoders have: encode(x, Delta(), base=...)")
+        raise ArgumentError("Delta() needs base=, the tensor that decoders have: pass encode(x, Delta(), base=...)")
     b = view_base(base.tensor, base.dtype or v.dtype) if type(base) is View else view_base(base, v.dtype)
     if b[:2] != v[:2]:
-        raise ArgumentError(
-            f"base= must have x's dtype and shape, {v.dtype} and {v.shape}, got {b.dtype} and {b.shape}"
-        )
+        raise ArgumentError(f"base= must be {v.dtype} of shape {v.shape}, as x, got {b.dtype} of shape {b.shape}")
     return b
 
 
@@ -327,14 +327,14 @@ def check_stream(stream: Any) -> int:
 def one_codebook(codebook: Any, spec: Spec) -> Codebook:
     """Return `codebook`; raise ArgumentError if it is not a codebook, or if the spec cannot use one."""
     if not isinstance(spec, Lossless | Truncate):
-        raise ArgumentError(f"codebook= is for Lossless and Truncate, not for {type(spec).__name__}")
+        raise ArgumentError(f"codebook= is for Lossless and Truncate, not for {type(spec).__name__}: leave it out")
     return given_codebooks([codebook])[0]
 
 
 def _view_frame(out: Any) -> TensorView:
     v = view_output(out)
     if v.dtype not in ("uint8", "int8"):
-        raise ArgumentError(f"out= must hold bytes, not {v.dtype}")
+        raise ArgumentError(f"out= must be a buffer of bytes, uint8 or int8, got {v.dtype}")
     return v
 
 
@@ -343,9 +343,11 @@ def _check_feedback(feedback: Any, residual: Any, spec: Spec) -> bool:
     if feedback is not True:
         raise ArgumentError(f"feedback must be True or False, got {shown(feedback)}")
     if residual is None:
-        raise ArgumentError("feedback= needs residual=: float32, zeros before the first frame")
+        raise ArgumentError(
+            "feedback=True needs residual=, a float32 tensor of as many values as x, all 0 before the first frame"
+        )
     if isinstance(spec, Lossless | Delta):
-        raise SpecError(f"feedback= is for lossy specs: {type(spec).__name__} has no residual")
+        raise SpecError(f"feedback=True is for lossy specs: {type(spec).__name__} has no residual")
     return True
 
 

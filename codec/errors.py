@@ -102,7 +102,7 @@ class SpecError(CodecError, ValueError):
     --------
     >>> codec.encode(np.ones(3, np.float32), codec.Ternary(scale=0.5))
     Traceback (most recent call last):
-    codec.errors.SpecError: the scale given is smaller than the largest magnitude
+    codec.errors.SpecError: scale=0.5 is smaller than the largest magnitude in x: use a larger scale=, or None
     """
 
 

@@ -8,7 +8,7 @@ from codec import _call
 from codec._c.library import DTYPES, ITEMSIZE, ffi, lib
 from codec._c.spec_structs import spec_struct
 from codec.engines.request import EncodeRequest
-from codec.errors import ArgumentError, CodecError, Status
+from codec.errors import ArgumentError, CodecError, SpecError, Status
 from codec.specs import Spec
 from codec.tensors.view import Array, TensorView, fetch
 
@@ -17,22 +17,27 @@ CARRIES_NONFINITE = 'Lossless or Float8(nonfinite="propagate")'
 _EXPONENT = {"float32": (0x7F800000, 1 << 31), "bfloat16": (0x7F80, 1 << 15), "float16": (0x7C00, 1 << 15)}
 
 
-def explain(error: ArgumentError, r: EncodeRequest) -> None:
-    """Replace the message of an encoding error about dtype or values by one that names the fault and a remedy.
+def explain(error: ArgumentError | SpecError, r: EncodeRequest) -> None:
+    """Replace the message of an encoding error about dtype, values or scale by one that names the fault and a remedy.
 
     Parameters
     ----------
-    error : ArgumentError
+    error : ArgumentError or SpecError
         Error that an engine has raised; its arguments are replaced.
     r : EncodeRequest
         Request that the engine refused.
     """
     explain_dtype(error, r.spec, r.x.dtype, "x")
+    scale, total = f"scale={getattr(r.spec, 'scale', None)}", "x" if r.residual is None else "x + residual"
     if error.code == Status.NONFINITE:
         error.args = (nonfinite_message(r.x, r.spec, "x"),)
+    elif error.code == Status.BAD_SCALE:
+        error.args = (f"{scale} is smaller than the largest magnitude in {total}: use a larger scale=, or None",)
+    elif error.code == Status.ROUNDED_SCALE:
+        error.args = (f"{scale} is 0 or Inf in {r.x.dtype}, the dtype of x: use another scale=, or None",)
 
 
-def explain_dtype(error: ArgumentError, spec: Spec, dtype: str, name: str) -> None:
+def explain_dtype(error: CodecError, spec: Spec, dtype: str, name: str) -> None:
     """Replace the message of an error about a dtype that a codec does not accept by one that lists those it accepts."""
     if error.code == Status.BAD_DTYPE:
         struct, size = spec_struct(spec), ffi.new("size_t *")
@@ -40,7 +45,7 @@ def explain_dtype(error: ArgumentError, spec: Spec, dtype: str, name: str) -> No
             d for d, n in reversed(DTYPES.items()) if not lib.codec_bound(struct, _call.new_tensor(n, ()), size)
         ]
         accepted = f"{', '.join(most)} or {last}"
-        error.args = (f"{type(spec).__name__} takes {accepted}, got {dtype}: convert {name}, or use Lossless",)
+        error.args = (f"{type(spec).__name__} accepts {accepted}, got {dtype}: convert {name}, or use Lossless",)
 
 
 def nonfinite_message(x: TensorView, spec: Spec, name: str, shape: tuple[int, ...] | None = None) -> str:
@@ -57,7 +62,7 @@ def nonfinite_message(x: TensorView, spec: Spec, name: str, shape: tuple[int, ..
     shape : tuple of int, optional
         Shape for the index of the first NaN or Inf. Default: the shape of `x`.
     """
-    remedy = f"{type(spec).__name__} takes finite values only. Correct them, or use {CARRIES_NONFINITE}"
+    remedy = f"{type(spec).__name__} accepts only finite values. Correct them, or use {CARRIES_NONFINITE}"
     try:
         found = count_nonfinite(bits_of(x), x.dtype, shape or x.shape)
     except CodecError:  # the host cannot read the tensor's device

@@ -54,7 +54,10 @@ def frame_nbytes(shape: int | Iterable[int], dtype: Any, spec: SpecLike, *, segm
     """
     plain = resolve(spec)[0]
     if not has_fixed_rate(plain):
-        raise SpecError(f"the size of a frame by {plain} depends on the values: use bound(), its upper bound")
+        raise SpecError(
+            f"the size of a frame of {plain} depends on the values of the tensor: use bound(), which returns an upper "
+            "bound"
+        )
     nbytes = bound(shape, dtype, plain, segments=() if segments is None else segments)
     if nbytes > _LARGEST:
         check(lib.CODEC_LIMIT)
@@ -73,4 +76,4 @@ def has_fixed_rate(spec: Spec) -> bool:
         case Lossless() | Truncate() | Delta() | TopK():
             return False
         case _:
-            raise SpecError(f"the size of a frame by {spec} is not known")
+            raise SpecError(f"the size of a frame of {spec} is not known")

@@ -62,9 +62,9 @@ def preset(name: str) -> Spec:
     True
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"a preset is a name, one of {', '.join(map(repr, _PRESETS))}; got {shown(name)}")
+        raise SpecError(f"name must be one of {', '.join(map(repr, _PRESETS))}, got {shown(name)}")
     if name not in _PRESETS:
-        raise SpecError(f"no preset {shown(name)}: use one of {', '.join(map(repr, _PRESETS))}")
+        raise SpecError(f"there is no preset {shown(name)}: use one of {', '.join(map(repr, _PRESETS))}")
     return _PRESETS[name]
 
 

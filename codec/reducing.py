@@ -201,12 +201,12 @@ def reduce(
     """
     settings = settings_of(options)
     if isinstance(spec, str) and spec in _OPS:
-        raise ArgumentError(f"op is a keyword: reduce(frames, op={spec!r})")
+        raise ArgumentError(f"op must be a keyword argument: reduce(frames, op={spec!r})")
     if not isinstance(op, str) or op not in _OPS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"op must be one of {_OPS}, got {shown(op)}")
+        raise ArgumentError(f"op must be one of {', '.join(map(repr, _OPS))}, got {shown(op)}")
     views = views_of(frames)
     if not views:
-        raise ArgumentError("there are no frames to reduce")
+        raise ArgumentError("frames is empty: pass at least one frame")
     r = decode_request(views, spec, settings, out, like, codebooks, max_nbytes)
     if check_finite is not False:
         r = r._replace(check_finite=truth("check_finite", check_finite))

@@ -79,7 +79,9 @@ class Launch:
         self._rank = torch.distributed.get_rank()
         if comm_hooks(model):
             logger.warning(
-                "%s leaves a model alone that has a communication hook: %r", PROGRAM, comm_hooks(model)[0][0]
+                "%s does not compress the gradients of a model that has a communication hook of its own: %r",
+                PROGRAM,
+                comm_hooks(model)[0][0],
             )
             return
         how: dict[str, Any] = {"grad_scaler": _scaler(), "options": self._options}
@@ -92,7 +94,9 @@ class Launch:
             if not isinstance(e.__cause__, RuntimeError):
                 raise
             hook.called = True  # suppresses the warning at exit about a hook that was never called
-            logger.warning("%s leaves a model alone that has a built-in communication hook", PROGRAM)
+            logger.warning(
+                "%s does not compress the gradients of a model that has a built-in communication hook", PROGRAM
+            )
             return
         self.hooks.append(hook)
         logger.info("%s compresses the gradients of a model by %s", PROGRAM, self._spec)
@@ -100,7 +104,7 @@ class Launch:
     def report(self, *, stats: bool) -> None:
         """If `stats`, print on rank 0 the bytes that each hook has sent; warn if no model was compressed."""
         if not self.models and os.environ.get("RANK", "0") == "0":
-            print(f"{PROGRAM}: no DistributedDataParallel has run: nothing was compressed", file=sys.stderr)
+            print(f"{PROGRAM}: nothing was compressed, since no DistributedDataParallel has run", file=sys.stderr)
         if stats and self._rank == 0:
             for hook in self.hooks:
                 print(f"{PROGRAM}: {hook.spec}: {hook.stats()}", file=sys.stderr, flush=True)
@@ -115,7 +119,11 @@ def _scaler() -> Any:
     """Return the script's enabled GradScaler, or None if there is not exactly one."""
     scalers = [s for s in _living(torch.amp.GradScaler) if s.is_enabled()]
     if len(scalers) > 1:
-        logger.warning("%s: the script has %d GradScalers: NaN and Inf are errors", PROGRAM, len(scalers))
+        logger.warning(
+            "%s: the script has %d GradScalers, so that none is used: NaN and Inf in gradients are errors",
+            PROGRAM,
+            len(scalers),
+        )
     return scalers[0] if len(scalers) == 1 else None
 
 
@@ -132,8 +140,8 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     found = {o for o in plain if wanted <= {p for g in o.param_groups for p in g["params"]}}
     if len(found) != 1:
         raise SpecError(
-            f"the codec drops bits by the optimizer's step, and {len(found)} optimizers have all parameters of the "
-            "model at its first forward pass: make the optimizer before it, or use a codec that needs none: balanced"
+            f"the codec needs one optimizer with all parameters of the model, found {len(found)} at the first forward "
+            "pass: make the optimizer before that pass, or use a codec that needs none, such as --codec balanced"
         )
     return found.pop()
 
@@ -148,9 +156,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--codec", default=os.environ.get(VARIABLE), help=f"preset, or spec such as 'Quantize(4)'; default: ${VARIABLE}"
     )
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="auto", help="of all-reduces; default: auto")
-    parser.add_argument("--stats", action="store_true", help="print what was sent when the script ends")
-    parser.add_argument("--off", action="store_true", help=f"run the script without compression; also {VARIABLE}=off")
+    parser.add_argument(
+        "--algorithm", choices=ALGORITHMS, default="auto", help="algorithm of all-reduces; default: auto"
+    )
+    parser.add_argument("--stats", action="store_true", help="print the number of bytes sent when the script ends")
+    parser.add_argument(
+        "--off", action="store_true", help=f"run the script without compression, as {VARIABLE}=off does"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("script", help="Python file, or module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -158,7 +170,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     launch: Launch | None = None
     if not args.off and args.codec != "off":
         if not args.codec:
-            parser.error(f"name a codec, such as --codec small or {VARIABLE}=small; --off compresses nothing")
+            parser.error(
+                f"no codec was given: pass --codec small, set {VARIABLE}=small, or pass --off to compress nothing"
+            )
         try:
             launch = Launch(spec_of(args.codec), codec.options(algorithm=args.algorithm))
         except CodecError as e:

@@ -39,11 +39,13 @@ def spec_of_config(config: object) -> Spec:
         The configuration is not an object, names no spec, or has an unknown key or a wrong value.
     """
     if not isinstance(config, Mapping):
-        raise SpecError(f'a spec is configured by an object, such as {{"spec": "Lossless"}}; got {shown(config)}')
+        raise SpecError(
+            f'the configuration of a spec must be an object, such as {{"spec": "Lossless"}}, got {shown(config)}'
+        )
     given = dict(cast(Mapping[Any, Any], config))
     name = given.pop("spec", "lossless")
     if not isinstance(name, str):
-        raise SpecError(f'"spec" must be the name of a preset, or one of {", ".join(_CLASSES)}; got {shown(name)}')
+        raise SpecError(f'"spec" must be the name of a preset, or one of {", ".join(_CLASSES)}, got {shown(name)}')
     if (kind := _CLASSES.get(name)) is None:
         start = resolve(name)[0]
         kind, given = type(start), {**{f.name: getattr(start, f.name) for f in fields(start)}, **given}
@@ -63,7 +65,9 @@ def self_contained(spec: object) -> Spec:
     """
     plain, bound = resolve(spec)
     if isinstance(plain, Delta):
-        raise SpecError("Delta() needs a base, which is not available here: use another spec")
+        raise SpecError("Delta() needs a base tensor, which this call does not take: use another spec")
     if isinstance(bound, BoundSpec) or (isinstance(plain, Truncate) and plain.fixed_level is None):
-        raise SpecError(f"{plain} needs an optimizer, which is not available here: use Truncate(2) or another spec")
+        raise SpecError(
+            f"{plain} needs the state of an optimizer, which this call does not take: use Truncate(2) or another spec"
+        )
     return plain

@@ -38,4 +38,6 @@ def spec_of(text: str) -> Spec:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
         if isinstance(e, CodecError):
             raise
-        raise SpecError(f"a spec is a preset, or written such as Quantize(4); got {shown(text)}: {e}") from None
+        raise SpecError(
+            f"a spec must be the name of a preset, or text such as Quantize(4), got {shown(text)}: {e}"
+        ) from None

@@ -26,7 +26,7 @@ Preset = Literal["lossless", "near", "balanced", "small", "smallest"]
 
 def _one_of(name: str, value: object, choices: object) -> None:
     if not isinstance(value, str) or value not in get_args(choices):
-        raise SpecError(f"{name} must be one of {get_args(choices)}, got {shown(value)}")
+        raise SpecError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {shown(value)}")
 
 
 def _whole(name: str, value: object, least: int, most: int, or_else: str = "") -> None:
@@ -314,19 +314,20 @@ class Float8(Spec):
         if not self.is_mx:
             _positive("scale", self.scale)
         if type(self.entropy) is not bool:
-            raise SpecError(f"entropy must be a bool, got {shown(self.entropy)}")
+            raise SpecError(f"entropy must be True or False, got {shown(self.entropy)}")
         _whole("seed", self.seed, 0, (1 << 32) - 1)
 
     def _check_mx(self) -> None:
         """Check the fields that an MXFP8 format fixes, and set the group size to 32."""
         if self.group_size not in (None, 32):
-            raise SpecError(
-                f"group_size must be 32 or None: groups of {self.format} have 32, got {shown(self.group_size)}"
-            )
+            raise SpecError(f"group_size must be 32 or None for format={self.format!r}, got {shown(self.group_size)}")
         if self.scale is not None and not (isinstance(self.scale, str) and self.scale == "rceil"):
-            raise SpecError(f'scale of {self.format} must be "rceil" or None, got {shown(self.scale)}')
+            raise SpecError(f'scale must be "rceil" or None for format={self.format!r}, got {shown(self.scale)}')
         if self.scale and self.rounding == "stochastic":
-            raise SpecError('scale must be None with rounding="stochastic", which has the scales of "rceil"')
+            raise SpecError(
+                'scale must be None with rounding="stochastic", which always computes scales as "rceil" does, got '
+                '"rceil"'
+            )
         object.__setattr__(self, "group_size", 32)
 
     @property
@@ -453,11 +454,11 @@ class Quantize(Spec):
         _one_of("rounding", self.rounding, Rounding)
         _whole("seed", self.seed, 0, (1 << 32) - 1)
         if self.levels == "odd" and self.bits < 2:
-            raise SpecError("odd levels need 2 bits or more")
+            raise SpecError(f'levels="odd" needs bits of 2 or more, got {self.bits}')
         if type(self.zero_point) is not bool:
             raise SpecError(f"zero_point must be True or False, got {shown(self.zero_point)}")
         if self.zero_point and self.levels == "odd":
-            raise SpecError('zero_point=True needs levels="even": a level at the zero point would be no use')
+            raise SpecError('zero_point=True needs levels="even", got "odd"')
 
     @property
     def contraction(self) -> bool:
@@ -549,7 +550,8 @@ class Truncate(Spec):
         _whole("max_code_length", self.max_code_length, 2, 8)
         if self.granularity == "bit" and (self.level_coding != "shared" or self.fixed_level is not None):
             raise SpecError(
-                'granularity="bit" needs level_coding="shared" and level="optimizer": other codings send four levels'
+                'granularity="bit" needs level_coding="shared" and level="optimizer": other codings have four levels '
+                "only"
             )
 
     @property
@@ -608,9 +610,11 @@ class Truncate(Spec):
         """
         state = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
         if (optimizer is None) == (levels is None):
-            raise ArgumentError("bind() takes an optimizer or levels=: one of both")
+            raise ArgumentError(
+                "bind() takes either an optimizer or levels=, got " + ("none" if levels is None else "both")
+            )
         if levels is not None and state:
-            raise ArgumentError(f"bind(levels=...) needs no state, leave out {', '.join(state)}")
+            raise ArgumentError(f"bind(levels=...) takes no state: leave out {', '.join(state)}")
         return BoundSpec(self, optimizer, state, levels)
 
 
@@ -784,7 +788,9 @@ CODECS: tuple[type[Spec], ...] = (Lossless, Delta, Truncate, TopK, Quantize, Flo
 def require_feedback(spec: Spec, advice: str) -> None:
     """Raise SpecError, with `advice` in the message, if frames of the spec must not be sent without error feedback."""
     if isinstance(spec, TopK):
-        raise SpecError(f"{spec} drops most values, and needs error feedback, which sends them later: {advice}")
+        raise SpecError(
+            f"{spec} drops most values, and needs error feedback, which sends the dropped values later: {advice}"
+        )
 
 
 def check_contraction(spec: Spec) -> None:
@@ -795,11 +801,11 @@ def check_contraction(spec: Spec) -> None:
         return
     advice = "leave scale= out"
     if isinstance(spec, Ternary):
-        advice = "its values are unbiased, leave feedback out"
+        advice = "leave feedback out, since Ternary is unbiased"
     elif isinstance(spec, TopK):
         advice = 'use rounding="nearest" or bits=1'
     elif isinstance(spec, Sign):
         advice = 'use scale="l1" or "two_mean"'
     elif isinstance(spec, Quantize):
         advice = 'use levels="odd" with rounding="nearest", smaller groups, or more bits; or leave feedback out'
-    raise SpecError(f"{spec} is not a contraction, and error feedback may diverge with it: {advice}")
+    raise SpecError(f"{spec} is not a contraction, so that error feedback may diverge: {advice}")

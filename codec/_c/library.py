@@ -13,7 +13,10 @@ _path = os.environ.get("CODEC_LIBRARY") or str(PACKAGE / "lib/libcodec.so")
 # RTLD_NODELETE: daemon threads may run library code when the interpreter exits
 lib: Any = ffi.dlopen(_path, ffi.RTLD_NOW | ffi.RTLD_NODELETE)
 if lib.codec_abi_version() != lib.CODEC_ABI_VERSION:
-    raise ImportError(f"{_path} has ABI {lib.codec_abi_version()}, this package needs {lib.CODEC_ABI_VERSION}")
+    raise ImportError(
+        f"{_path} has ABI version {lib.codec_abi_version()}, but this package needs {lib.CODEC_ABI_VERSION}: unset "
+        "CODEC_LIBRARY, or install the package again"
+    )
 
 DTYPES: dict[str, int] = {
     name.removeprefix("CODEC_").lower(): number for number, name in ffi.typeof("codec_dtype").elements.items()
@@ -30,6 +33,11 @@ LEVEL_BITS: dict[str, tuple[int, ...]] = {  # number of mantissa bits that each 
 _OF_SPECS = (Status.BAD_SPEC, Status.BAD_SCALE, Status.ROUNDED_SCALE)
 _OF_BASES = (Status.OTHER_BASE, Status.ALREADY_APPLIED)
 _OF_STATES = (Status.MISSING_STATE, Status.OTHER_STATE, Status.MISSING_BASE, *_OF_BASES)
+_NUMBERS: dict[int, str] = {  # formats of the numbers of bytes that a fault has
+    Status.TRUNCATED: "{} bytes, {} are needed",
+    Status.TRAILING: "{} bytes, the frame has {}",
+    Status.LIMIT: "{} bytes, the limit is {}",
+}
 _FRAME_ERRORS: dict[int, type[errors.FrameError]] = {
     Status.CHECKSUM: errors.ChecksumError,
     Status.UNSUPPORTED: errors.UnsupportedError,
@@ -51,14 +59,14 @@ def check(status: int, fault: Any = None) -> None:
         raise errors.StateError(f"{text}: id {fault.found:#018x}", status)
     if status < Status.TRUNCATED:
         if status == Status.SHAPE_MISMATCH and fault is not None:
-            text += f" (frame has {fault.found}, destination {fault.expected})"
+            text += f" (the frame has {fault.found}, the destination {fault.expected})"
         raise (errors.SpecError if status in _OF_SPECS else errors.ArgumentError)(text, status)
     error = _FRAME_ERRORS.get(status, errors.FrameError)
     if fault is None:
         raise error(text, status)
     where = f"byte {fault.offset}: found {fault.found:#x}, expected {fault.expected:#x}"
-    if status == Status.TRUNCATED:
-        where = f"{fault.found} bytes, {fault.expected} are needed"
+    if status in _NUMBERS:
+        where = _NUMBERS[status].format(fault.found, fault.expected)
     raise error(f"{text} ({where})", status, fault.offset, fault.found, fault.expected)
 
 
@@ -66,7 +74,7 @@ def _digests(status: int, fault: Any) -> str:
     """Return text with the expected and the actual digest of a wrong base, for a message; "" for other statuses."""
     if fault is None or status not in _OF_BASES:
         return ""
-    return f" (the frame was made against digest {fault.found:#018x}, the base has {fault.expected:#018x})"
+    return f" (the base of the frame has the digest {fault.found:#018x}, the given one {fault.expected:#018x})"
 
 
 _new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)
@@ -142,9 +150,11 @@ def use_isa(name: str | None) -> _IsaGuard:
 def _number_of(name: str | None) -> int:
     """Return the number of an instruction set for ``codec_context.isa``; 0: the fastest one."""
     if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise errors.EngineError(f"an instruction set has a name, {', '.join(isas())}, not a {type(name).__name__}")
+        raise errors.EngineError(f"name must be one of {', '.join(isas())}, or None, got a {type(name).__name__}")
     if name and name not in isas():
-        raise errors.EngineError(f"instruction set {name!r} is not usable here, these are: {', '.join(isas())}")
+        raise errors.EngineError(
+            f"instruction set {name!r} is not usable on this machine: use one of {', '.join(isas())}"
+        )
     return _isa_names.index(name) + 1 if name else 0
 
 

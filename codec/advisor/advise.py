@@ -317,7 +317,10 @@ def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[t
         resolved = [resolve(spec) for spec in candidates]
         for spec, bound_spec in resolved:
             if isinstance(spec, Truncate) and spec.fixed_level is None and bound_spec is None and optimizer is None:
-                raise SpecError(f"{named(spec)} needs optimizer=, or a spec bound to one by bind()")
+                raise SpecError(
+                    f"the candidate {named(spec)} needs an optimizer: pass optimizer=, or bind the spec to one by "
+                    "bind()"
+                )
         return resolved
     specs: list[Spec] = [Lossless()]
     if lossy and optimizer is not None:

@@ -244,5 +244,5 @@ def predict_seconds(
 def check_algorithm(algorithm: Any) -> Algorithm:
     """Return the argument; raise ArgumentError if it is not the name of an algorithm."""
     if not isinstance(algorithm, str) or algorithm not in get_args(Algorithm):
-        raise ArgumentError(f"algorithm must be one of {get_args(Algorithm)}, got {shown(algorithm)}")
+        raise ArgumentError(f"algorithm must be one of {', '.join(get_args(Algorithm))}, got {shown(algorithm)}")
     return cast(Algorithm, algorithm)

@@ -57,14 +57,14 @@ def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
     owners: dict[int, Any] = {}
     if optimizer is not None:
         if not hasattr(optimizer, "param_groups"):
-            raise ArgumentError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
+            raise ArgumentError(f"optimizer must be an optimizer of torch.optim, not {type(optimizer).__name__}")
         owners = {id(p.grad): p for g in optimizer.param_groups for p in g["params"]}
     found: list[Tensor] = []
     end = 0
     for key, x, parameter in items:
         try:
             tensor, dtype, segments = (x.tensor, x.dtype, x.segments) if type(x) is View else (x, None, None)
-            v = on_host("it", view(tensor, dtype))
+            v = on_host("the tensor", view(tensor, dtype))
             if v.dtype not in MANTISSA_BITS:
                 raise ArgumentError(
                     f"frames of {v.dtype} cannot be reduced, only those of {', '.join(MANTISSA_BITS)}: leave the "
@@ -85,7 +85,7 @@ def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
                 e.of(key)
             raise
     if not found:
-        raise ArgumentError("there are no values to measure")
+        raise ArgumentError("tensor_or_model has no values to measure: pass at least one tensor that is not empty")
     return found, weights
 
 
@@ -220,7 +220,8 @@ def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floa
     v = on_host(name, view(x))
     if v.nbytes < ITEMSIZE[v.dtype] * max(offset + n for _, offset, n in starts):
         raise ArgumentError(
-            f"{name} has {v.nbytes // ITEMSIZE[v.dtype]} values, fewer than the tensors: bind the state of all tensors"
+            f"{name} has {v.nbytes // ITEMSIZE[v.dtype]} values, fewer than all tensors together: bind the state of "
+            "all tensors"
         )
     parts = [_part(v, offset, (n,)) for _, offset, n in starts]
     return np.concatenate([_floats(part, v.dtype) for part in parts] if floats else parts)
@@ -263,7 +264,10 @@ def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) ->
     for t, start in zip(tensors, starts, strict=False):
         group = group_of.get(id(t.parameter))
         if group is None:
-            raise ArgumentError("a parameter of the model is in none of the optimizer's param_groups")
+            raise ArgumentError(
+                f"a parameter of shape {tuple(t.parameter.shape)} is in none of the optimizer's param_groups: pass the "
+                "optimizer of all parameters of the model"
+            )
         if group not in known:
             known[group] = optimizers.from_optimizer(optimizer, group)
         if not found or found[-1][1] != known[group]:

@@ -112,7 +112,7 @@ def run_decompress(args: argparse.Namespace) -> int:
                 progress(before, max(before, _size(source)))
         if npy:
             if whole is None:
-                raise ArgumentError("the input is empty: there is no array")
+                raise ArgumentError(f"{printable(args.input)} is empty: a .npy file needs at least one frame")
             file.seek(0)
             file.write(_npy_header(*whole))
             file.seek(0, os.SEEK_END)
@@ -141,12 +141,14 @@ def _arrays(source: BufferedReader, args: argparse.Namespace) -> Iterator[Any]:
     """Yield the array of a .npy file, or raw values in blocks, as views of the dtype from the arguments."""
     if source.peek(len(NUMPY))[: len(NUMPY)] == NUMPY:
         if args.shape is not None:
-            raise ArgumentError("a .npy file has a shape: leave out --shape")
+            raise ArgumentError(
+                f"--shape is for raw values, but {printable(args.input)} is a .npy file: leave out --shape"
+            )
         yield view(_npy(source, args.input), args.dtype)
         return
     if args.dtype is None:
         raise ArgumentError(
-            f"{printable(args.input)} is no .npy file: raw values need --dtype, such as --dtype bfloat16"
+            f"{printable(args.input)} is not a .npy file: for raw values pass --dtype, such as --dtype bfloat16"
         )
     dtype = dtype_name(args.dtype)
     size = ITEMSIZE[dtype]
@@ -155,12 +157,12 @@ def _arrays(source: BufferedReader, args: argparse.Namespace) -> Iterator[Any]:
         need = int(np.prod(shape, dtype=object)) * size
         values = source.read(min(need, 1 << 62)) if need <= _available(source) else b""
         if len(values) != need or source.read(1):
-            raise ArgumentError(f"the input does not have the {need} bytes of {dtype} values of shape {shape}")
+            raise ArgumentError(f"the input does not have the {need} bytes of --dtype {dtype} --shape {args.shape}")
         yield view(np.frombuffer(values, _BITS[size]).reshape(shape), dtype)
         return
     while values := source.read(_BLOCK):
         if len(values) % size:
-            raise ArgumentError(f"the input does not end with a whole value of {dtype}, {size} bytes")
+            raise ArgumentError(f"the input must be a multiple of {size} bytes long for --dtype {dtype}")
         yield view(np.frombuffer(values, _BITS[size]), dtype)
 
 
@@ -211,7 +213,10 @@ def _joined(
     if whole is None:
         return dtype, shape
     if whole[0] != dtype or len(shape) != 1 or len(whole[1]) != 1:
-        raise ArgumentError("the input has several arrays, which one .npy file cannot hold: write raw values, -o FILE")
+        raise ArgumentError(
+            f"the input has frames of {whole[0]} {whole[1]} and of {dtype} {shape}, which one .npy file cannot hold: "
+            "write raw values, by -o FILE without .npy"
+        )
     return dtype, (whole[1][0] + shape[0],)
 
 

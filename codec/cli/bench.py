@@ -20,6 +20,7 @@ from codec.batch import decode_many, encode_many
 from codec.cli.compressors import compressors, lmzip, missing
 from codec.cli.console import EXIT_CODES, add_json, check_output, print_table, progress_bar
 from codec.errors import ArgumentError, CodecError, EngineError
+from codec.files.opening import printable
 from codec.tensors.wrapper import view
 
 _PRESETS = ("lossless", "balanced", "small", "smallest")  # without "near", which needs an optimizer
@@ -98,7 +99,9 @@ def _tensors(path: str, key: str | None, most: float) -> Tensors:
     found, total = Tensors(), 0
     with source_of(path, key) as source:
         if is_container(source.header):
-            raise ArgumentError(f"{path} is packed: measure the file that codec unpack restores")
+            raise ArgumentError(
+                f"{printable(path)} is packed: restore it with codec unpack, and measure the restored file"
+            )
         for k, t in enumerate(source.header.tensors):
             if not t.nbytes or (total + t.nbytes > most and found):
                 continue
@@ -108,7 +111,7 @@ def _tensors(path: str, key: str | None, most: float) -> Tensors:
             found.append((t.name, t.wire, t.shape if known else (t.nbytes // t.itemsize,), values.copy()))
             total += t.nbytes
     if not found:
-        raise ArgumentError(f"{path} has no tensors with values")
+        raise ArgumentError(f"{printable(path)} has no tensor with values: there is nothing to measure")
     return found
 
 
@@ -252,6 +255,6 @@ def _draw(rows: list[Row], path: str, name: str) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as e:
-        raise ArgumentError(f"{path} cannot be written: {e}") from None
+        raise ArgumentError(f"{printable(path)} cannot be written: {e}") from None
     finally:
         plt.close(figure)

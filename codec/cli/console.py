@@ -37,7 +37,9 @@ def add_json(p: Any) -> None:
 
 def add_threads(p: Any) -> None:
     """Add ``--threads`` to the parser of a command."""
-    p.add_argument("--threads", type=int, metavar="N", help="default: as many as pay")
+    p.add_argument(
+        "--threads", type=int, metavar="N", help="number of threads; default: chosen from the size of the tensors"
+    )
 
 
 def check_output(path: str, force: bool, *inputs: str) -> None:
@@ -45,11 +47,11 @@ def check_output(path: str, force: bool, *inputs: str) -> None:
     if path == STANDARD:
         return
     if any(i != STANDARD and Path(path).exists() and Path(i).exists() and os.path.samefile(path, i) for i in inputs):
-        raise ArgumentError(f"{printable(path)} is the input: choose another name")
+        raise ArgumentError(f"{printable(path)} is the input as well as the output: choose another name for the output")
     if Path(path).is_dir():
-        raise ArgumentError(f"{printable(path)} is a folder: name a file in it")
+        raise ArgumentError(f"{printable(path)} is a folder, but the output must be a file: name a file in the folder")
     if Path(path).exists() and not force:
-        raise ArgumentError(f"{printable(path)} exists: choose another name, or replace it with --force")
+        raise ArgumentError(f"{printable(path)} exists: choose another name, or pass --force to replace the file")
 
 
 @contextmanager
@@ -60,7 +62,9 @@ def output_file(path: str) -> Generator[BinaryIO]:
             yield file
         return
     if sys.stdout.isatty():
-        raise ArgumentError("binary data is not written to a terminal: give -o FILE, or a pipe")
+        raise ArgumentError(
+            "standard output is a terminal, to which no binary data is written: pass -o FILE, or use a pipe"
+        )
     import shutil
     import tempfile
 

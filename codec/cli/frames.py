@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
     p.set_defaults(run=run_inspect)
     p = commands.add_parser(
         "verify",
-        help="check that files are whole",
+        help="check that files are not damaged",
         description="Check frames without decoding their values, and all digests of packed files. Exit codes: 0; 1 if "
         "a file is damaged or cannot be read; 2 for wrong arguments.",
     )
@@ -133,7 +133,8 @@ def _verify_model(path: str) -> str:
     with closing(open_model(path)) as model:
         if not isinstance(model, PackedFile):
             raise ArgumentError(
-                f"{printable(path)} is a .safetensors file, which has no checksums: codec pack makes a file that has"
+                f"{printable(path)} is a .safetensors file, which has no checksums to verify: codec pack writes a file "
+                "with checksums"
             )
         each_part(model, lambda part, values: None, None)
         return f"a whole packed file of {len(model.header.tensors)} tensors"

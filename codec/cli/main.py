@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         made.print_help()
         return 0
     if args.run is not tools.run_flags and args.flags:
-        made.error("give a command or flags such as --cflags, not both: see --help")
+        made.error("pass either a command or flags such as --cflags, not both: see --help")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)

@@ -91,7 +91,7 @@ def _pack(args: argparse.Namespace, path: str, output: str) -> tuple[int, int, i
     check_output(output, args.force, path)
     with input_file(path) as found, source_of(found, args.key) as source:
         if is_container(source.header):
-            raise ArgumentError(f"{printable(path)} is packed already: codec ls lists its tensors")
+            raise ArgumentError(f"{printable(path)} is packed already: codec unpack restores the original file")
         with output_file(output) as file, progress_bar() as progress:
             pack(source, file, threads=args.threads, progress=progress)
             file.flush()
@@ -106,7 +106,9 @@ def _unpack(args: argparse.Namespace, path: str, output: str) -> tuple[int, int,
     check_output(output, args.force, path)
     with input_file(path) as found, _opened(found) as model:
         if not isinstance(model, PackedFile):
-            raise ArgumentError(f"{printable(path)} is a .safetensors file that is not packed: nothing to unpack")
+            raise ArgumentError(
+                f"{printable(path)} is a .safetensors file that is not packed: there is nothing to unpack"
+            )
         with output_file(output) as file, progress_bar() as progress:
             if output.endswith(".npz"):
                 save_npz(model, file)
@@ -129,7 +131,9 @@ def _opened(path: str) -> Any:
 def _each_shard(args: argparse.Namespace, work: Callable[..., tuple[int, int, int]]) -> int:
     """Pack or unpack the files of a sharded model into a folder, under the same names, and copy the index."""
     if args.output is None or args.output == STANDARD:
-        raise ArgumentError("a sharded model goes into a folder: give -o FOLDER")
+        raise ArgumentError(
+            f"{printable(args.model)} is the index of a sharded model, whose output is a folder: pass -o FOLDER"
+        )
     from codec.files.shards import shard_names
 
     names = shard_names(args.model)

@@ -59,7 +59,7 @@ def run_completion(args: argparse.Namespace) -> int:
     try:
         shtab: Any = importlib.import_module("shtab")
     except ImportError:
-        raise EngineError("completion scripts need shtab, which is not installed: pip install shtab") from None
+        raise EngineError("codec completion needs shtab, which is not installed: pip install shtab") from None
     print(shtab.complete(args.parser, shell=args.shell))
     return 0
 
@@ -68,7 +68,7 @@ def run_flags(args: argparse.Namespace) -> int:
     """Print flags and folders for build tools, one per line, in the order of the arguments."""
     include, lib = _c.PACKAGE / "include", _c.PACKAGE / "lib"
     if not (include / "codec" / "codec.h").exists():
-        raise CodecError(f"no C headers in {include}: they come with the installed package (pip install)")
+        raise CodecError(f"{include} has no C headers: install the package with pip, which installs the headers")
     values = {
         "cflags": shlex.quote(f"-I{include}"),
         "libs": shlex.join([f"-L{lib}", "-lcodec", f"-Wl,-rpath,{lib}"]),  # rpath: found at run time, too

@@ -99,7 +99,7 @@ def _usable(name: str) -> Engine | str:
     """Return the engine of this name, or the reason why it cannot be used."""
     found = _module(name)
     if found is None:
-        return "this version of codec does not have it"
+        return "this version of codec lacks the engine"
     return found.why_not() or found
 
 
@@ -142,7 +142,7 @@ def choose(name: str | None, argument: str, device: str) -> Engine:
         return _native
     found = _usable(name)
     if isinstance(found, str):
-        raise EngineError(f"the {name} engine cannot be used here: {found}")
+        raise EngineError(f"the {name} engine cannot be used on this machine: {found}")
     return found
 
 
@@ -164,6 +164,7 @@ def device_engine(argument: str, device: str) -> DeviceEngine:
     found = _usable(name)
     if isinstance(found, str):
         raise EngineError(
-            f"{refusal(argument, device, 'the native engine')} (the {name} engine cannot be used here: {found})"
+            f"{refusal(argument, device, 'the native engine')} (the {name} engine cannot be used on this machine: "
+            f"{found})"
         )
     return cast(DeviceEngine, found)

@@ -233,7 +233,7 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     """
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "param_groups"):
-        raise ArgumentError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
+        raise ArgumentError(f"optimizer must be an optimizer of torch.optim, not {type(optimizer).__name__}")
     group = next((g for g in optimizer.param_groups if any(parameter is p for p in g["params"])), None)
     if group is None:
         raise ArgumentError("the parameter is in none of the optimizer's param_groups")

@@ -106,5 +106,5 @@ def test_decoding_takes_no_other_spec():
         for spec in (codec.Lossless(), "near", codec.Truncate(), 5):
             with pytest.raises(codec.SpecError, match="bound to the sender's optimizer"):
                 call(spec)
-    with pytest.raises(codec.ArgumentError, match="op is a keyword"):
+    with pytest.raises(codec.ArgumentError, match="op must be a keyword argument"):
         codec.reduce([codec.encode(X)], "mean")

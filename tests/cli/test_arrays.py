@@ -69,7 +69,7 @@ def test_raw_files_with_a_shape_are_one_frame(tmp_path, capsys):
     assert "do not" not in capsys.readouterr().err
     for shape in ("41,100", "39,100", "1" + "0" * 30, "-1", "a"):
         assert "shape" in failed(capsys, "compress", tmp_path / "x", "--dtype", "float32", "--shape", shape, "-o", "z")
-    assert "raw values need --dtype" in failed(capsys, "compress", tmp_path / "x", "-o", tmp_path / "z")
+    assert "for raw values pass --dtype" in failed(capsys, "compress", tmp_path / "x", "-o", tmp_path / "z")
     (tmp_path / "odd").write_bytes(bytes(6))
     assert "whole value" in failed(capsys, "compress", tmp_path / "odd", "--dtype", "float32", "-o", tmp_path / "z")
     assert not (tmp_path / "z").exists()

@@ -46,7 +46,7 @@ def test_pack_and_unpack_restore_the_file(model, tmp_path, capsys):
 def test_outputs_are_replaced_by_force_only(model, tmp_path, capsys):
     packed = tmp_path / "model.codec.safetensors"
     packed.write_bytes(b"precious")
-    assert "exists: choose another name, or replace it with --force" in failed(capsys, "pack", model)
+    assert "exists: choose another name, or pass --force to replace the file" in failed(capsys, "pack", model)
     assert packed.read_bytes() == b"precious"
     assert "is the input" in failed(capsys, "pack", model, "-o", model, "--force")
     assert "is a folder" in failed(capsys, "pack", model, "-o", tmp_path, "--force")
@@ -142,7 +142,7 @@ def test_shards_are_packed_into_a_folder(tmp_path, capsys):
     for file in (*names.values(), index.name):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / file).read_bytes()
     capsys.readouterr()
-    assert "give -o FOLDER" in failed(capsys, "pack", index)
+    assert "pass -o FOLDER" in failed(capsys, "pack", index)
     index.write_text(json.dumps({"weight_map": {"a": "../outside"}}))
     assert "files of its folder" in failed(capsys, "pack", index, "-o", tmp_path / "p2")
 

@@ -101,7 +101,7 @@ def test_bench_measures_presets_and_installed_compressors(tmp_path, monkeypatch,
     assert rows["lossless"]["error"] == 0 < rows["balanced"]["error"] < rows["small"]["error"]
     np.savez(tmp_path / "none.npz")
     assert main(["bench", str(tmp_path / "none.npz")]) == 1
-    assert "no tensors with values" in capsys.readouterr().err
+    assert "no tensor with values" in capsys.readouterr().err
 
 
 def test_updates_are_recognized_without_reading_pipes(tmp_path):

@@ -80,7 +80,7 @@ def test_frames_of_segments_need_one_scale():
     assert (integers == codes_of(frames[0]) + codes_of(frames[1])).all()
     own = codec.encode(view, codec.Ternary("base3"))
     assert codec.inspect(own).scale is None
-    with pytest.raises(codec.ArgumentError, match=r"^1: segments of the frame have different scales") as e:
+    with pytest.raises(codec.ArgumentError, match=r"^1: the segments of the frame have different scales") as e:
         codec.sum_codes([frames[0], own])
     assert e.value.item == 1
 
@@ -96,7 +96,7 @@ def test_cuda_engine_refuses_to_add_codes():
 def test_frames_that_do_not_add_up_are_named(engine):
     x = X[0]
     for other, match in (
-        (codec.encode(x / 2, codec.Ternary()), "the scale of the frame is .* that of the first frame is .*scale=..."),
+        (codec.encode(x / 2, codec.Ternary()), "the scale of the frame is .* but the first frame has .*scale=..."),
         (codec.encode(x[1:], codec.Ternary(scale=SCALE)), r"the shape of the frame is \(69999,\), .* \(70000,\)"),
         (codec.encode(x.astype(np.float16), codec.Ternary(scale=SCALE)), "the dtype of the frame is float16"),
         (codec.encode(x, codec.Sign()), r"a frame of Sign\(.* has no codes"),
@@ -107,7 +107,7 @@ def test_frames_that_do_not_add_up_are_named(engine):
         assert e.value.item == 2
     with pytest.raises(codec.ArgumentError, match=r"^0: a frame of Sign"):
         codec.sum_codes([codec.encode(x, codec.Sign())])
-    with pytest.raises(codec.ArgumentError, match="no frames"):
+    with pytest.raises(codec.ArgumentError, match="frames is empty"):
         codec.sum_codes([])
     with pytest.raises(codec.ArgumentError, match="must be a sequence of frames"):
         codec.sum_codes(SHARED[0])  # pyright: ignore[reportArgumentType]

@@ -204,7 +204,7 @@ def test_unknown_optimizers_groups_and_parameters_are_rejected():
     for group in (1, -2, "0", None, 0.0):
         with pytest.raises(codec.ArgumentError, match="group"):
             optimizers.from_optimizer(optimizer, group)
-    with pytest.raises(codec.ArgumentError, match=r"one of torch\.optim's, not NoneType"):
+    with pytest.raises(codec.ArgumentError, match=r"an optimizer of torch\.optim, not NoneType"):
         optimizers.state_of(None, w)
     with pytest.raises(codec.ArgumentError, match="none of the optimizer's param_groups"):
         optimizers.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))

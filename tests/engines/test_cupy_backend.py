@@ -130,7 +130,7 @@ def test_old_gpus_are_rejected_by_name(monkeypatch):
     """A GPU that is too old is rejected by name; other GPUs of the machine are accepted."""
     for capabilities, said in (
         ((), "there is no GPU"),
-        (("75",), r"cuda:0 has compute capability 7\.5, and 8\.0 or more"),
+        (("75",), r"cuda:0 has compute capability 7\.5, but at least 8\.0"),
         (("75", "70"), r"cuda:1 has compute capability 7\.0"),
     ):
         cupy_on_cpu.install(monkeypatch, build(), capabilities)

@@ -188,7 +188,7 @@ for call in (
     try:
         call()
     except codec.EngineError as e:
-        assert str(e) == f"the numba engine cannot be used here: {why}", e
+        assert str(e) == f"the numba engine cannot be used on this machine: {why}", e
     else:
         raise AssertionError("no error")
 """

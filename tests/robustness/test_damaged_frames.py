@@ -80,7 +80,7 @@ def test_verify_and_decode_report_the_same_error(name):
 @pytest.mark.parametrize("name", SMALL_FRAMES)
 def test_trailing_bytes_are_rejected(name):
     frame, dtype, n = SMALL_FRAMES[name]
-    with pytest.raises(codec.FrameError, match="behind the frame"):
+    with pytest.raises(codec.FrameError, match="bytes follow the end of the frame"):
         decode_bits(frame + b"\0", dtype, n)
 
 

@@ -62,7 +62,7 @@ def _too_old(cupy: Any, index: int) -> str | None:
     major, minor = (cupy.cuda.runtime.deviceGetAttribute(which, index) for which in (_MAJOR, _MINOR))
     if major >= _OLDEST:
         return None
-    return f"cuda:{index} has compute capability {major}.{minor}, and 8.0 or more is needed: A100, RTX 30 or later"
+    return f"cuda:{index} has compute capability {major}.{minor}, but at least 8.0 is needed: A100, RTX 30 or later"
 
 
 class _ForeignStream:

@@ -115,7 +115,8 @@ class Frame:
         frame_nbytes = self.info.frame_nbytes
         if self.request.head is not None and frame_nbytes != self.frame.nbytes:
             raise FrameError(
-                f"the frame has {self.frame.nbytes} bytes, but {frame_nbytes} by head=: pass the head of this frame",
+                f"the frame has {self.frame.nbytes} bytes, but head= is that of a frame of {frame_nbytes}: pass the "
+                "head of this frame",
                 Status.BAD_HEADER,
             )
         nothing = TensorView(self.dtype, self.shape, ffi.NULL, 0, None)
@@ -144,7 +145,7 @@ class Frame:
                 check(status, call.fault)
             else:
                 self._refuse(call, v)
-            raise FrameError("head= is of another frame: pass the head of this frame", Status.BAD_HEADER)
+            raise FrameError("head= belongs to another frame: pass the head of this frame", Status.BAD_HEADER)
         view.struct_nbytes = ffi.sizeof("codec_view")
         check(lib.codec_job_view(job, view))
         self._call, self._job, self._job_nbytes, self.view = call, job, size[0], view

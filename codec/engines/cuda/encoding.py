@@ -69,8 +69,8 @@ class Encoding:
         nbytes, fault, out = fields[3], fields[6], self.request.out
         if fault == _SHORT_OUTPUT or (out is not None and nbytes > out.nbytes):
             raise ArgumentError(
-                f"out= has {self._capacity if out is None else out.nbytes} bytes, too few for this frame: "
-                "allocate bound() bytes",
+                f"out= has {self._capacity if out is None else out.nbytes} bytes, too few for this frame: allocate as "
+                "many as bound() returns",
                 _SHORT_OUTPUT,
             )
         check(fault)

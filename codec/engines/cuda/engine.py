@@ -118,7 +118,7 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             if frame.shape != shape:
                 for each in frames:  # the shape may differ because a header is damaged: report that first
                     each.verify()
-                raise ArgumentError(f"frames of shapes {shape} and {frame.shape} cannot be reduced")
+                raise ArgumentError(f"frames to reduce must have the same shape, got {shape} and {frame.shape}")
         r.check_limit(4 * frames[0].info.n)
         result, v = target(work, r, "float32", shape)
         for i, frame in enumerate(frames):
@@ -140,4 +140,6 @@ def reduce(r: DecodeRequest, op: str) -> Any:
 
 def sum_codes(r: DecodeRequest) -> tuple[Any, float]:
     """Raise EngineError: no kernel stores sums of codes as integers."""
-    raise EngineError("the cuda engine does not add codes: copy the frames to host memory, and use the native engine")
+    raise EngineError(
+        "the cuda engine does not support sum_codes(): copy the frames to host memory, and use the native engine"
+    )

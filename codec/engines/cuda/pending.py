@@ -69,9 +69,11 @@ def _check(r: EncodeRequest) -> None:
     """Raise an error for arguments with which the host would have to wait for the GPU or to compute."""
     for name, v in r.views:
         if v.device == "cpu":
-            raise EngineError(f"{name} is in host memory: encode_async takes memory on the device only, encode() both")
+            raise EngineError(f"{name} is in host memory, but encode_async takes only tensors on a GPU: use encode()")
     if r.out is None or r.out.address % ALIGNMENT:
-        raise ArgumentError(f"encode_async needs out=, memory on the device at a multiple of {ALIGNMENT} bytes")
+        raise ArgumentError(
+            f"encode_async needs out=, a buffer on the GPU at an address that is a multiple of {ALIGNMENT}"
+        )
     if r.residual is not None and r.out.nbytes < (bound := plan_of(r).bound):
         raise ArgumentError(
             f"encode_async with residual= needs out= of at least {bound} bytes (see bound()), got {r.out.nbytes}"

@@ -66,14 +66,16 @@ def _check_codes_add_up(info: Any, first: Any) -> None:
     if info.spec.codec != lib.CODEC_TERNARY:
         raise ArgumentError(f"a frame of {spec_of(info.spec)} has no codes to add: encode with Ternary(scale=...)")
     if info.n and info.scale < 0:
-        raise ArgumentError(f"segments of the frame have different scales{_ADVICE}")
+        raise ArgumentError(
+            f"the segments of the frame have different scales, so that its codes cannot be added{_ADVICE}"
+        )
     for name, own, other, advice in (
         ("shape", _shape(info), _shape(first), ""),
         ("dtype", DTYPE_NAMES[info.dtype], DTYPE_NAMES[first.dtype], ""),
         ("scale", info.scale, first.scale, _ADVICE),
     ):
         if own != other:
-            raise ArgumentError(f"the {name} of the frame is {own}, that of the first frame is {other}{advice}")
+            raise ArgumentError(f"the {name} of the frame is {own}, but the first frame has {other}{advice}")
 
 
 def _check_values(r: DecodeRequest, info: Any, frame: TensorView) -> None:

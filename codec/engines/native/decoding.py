@@ -97,11 +97,9 @@ def check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int
     check_frame(frame)
     if base is None:
         raise StateError(
-            "the frame holds changes of a tensor: pass base=, the tensor that they apply to", Status.MISSING_BASE
+            "the frame of Delta holds the difference from a base tensor: pass that tensor as base=", Status.MISSING_BASE
         )
-    raise ArgumentError(
-        f"base= must have the frame's dtype and shape, {dtype} and {shape}, got {base.dtype} and {base.shape}"
-    )
+    raise ArgumentError(f"base= must be {dtype} of shape {shape}, as the frame, got {base.dtype} of shape {base.shape}")
 
 
 def is_bomb(info: Any) -> bool:

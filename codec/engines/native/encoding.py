@@ -116,7 +116,9 @@ def _encode_one(call: Call, spec: Any, dst: Any, capacity: int) -> None:
     scratch = call.scratch(nbytes)
     status = lib.codec_encode(spec, call.tensor, dst, capacity, call.size, _NULL, call.context, scratch, nbytes)
     if status == _SHORT_OUTPUT:
-        raise ArgumentError(f"out= has {capacity} bytes, too few for this frame: allocate bound() bytes", status)
+        raise ArgumentError(
+            f"out= has {capacity} bytes, too few for this frame: allocate as many as bound() returns", status
+        )
     check(status)
 
 

@@ -34,7 +34,8 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
         if tuple(info.shape[0 : info.rank]) != shape:
             for frame in r.frames:  # a damaged header can have a wrong shape: report the damage first
                 check_frame(frame)
-            raise ArgumentError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
+            other = tuple(info.shape[0 : info.rank])
+            raise ArgumentError(f"frames to reduce must have the same shape, got {shape} and {other}")
     r.check_limit(4 * first.n)
     levels = level_source(r.bound, first.n) if r.bound is not None else None
     for name, array in levels.read if levels else ():

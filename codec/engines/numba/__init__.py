@@ -29,7 +29,7 @@ def _calls() -> Any:
     try:
         return importlib.import_module("codec.engines.numba.calls")
     except ImportError as e:  # for example because Numba does not support the installed numpy
-        raise EngineError(f"the numba engine cannot be used here: {e}") from e
+        raise EngineError(f"the numba engine cannot be used on this machine: {e}") from e
 
 
 def encode(r: EncodeRequest) -> bytes | memoryview:

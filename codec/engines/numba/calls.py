@@ -69,7 +69,7 @@ def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads
     frame = _encode_new(call, s, r, call.size[0], threads)
     if len(frame) > out.nbytes:
         raise ArgumentError(
-            f"out= has {out.nbytes} bytes, too few for this frame: allocate bound() bytes", _SHORT_OUTPUT
+            f"out= has {out.nbytes} bytes, too few for this frame: allocate as many as bound() returns", _SHORT_OUTPUT
         )
     ffi.memmove(out.data, frame, len(frame))
     if r.residual is not None:

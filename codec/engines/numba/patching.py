@@ -49,7 +49,9 @@ def trying(module: ModuleType, **functions: Callable[..., Any]) -> Generator[Mod
         spec.loader.exec_module(other)
     for function, mine in functions.items():
         if not hasattr(getattr(other, function, None), "py_func"):
-            raise EngineError(f"{module.__name__} has no function {function} that kernels call")
+            raise EngineError(
+                f"{module.__name__} has no compiled function {function}: name one that is decorated with jit"
+            )
         setattr(other, function, jit(mine))
     setattr(loops, name, other)
     try:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import codec
-from codec import ArgumentError, CodecError, decoding
+from codec import ArgumentError, CodecError, SpecError, decoding
 from codec.decoding import decode_request
 from codec.encoding import encode_request
 from codec.explain import explain
@@ -244,8 +244,9 @@ class DeviceReduction(Reduction):
         ]
 
         def explain_error(e: CodecError, i: int) -> None:
-            if isinstance(e, ArgumentError):
+            if isinstance(e, ArgumentError | SpecError):
                 explain(e, requests[i])
+            if isinstance(e, ArgumentError):
                 self.explain_nonfinite(e, terms[i].values if terms[i].summed else None)
                 e.item = None  # no index in the message: the caller has passed a single tensor
 

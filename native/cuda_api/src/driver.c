@@ -59,10 +59,10 @@ const char *codec_cuda_strerror(int status)
 {
 	switch (status) {
 	case CODEC_CUDA_NO_DRIVER: return "the CUDA driver (libcuda.so.1) cannot be loaded, or finds no GPU";
-	case CODEC_CUDA_NO_DEVICE: return "there is no CUDA device of this ordinal";
+	case CODEC_CUDA_NO_DEVICE: return "there is no CUDA device with this ordinal";
 	case CODEC_CUDA_NO_KERNELS: return "libcodec_cuda has no kernels for the architecture of this device";
 	case CODEC_CUDA_DRIVER_ERROR: return "a call of the CUDA driver failed: see codec_cuda_driver_error";
-	case CODEC_CUDA_NO_MEMORY: return "the host has no memory for a CUDA device or a plan";
+	case CODEC_CUDA_NO_MEMORY: return "the host has too little memory to open a CUDA device or to create a plan";
 	default: return codec_strerror((codec_status)status);
 	}
 }

@@ -6,19 +6,20 @@ const char *codec_strerror(codec_status status)
 	switch (status) {
 	case CODEC_OK: return "success";
 	case CODEC_BAD_ARGUMENT: return "an argument is missing or out of range";
-	case CODEC_BAD_SPEC: return "no such codec, or parameters that it does not take";
-	case CODEC_BAD_DTYPE: return "the codec does not take this dtype";
-	case CODEC_BAD_SHAPE: return "rank above 8, or a shape whose product overflows";
-	case CODEC_BAD_SEGMENTS: return "segments overlap, are out of order or lie outside of the tensor";
-	case CODEC_BAD_CODEBOOK: return "the codebook is malformed, has another id, or was made for other symbols";
-	case CODEC_SHAPE_MISMATCH: return "the destination's dtype or shape is not the frame's";
-	case CODEC_NONFINITE: return "the tensor holds NaN or Inf, which this codec does not take";
-	case CODEC_BAD_SCALE: return "the scale given is smaller than the largest magnitude";
-	case CODEC_ROUNDED_SCALE: return "the scale given is 0 or Inf in the tensor's dtype";
+	case CODEC_BAD_SPEC: return "the codec does not exist, or does not accept these parameters";
+	case CODEC_BAD_DTYPE: return "the codec does not accept this dtype";
+	case CODEC_BAD_SHAPE: return "the shape has more than 8 dimensions, or too many values";
+	case CODEC_BAD_SEGMENTS: return "segments overlap, are not in ascending order, or lie outside of the tensor";
+	case CODEC_BAD_CODEBOOK:
+		return "the codebook is malformed, its id does not match, or it was made for other symbols";
+	case CODEC_SHAPE_MISMATCH: return "dtype or shape of the destination differ from those of the frame";
+	case CODEC_NONFINITE: return "the tensor holds NaN or Inf, which this codec cannot encode";
+	case CODEC_BAD_SCALE: return "the given scale is smaller than the largest magnitude in the tensor";
+	case CODEC_ROUNDED_SCALE: return "the given scale is 0 or Inf in the tensor's dtype";
 	case CODEC_SHORT_OUTPUT: return "the output buffer is too small";
 	case CODEC_SHORT_SCRATCH: return "the scratch buffer is too small";
 	case CODEC_TRUNCATED: return "the frame is truncated";
-	case CODEC_TRAILING: return "there are bytes behind the frame";
+	case CODEC_TRAILING: return "bytes follow the end of the frame";
 	case CODEC_BAD_MAGIC: return "not a codec frame";
 	case CODEC_BAD_HEADER: return "the header has a value that the format forbids";
 	case CODEC_BAD_SIDE: return "the scale model or a codebook is malformed";
@@ -26,11 +27,12 @@ const char *codec_strerror(codec_status status)
 	case CODEC_BAD_REGION: return "a block is malformed";
 	case CODEC_CHECKSUM: return "the checksum does not match";
 	case CODEC_UNSUPPORTED: return "the frame needs a later version of this library";
-	case CODEC_LIMIT: return "the tensor is larger than allowed";
-	case CODEC_MISSING_STATE: return "a metric and the optimizer's state must be supplied";
-	case CODEC_OTHER_STATE: return "the frame was made with another optimizer state than was supplied";
-	case CODEC_MISSING_BASE: return "the frame holds changes: the base that they apply to must be supplied";
-	case CODEC_OTHER_BASE: return "the base is not the tensor that the frame was made against";
+	case CODEC_LIMIT: return "the tensor is larger than max_nbytes, or its frame larger than the format allows";
+	case CODEC_MISSING_STATE: return "the codec needs a metric with the optimizer's state, or levels";
+	case CODEC_OTHER_STATE:
+		return "the frame was encoded with an optimizer state that differs from the supplied one";
+	case CODEC_MISSING_BASE: return "the frame holds the difference from a base tensor: the base must be supplied";
+	case CODEC_OTHER_BASE: return "the base is not the tensor against which the frame was encoded";
 	case CODEC_ALREADY_APPLIED: return "already applied: the base equals the frame's result";
 	case CODEC_UNKNOWN_CODEBOOK: return "the frame names a codebook that was not supplied";
 	}

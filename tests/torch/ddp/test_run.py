@@ -93,7 +93,9 @@ def check(texts):
         assert re.search(r"^\['--epochs', '3'\] .*train\.py$", text, re.MULTILINE), text
         assert "equal True exact False" in text
         for former in ("<function mean", "<codec.torch.Hook"):
-            assert f"leaves a model alone that has a communication hook: {former}" in text
+            assert (
+                f"does not compress the gradients of a model that has a communication hook of its own: {former}" in text
+            )
         sent = re.findall(r"codec\.run: Quantize\(bits=4.*\): 4 steps: .* of 268 kB sent \(1\d%\)", text)
         assert len(sent) == (rank == 0), text
 
@@ -161,7 +163,7 @@ def test_other_text_is_refused(text):
 def test_command_line_says_what_is_missing(capsys):
     for arguments, words in (
         ([], "the following arguments are required"),
-        (["train.py"], "name a codec, such as --codec small or CODEC_DDP=small"),
+        (["train.py"], "no codec was given: pass --codec small, set CODEC_DDP=small"),
         (["--codec", "tiny", "train.py"], "not a spec: 'tiny'; the presets are"),
         (["--codec", "small", "--algorithm", "mesh", "train.py"], "invalid choice: 'mesh'"),
     ):
@@ -178,7 +180,7 @@ def _launched(rank, size):
         near = run.Launch(run.spec_of("near"), codec.options())
         near.install()
         model = DistributedDataParallel(small_net())
-        with pytest.raises(codec.SpecError, match="0 optimizers have all parameters"):
+        with pytest.raises(codec.SpecError, match="needs one optimizer with all parameters of the model, found 0"):
             take_step(model, rank, small_forward)
         model = DistributedDataParallel(small_net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
