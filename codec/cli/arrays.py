@@ -214,8 +214,8 @@ def _joined(
         return dtype, shape
     if whole[0] != dtype or len(shape) != 1 or len(whole[1]) != 1:
         raise ArgumentError(
-            f"the input has frames of {whole[0]} {whole[1]} and of {dtype} {shape}, which one .npy file cannot hold: "
-            "write raw values, by -o FILE without .npy"
+            f"the input has several arrays, {whole[0]} {whole[1]} and {dtype} {shape}, which one .npy file cannot "
+            "hold: write raw values, by -o FILE without .npy"
         )
     return dtype, (whole[1][0] + shape[0],)
 

@@ -45,17 +45,19 @@ def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, A
     with opened(path) as fd:
         known, read = _arrays_in(fd, path)
         if missing := set(names) - set(known):
-            raise ArgumentError(f"{printable(path)} has {', '.join(known)}, not {', '.join(sorted(missing))}")
+            raise ArgumentError(
+                f"{printable(path)} has no array {', '.join(sorted(missing))}: its arrays are {', '.join(known)}"
+            )
         found = {name: read(name) for name in names or known}
     if names:
         return found
     fit = {name: x for name, x in found.items() if x.ndim and _may_hold(x.dtype, dtype)}
     if not fit:
-        have = ", ".join(f"{name} ({x.dtype})" for name, x in found.items()) or "no arrays"
+        have = ", ".join(f"{name} ({x.dtype})" for name, x in found.items()) or "none"
         wanted = dtype or ", ".join(MANTISSA_BITS)
         raise ArgumentError(
-            f"{printable(path)} has no arrays of {wanted} with a dimension, but {have}: name the arrays to read, "
-            "with --dtype if they hold the bits of another dtype"
+            f"{printable(path)} has no array of {wanted} with at least one dimension (its arrays: {have}): name the "
+            "arrays to read, and pass --dtype if they hold the bits of another dtype"
         )
     return fit
 
@@ -80,7 +82,7 @@ def _arrays_in(fd: int, path: str) -> Arrays:
             f"{printable(path)} is {kind.value}, a pickle, which could run code when it is read. Load it where you "
             "trust it, and save its tensors by numpy.savez or safetensors.torch.save_file"
         )
-    raise ArgumentError(f"{printable(path)} cannot be read: it is {kind.value}, no .npz, .npy or .safetensors file")
+    raise ArgumentError(f"{printable(path)} cannot be read: it is {kind.value}, not a .npz, .npy or .safetensors file")
 
 
 def numpy_arrays(fd: int, path: str) -> Arrays:
@@ -91,7 +93,9 @@ def numpy_arrays(fd: int, path: str) -> Arrays:
         members = [member for member in archive.namelist() if _begins_as_array(archive, member)]
         others = [member for member in archive.namelist() if member not in members]
     if others and members:
-        warnings.warn(f"{printable(path)}: left out, no arrays: {printable(', '.join(others))}", stacklevel=2)
+        warnings.warn(
+            f"{printable(path)}: left out, because they are not arrays: {printable(', '.join(others))}", stacklevel=2
+        )
 
     def read(name: str) -> Array:
         with np.load(path) as file:

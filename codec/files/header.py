@@ -102,14 +102,14 @@ def parse(text: bytes) -> Header:
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(given, dict):
-        raise ValueError("its header does not describe tensors")
+        raise ValueError("its header is not a JSON object")
     entries = cast(dict[str, Any], given)
     metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast(dict[str, Any], metadata).values()):
-        raise ValueError("the metadata of its header are not texts")
+        raise ValueError(f"{METADATA} in its header is not a mapping of strings to strings")
     tensors = sorted((_tensor(name, entry) for name, entry in entries.items()), key=lambda t: (t.begin, t.end))
     if tensors and (tensors[0].begin or any(a.end != b.begin for a, b in pairwise(tensors))):
-        raise ValueError("tensors overlap, or leave gaps")
+        raise ValueError("the tensors in its header overlap, or leave gaps")
     return Header(text, tuple(tensors), tuple(entries), cast(dict[str, str], metadata))
 
 
@@ -127,10 +127,10 @@ def read_header(file: FileBytes | MemoryBytes) -> Header:
         raise EngineError(".safetensors files are read and written on little-endian machines only")
     length = int.from_bytes(file.get(0, min(8, file.nbytes)).tobytes(), "little")
     if file.nbytes < 8 or length > min(MAX_JSON, file.nbytes - 8):
-        raise ValueError("its header is longer than the file, or than 100 MB")
+        raise ValueError(f"its header would have {length} bytes, more than the file or than 100 MB")
     header = parse(file.get(8, length).tobytes())
     if header.nbytes != file.nbytes:
-        raise ValueError(f"its header describes {header.nbytes} bytes, the file has {file.nbytes}")
+        raise ValueError(f"by its header the file has {header.nbytes} bytes, but it has {file.nbytes}")
     return header
 
 
@@ -156,7 +156,7 @@ def compose(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: 
     at, placed = 0, list[Tensor]()
     for name, dtype, shape, nbytes in tensors:
         if name == METADATA:
-            raise ArgumentError(f"no tensor can have the name {METADATA!r}")
+            raise ArgumentError(f"a tensor must not have the name {METADATA!r}: rename it")
         placed.append(Tensor(name, dtype, shape, at, at + nbytes))
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
@@ -169,7 +169,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict; raise ValueError if a key occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name occurs twice in its header")
+        raise ValueError("its header has the same name twice")
     return found
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
+from codec.arguments import shown
 from codec.errors import FrameError, UnsupportedError
 from codec.files.header import Header, parse
 
@@ -133,7 +134,9 @@ def check_version(header: Header) -> None:
     if (found := header.metadata.get(VERSION_KEY)) != str(FORMAT):
         if found is None:
             raise damaged(f"its metadata lack {VERSION_KEY!r}")
-        raise UnsupportedError(f"a packed file of version {found!r}, codec reads version {FORMAT}: update codec")
+        raise UnsupportedError(
+            f"the packed file has version {found!r}, but this library reads version {FORMAT}: update codec"
+        )
 
 
 def _limit(packed: bytes) -> int:
@@ -151,7 +154,7 @@ def _inflated(data: bytes) -> bytes:
 
 def _number(k: Any, header: Header) -> int:
     if type(k) is not int or not 0 <= k < len(header.tensors):
-        raise ValueError("there is no such tensor")
+        raise ValueError(f"tensor {shown(k)} is not one of the {len(header.tensors)} tensors")
     return k
 
 
@@ -162,13 +165,13 @@ def _parts(rows: Sequence[Any], header: Header) -> Iterator[Part]:
         numbers = tuple(_number(k, header) for k in cast(list[Any], tensors))
         begin = end if numbers == (last,) else 0
         if not numbers or not isinstance(coding, str) or not all(type(n) is int and n > 0 for n in (size, nbytes)):
-            raise ValueError("a part has wrong fields")
+            raise ValueError("a field of a part has the wrong type, or is not positive")
         whole = sum(header.tensors[k].nbytes for k in numbers)
         fits = begin + size <= whole if len(numbers) == 1 else size == whole
         if not fits or size > PART_NBYTES or len({header.tensors[k].dtype for k in numbers}) != 1:
-            raise ValueError("a part does not have the size of its tensors")
+            raise ValueError("the size of a part is not that of its tensors")
         if size % header.tensors[numbers[0]].itemsize:
-            raise ValueError("a part cuts a value")
+            raise ValueError("a part ends inside a value")
         yield Part(numbers, begin, size, coding, at, nbytes, int(digest, 16))
         last, end = (numbers[0], begin + size) if len(numbers) == 1 else (-1, 0)
         at += nbytes
@@ -177,7 +180,9 @@ def _parts(rows: Sequence[Any], header: Header) -> Iterator[Part]:
 def _check(index: Index, data_nbytes: int) -> None:
     """Raise FrameError unless the parts fill the container, and contain each tensor exactly once."""
     if sum(p.nbytes for p in index.parts) != data_nbytes:
-        raise damaged("its parts do not have the size of its data")
+        raise damaged(
+            f"its parts have {sum(p.nbytes for p in index.parts)} bytes together, but its data has {data_nbytes}"
+        )
     stored: dict[int, int] = {}
     for numbers, run in groupby(index.parts, key=lambda p: p.tensors):
         together = list(run)
@@ -190,4 +195,4 @@ def _check(index: Index, data_nbytes: int) -> None:
         if (k in stored) == (k in index.equal) and t.nbytes:
             raise damaged(f"{t.name!r} is stored twice, or not at all")
         if stored.get(other, 0) != t.nbytes:
-            raise damaged(f"{t.name!r} is not stored as a whole")
+            raise damaged(f"the parts of {t.name!r} do not have the {t.nbytes} bytes of the tensor")

@@ -152,7 +152,7 @@ def decode_part(coding: str, data: Bytes, out: Bytes, dtype: str, total: int) ->
         size = ITEMSIZE[dtype] if coding in (ZSTD_PLANES, DEFLATE_PLANES) else 1
         out.reshape(-1, size)[:] = plain.reshape(size, -1).T
     else:
-        raise damaged(f"a part of {dtype} is stored in an unknown way, {coding!r}")
+        raise damaged(f"a part of {dtype} has the unknown coding {coding!r}")
     if digest_of(as_tensor(out), threads=1) != total:
         raise damaged("a part does not have the digest that the index names")
 
@@ -160,7 +160,9 @@ def decode_part(coding: str, data: Bytes, out: Bytes, dtype: str, total: int) ->
 def _decode_frame(data: Bytes, out: Bytes, dtype: str) -> None:
     info = inspect(data)
     if type(info.spec) is not Lossless or info.dtype != dtype or info.tensor_nbytes != len(out):
-        raise damaged(f"a frame has {info.dtype} of {info.tensor_nbytes} bytes, the index names {dtype}, {len(out)}")
+        raise damaged(
+            f"a frame holds {info.tensor_nbytes} bytes of {info.dtype}, but the index names {len(out)} of {dtype}"
+        )
     decode(data, out=out.view(_BITS[ITEMSIZE[dtype]]).reshape(info.shape), options=_ONE)
 
 
@@ -237,11 +239,11 @@ def _unzstd(data: Bytes, nbytes: int) -> bytes:
     """Decompress zstd data; raise FrameError unless the result has exactly `nbytes` bytes."""
     zstandard = _zstandard()
     if zstandard is None:
-        raise EngineError("a part needs the package zstandard, which is not installed: pip install zstandard")
+        raise EngineError("the packed file needs zstandard, which is not installed: pip install zstandard")
     try:
         found = zstandard.get_frame_parameters(data)
         if found.content_size != nbytes or found.window_size > _MAX_WINDOW:
-            raise damaged(f"a part has {found.content_size} bytes, the index names {nbytes}")
+            raise damaged(f"a part has {found.content_size} bytes, but the index names {nbytes}")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as e:
         raise damaged(f"a part cannot be decompressed: {e}") from None

@@ -141,7 +141,8 @@ def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
         torch: Any = importlib.import_module("torch")
     except ImportError:
         raise EngineError(
-            f"{printable(path)} is a file of torch.save: reading it needs torch: pip install torch"
+            f"{printable(path)} was written by torch.save, and reading it needs torch, which is not installed: pip "
+            "install torch"
         ) from None
     try:
         try:
@@ -161,9 +162,14 @@ def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
     if isinstance(given, dict) and all(torch.is_tensor(x) for x in cast(dict[Any, Any], given).values()):
         found = {str(name): x for name, x in cast(dict[Any, Any], given).items()}
         if len(found) != len(cast(dict[Any, Any], given)):
-            raise ArgumentError(f"{printable(path)} has keys that are equal as texts")
+            raise ArgumentError(
+                f"two keys of the dict in {printable(path)} are equal as strings, such as 1 and '1': rename one of them"
+            )
         return found
-    raise ArgumentError(f"{printable(path)} is not a dict of tensors, it has {_keys(given)}: choose one with --key")
+    raise ArgumentError(
+        f"{printable(path)} must hold a dict of tensors, but holds {_keys(given)}: choose the key of such a dict by "
+        "--key"
+    )
 
 
 def _keys(given: Any) -> str:

@@ -58,7 +58,9 @@ def hook_of(given: Given, how: Mapping[str, Any], optimizers: Sequence[Any] = ()
     """
     if isinstance(given, Hook):
         if how:
-            raise ArgumentError(f"{', '.join(how)} cannot change {shown(given)}: pass them to ddp_hook")
+            raise ArgumentError(
+                f"{shown(given)} exists already, and takes no further arguments: pass {', '.join(how)} to ddp_hook()"
+            )
         return given
     arguments = dict(how)
     if len(optimizers) == 1:
@@ -83,7 +85,7 @@ def attach(hook: Hook, model: Any, world_size: int) -> bool:
     """
     plain: Any = _plain(model)
     if not isinstance(plain, DistributedDataParallel) and world_size == 1:
-        logger.info("one process: no gradient is sent, and none compressed")
+        logger.info("the run has a single process, which sends no gradients: nothing is compressed")
         hook.called = True  # so that the process logs no warning about an unused hook when it ends
         return False
     if not isinstance(plain, DistributedDataParallel) or all(h is not hook for h, _ in comm_hooks(plain)):

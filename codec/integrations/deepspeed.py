@@ -142,7 +142,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     top = _Section("", _read(config), ignored := [])
     optimizer = top.section("optimizer")
     if optimizer is None:
-        raise ArgumentError("the DeepSpeed configuration has no 'optimizer'")
+        raise ArgumentError("the DeepSpeed configuration has no 'optimizer': it must be OneBitAdam or ZeroOneAdam")
     kind = _kind(optimizer.take("type"))
     params = optimizer.section("params") or _Section("optimizer.params", {}, ignored)
     optimizer.end({"legacy_fusion": ""})
@@ -152,10 +152,10 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     _check_zero(top.section("zero_optimization"))
     for name, instead in _UNSUPPORTED.items():
         if _is_on(value := top.take(name)):
-            raise ArgumentError(f"DeepSpeed's {name!r} is not supported, got {shown(value)}: {instead}")
+            raise ArgumentError(f"{name!r} of the DeepSpeed configuration, {shown(value)}, is not supported: {instead}")
     top.end(_IGNORED)
     if ignored:
-        warnings.warn(f"keys of the DeepSpeed configuration without effect: {', '.join(ignored)}", stacklevel=2)
+        warnings.warn(f"these keys of the DeepSpeed configuration have no effect: {', '.join(ignored)}", stacklevel=2)
     return Config(arguments, {"max_grad_norm": float(clipping)} if clipping else {}, scaler)
 
 
@@ -189,7 +189,7 @@ class _Section:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise ArgumentError(f"{self.name(key)!r} of a DeepSpeed configuration is a dict, got {shown(value)}")
+            raise ArgumentError(f"{self.name(key)!r} of a DeepSpeed configuration must be a dict, got {shown(value)}")
         return _Section(self.name(key), cast(Mapping[str, Any], value), self._ignored)
 
     def number(self, key: str, below: float = math.inf) -> float | None:
@@ -227,7 +227,7 @@ def _read(config: Any) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as e:
         raise ArgumentError(f"the DeepSpeed configuration {shown(path)} cannot be read: {shown(e)}") from e
     if not isinstance(found, dict):
-        raise ArgumentError(f"the DeepSpeed configuration {shown(path)} is a JSON object, got {shown(found)}")
+        raise ArgumentError(f"the DeepSpeed configuration {shown(path)} must be a JSON object, got {shown(found)}")
     return cast(dict[str, Any], found)
 
 
@@ -244,7 +244,7 @@ def _number(name: str, value: Any, below: float = math.inf) -> float:
     """Return `value` if it is a number in [0, below), otherwise raise ArgumentError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
         limit = "of at least 0" if below == math.inf else f"from 0 to below {below}"
-        raise ArgumentError(f"{name!r} of a DeepSpeed configuration is a number {limit}, got {shown(value)}")
+        raise ArgumentError(f"{name!r} of a DeepSpeed configuration must be a number {limit}, got {shown(value)}")
     return value
 
 
@@ -254,7 +254,7 @@ def _kind(given: Any) -> str:
     if key in _TYPES:
         return _TYPES[key]
     instead = f": {_OTHERS[key]}" if key in _OTHERS else ""
-    raise ArgumentError(f"'optimizer.type' is OneBitAdam or ZeroOneAdam, got {shown(given)}{instead}")
+    raise ArgumentError(f"'optimizer.type' must be OneBitAdam or ZeroOneAdam, got {shown(given)}{instead}")
 
 
 def _optimizer(kind: str, params: _Section) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _optimizer(kind: str, params: _Section) -> dict[str, Any]:
 def _betas(name: str, value: Any) -> tuple[float, ...]:
     """Return the decay rates of the first and the second moment, each in [0, 1)."""
     if not isinstance(value, list | tuple) or len(cast(Any, value)) != 2:
-        raise ArgumentError(f"{name!r} is a list of two numbers, got {shown(cast(Any, value))}")
+        raise ArgumentError(f"{name!r} must be a list of two numbers, got {shown(cast(Any, value))}")
     return tuple(_number(name, b, 1.0) for b in cast(Any, value))
 
 

@@ -31,7 +31,7 @@ def checked_spec(spec: Any, feedback: bool) -> Spec:
     """
     kind, bound = resolve(spec_of(spec) if isinstance(spec, str) else spec)
     if isinstance(bound, BoundSpec):
-        raise SpecError(f"clients have no use for {shown(bound)}: pass a spec that is not bound to an optimizer")
+        raise SpecError(f"spec must not be bound to an optimizer, got {shown(bound)}: pass the spec itself")
     if not feedback:
         require_feedback(kind, "leave feedback=False out")
     elif not isinstance(kind, Lossless | Delta):
@@ -59,7 +59,9 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
         As in :func:`codec.encode`.
     """
     if base is not None and tuple(base.shape) != tuple(x.shape):
-        raise ArgumentError(f"the array has shape {tuple(x.shape)}, but {tuple(base.shape)} when the round began")
+        raise ArgumentError(
+            f"the array must keep the shape that it had when the round began, {tuple(base.shape)}, got {tuple(x.shape)}"
+        )
     # Dtypes differ if averaging made floats of integers.
     if isinstance(spec, Delta) and base is not None and x.dtype == base.dtype:
         return FRAME, codec.encode(x, spec, base=base)
@@ -100,14 +102,17 @@ def decode_array(kind: str, data: bytes, base: Any, like: Any = None) -> Any:
         The bytes are damaged, or were encoded for another shape or base.
     """
     if kind not in (FRAME, DIFFERENCE):
-        raise FrameError(f"the array is of the kind {shown(kind)}, not {FRAME!r} or {DIFFERENCE!r}")
+        raise FrameError(f"the kind of an encoded array must be {FRAME!r} or {DIFFERENCE!r}, got {shown(kind)}")
     frame = memoryview(data)[8:] if kind == DIFFERENCE else memoryview(data)
     if base is not None and (shape := codec.inspect(frame).shape) != tuple(base.shape):
         raise FrameError(f"the frame has shape {shape}, but the array had {tuple(base.shape)} when the round began")
     if kind == FRAME:
         return codec.decode(frame, base=base, like=like)
     if base is None or codec.digest(base).to_bytes(8, "little") != data[:8]:
-        raise StateError("the difference refers to other values than those of the round: send values of this round")
+        raise StateError(
+            "the difference is not one from the arrays of this round: the client must train from the arrays that it "
+            "received"
+        )
     difference = np.empty(tuple(base.shape), np.float32)
     codec.decode(frame, out=difference)
     return _wide(base) + difference

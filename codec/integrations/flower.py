@@ -128,7 +128,7 @@ class Compressed:
         coded = {at: a for at, a in arrays_of(reply.content).items() if a.stype in (FRAME, DIFFERENCE)}
         try:
             if unknown := coded.keys() - base.keys():
-                raise CodecError(f"{unknown} are not among the arrays of the round")
+                raise CodecError(f"the reply has arrays that the round did not send: {sorted(unknown)}")
             values = {at: decode_array(a.stype, a.data, base[at]) for at, a in coded.items()}
         except CodecError as e:
             error = Error(_FAILED, f"the reply cannot be decoded: {e}")

@@ -42,7 +42,7 @@ class Settings:
         self, key_bits: int | None = None, value_bits: int | None = None, group_size: int = 64, slot: float = 0.75
     ) -> None:
         if not 0 < slot <= 2:
-            raise ValueError(f"slot must be a fraction of the chunk's size, got {slot}")
+            raise ValueError(f"slot must be above 0 and at most 2, as a fraction of the chunk's size, got {slot}")
         page_codec((1, 2, 16, 16), "bfloat16", key_bits, value_bits, group_size)  # raises if a setting is invalid
         self._quantize, self._slot = (key_bits, value_bits, group_size), slot
 
@@ -95,7 +95,7 @@ class CodecSerializer(Serializer):
         nbytes = self._settings.slot_nbytes([shape for _, shape, _ in given], [dtype for *_, dtype in given])
         data = b"".join(self._settings.codec_of(shape, dtype).encode(as_page(x)) for x, shape, dtype in given)
         if len(data) > nbytes:
-            raise ValueError(f"the encoded chunk has {len(data)} bytes, its slot {nbytes}: raise slot")
+            raise ValueError(f"the encoded chunk has {len(data)} bytes, but its slot has {nbytes}: use a larger slot=")
         slot[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         slot[len(data) : nbytes] = 0
         return nbytes

@@ -86,7 +86,7 @@ class FrameCodec(Codec):
             return decode(frame, like=np.empty(0, bits)).reshape(-1).view(np.uint8)
         memory = ensure_contiguous_ndarray(out).view(np.uint8)
         if memory.nbytes != info.tensor_nbytes:
-            raise FrameError(f"the frame holds {info.tensor_nbytes} bytes, out= has {memory.nbytes}")
+            raise FrameError(f"the frame holds an array of {info.tensor_nbytes} bytes, but out= has {memory.nbytes}")
         decode(frame, out=memory.view(bits).reshape(info.shape))
         return out
 

@@ -11,6 +11,7 @@ from nvflare.apis.dxo_filter import DXOFilter
 from nvflare.apis.filter import FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import FilterKey, FLContextKey
 
+from codec.arguments import shown
 from codec.errors import FrameError
 from codec.integrations.federated import checked_spec, decode_array, encode_array, is_float
 from codec.specs import Delta, Lossless
@@ -92,7 +93,7 @@ class FrameFilter(DXOFilter):
 def _decoded(dxo: DXO, base: dict[str, Any], is_task: bool, meta: dict[str, Any]) -> dict[str, Any]:
     kinds, data, like = meta.pop(KINDS, {}), dict(dxo.data), None
     if not isinstance(kinds, dict):
-        raise FrameError(f"{KINDS} of the meta is no dict")
+        raise FrameError(f"{KINDS!r} in the meta of the message must be a dict, got {shown(kinds)}")
     if meta.pop(TORCH, False) and kinds:
         import torch
 
@@ -100,7 +101,7 @@ def _decoded(dxo: DXO, base: dict[str, Any], is_task: bool, meta: dict[str, Any]
     for name, kind in kinds.items():
         frame, before = data.get(name), base.get(name)
         if not isinstance(frame, bytes) or (before is None and not is_task):
-            raise FrameError("the frames are not those of the arrays of the task")
+            raise FrameError(f"{shown(name)} is not an array of the task, or its frame is not bytes")
         try:
             x = decode_array(kind, frame, before, like)
         except FrameError as e:

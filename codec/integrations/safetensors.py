@@ -203,9 +203,9 @@ class safe_open:
     def get_slice(self, name: str) -> "Slice":
         """Return a lazy view of a tensor; indexing the view decodes the selected rows."""
         if not self._models:
-            raise ArgumentError("the file is closed")
+            raise ArgumentError("the file is closed: open it again by safe_open()")
         if name not in self._places:
-            raise ArgumentError(f"the file has no tensor {name!r}: keys() lists all")
+            raise ArgumentError(f"the file has no tensor {name!r}: keys() returns the names of its tensors")
         return Slice(*self._places[name], self._new, self._device)
 
 
@@ -250,7 +250,7 @@ class Slice:
 
 def _check_limit(model: ModelFile, most: int | None) -> None:
     if most is not None and model.header.data_nbytes > most:
-        raise LimitError(f"the tensors have {model.header.data_nbytes} bytes, max_nbytes is {most}")
+        raise LimitError(f"the tensors have {model.header.data_nbytes} bytes, more than max_nbytes, {most}")
 
 
 def _new(framework: str) -> Any:

@@ -70,7 +70,9 @@ def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -
         _trainers[disk_dir] = _opened(disk_dir / "codec-trainer", args.hf_checkpoint)
     base, version = _trainers[disk_dir], Version(folder)
     if version.base != base.version:
-        raise StateError(f"{folder} has base version {version.base}, the trainer's last one is {base.version}")
+        raise StateError(
+            f"{folder} has base version {version.base}, but the last version of the trainer is {base.version}"
+        )
     if unknown := sorted(version.changed - base.weights.keys()):
         raise ArgumentError(f"{folder} has a tensor that {args.hf_checkpoint} lacks: {unknown[0]!r}")
     file = store.path(version.number, base.version)
@@ -112,9 +114,11 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
             write_version(folder / f"weight_v{one.version:06d}", update, base)
             base.apply(update)
         if base.version < target_version:
-            raise StateError(f"{wanted} cannot be written: {store} has versions up to {base.version}")
+            raise StateError(f"{wanted} cannot be written: the last version in the store {store} is {base.version}")
         if not wanted.exists():
-            raise StateError(f"{wanted} is missing, but was written before: empty {folder} to begin with version 0")
+            raise StateError(
+                f"{wanted} was written before, but is missing: empty {folder} to begin again with version 0"
+            )
 
 
 def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView]]:
@@ -163,5 +167,7 @@ def _locked(path: Path) -> Generator[None]:
 
 def _variable(name: str, environment: Mapping[str, str] = os.environ) -> str:
     if not environment.get(name):
-        raise ArgumentError(f"set the environment variable {name}: see the documentation of codec.integrations.slime")
+        raise ArgumentError(
+            f"the environment variable {name} is not set: see the documentation of codec.integrations.slime"
+        )
     return environment[name]

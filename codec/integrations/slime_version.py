@@ -73,9 +73,9 @@ class Version:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             raise FrameError(f"{folder} is not a delta of slime: {type(e).__name__}: {e}") from None
         if self._encoding not in ("xor", "overwrite") or found[1] != "zstd" or self._checksum not in _HASHES:
-            raise UnsupportedError(f"{folder} has encoding, compression and checksum {found}, which are unknown")
+            raise UnsupportedError(f"the encoding, compression or checksum of {folder}, {found}, is unknown")
         if missing := sorted(places.keys() - self._tensors.keys()):
-            raise FrameError(f"{folder} is not whole: {missing[0]!r} is not in {places[missing[0]]}")
+            raise FrameError(f"{folder} is incomplete: {places[missing[0]]} has no tensor {missing[0]!r}")
         self.changed = set(self._tensors)
 
     def apply(self, name: str, before: Slot) -> Slot:
@@ -99,7 +99,10 @@ class Version:
                 raise FrameError(f"the difference of {name!r} in {self._folder} does not fit {before.kind}")
             after[at] = diff[4 + 4 * n :]
         if _HASHES[self._checksum](after) != checksum:
-            raise ChecksumError(f"{name!r} has another checksum after {self._folder}: damage, or another base")
+            raise ChecksumError(
+                f"the checksum of {name!r} does not match after {self._folder} was applied: the folder is damaged, or "
+                "the base differs"
+            )
         return Slot(before.kind, after)
 
 

@@ -58,7 +58,9 @@ class CodecCheckpointEngine(CheckpointEngine):
         self._publisher: Publisher | None = None
         if is_master:
             if folder is None:
-                raise StateError("set checkpoint_engine.engine_kwargs.codec.folder, the folder of the updates")
+                raise StateError(
+                    "checkpoint_engine.engine_kwargs.codec.folder is not set: it must be the folder for updates"
+                )
             self._publisher = Publisher(folder, host=host, base=base)
         self._receiver = WeightReceiver()
         self._source, self._after = "", -1
@@ -119,4 +121,7 @@ class CodecCheckpointEngine(CheckpointEngine):
             if listed and listed[-1].version > self._after:
                 return chain(listed, self._receiver.version)
             await asyncio.sleep(_POLL)
-        raise StateError(f"no update after version {self._after} was published in {self._timeout} seconds")
+        raise StateError(
+            f"no version after {self._after} was published within {self._timeout} seconds: check the trainer, or raise "
+            "timeout="
+        )

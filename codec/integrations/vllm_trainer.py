@@ -44,7 +44,7 @@ class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerI
     ) -> "CodecTrainerWeightTransferEngine":
         """Create the engine. Rank 0 also opens the store of updates, and sends its location to the workers."""
         if source is None:
-            raise ArgumentError("the codec weight transfer needs a WeightSource: source=ModuleSource(model)")
+            raise ArgumentError("the codec weight transfer needs source=, a WeightSource such as ModuleSource(model)")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
             engine._publisher = Publisher(

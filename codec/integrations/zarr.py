@@ -77,7 +77,7 @@ class FrameCodec(ArrayBytesCodec):
         """Raise ArgumentError if this spec does not support the dtype of an array."""
         native = dtype.to_native_dtype()
         if native.hasobject:
-            raise ArgumentError(f"{CODEC_NAME} takes items of fixed size, not {native}")
+            raise ArgumentError(f"{CODEC_NAME} accepts dtypes of fixed size, got {native}")
         _, name = values_of(np.empty(0, native.newbyteorder("=")), self.dtype)
         codec.bound((), name, self.spec)
 

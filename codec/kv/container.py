@@ -51,7 +51,10 @@ def pack(layout: Layout, frames: list[bytes]) -> bytes:
     """
     ends = np.cumsum([head_nbytes(len(frames)), *map(len, frames)])[1:]
     if len(frames) > 0xFFFF or ends[-1] > 0xFFFFFFFF:
-        raise ArgumentError(f"a page has {len(frames)} frames of {ends[-1]} bytes, more than 65535 or 4 GiB: split it")
+        raise ArgumentError(
+            f"the page has {len(frames)} frames and {ends[-1]} bytes; the maximum is 65535 frames and 4 GiB: split the "
+            "page"
+        )
     head = _HEAD.pack(MAGIC, VERSION, layout.transposed, len(frames))
     table = ends.astype("<u4").tobytes()
     return b"".join([head, _SUM.pack(crc32(table, crc32(head))), table, *frames])
@@ -97,9 +100,9 @@ def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
     flags, ends = _read(raw)
     layout = Layout(layers, sides, flags == _TRANSPOSED)
     if flags > _TRANSPOSED or len(ends) != layout.frames:
-        raise FrameError(f"the page is not one of {layers} layers and {sides} sides: it has {len(ends)} frames")
+        raise FrameError(f"the page has {len(ends)} frames, which does not fit {layers} layers with {sides} sides")
     if ends[-1] != len(raw):
-        raise FrameError(f"the page has {ends[-1]} bytes, and {len(raw)} were given")
+        raise FrameError(f"the page has {ends[-1]} bytes, but {len(raw)} were given")
     bounds = [head_nbytes(len(ends)), *ends]
     return layout, [raw[begin:end] for begin, end in pairwise(bounds)]
 
@@ -114,11 +117,11 @@ def as_bytes(data: Any) -> Bytes:
 def _read(raw: Bytes) -> tuple[int, list[int]]:
     """Check a page's header; return its flags, and the offset of the end of each frame in bytes."""
     if len(raw) < head_nbytes(0):
-        raise FrameError(f"the page is truncated ({len(raw)} bytes)")
+        raise FrameError(f"the page is truncated ({len(raw)} bytes, its header needs {head_nbytes(0)})")
     head = raw[: _HEAD.size].tobytes()
     magic, version, flags, frames = _HEAD.unpack(head)
     if magic != MAGIC or version != VERSION:
-        raise FrameError("these bytes are no encoded page of a KV cache, or one of another version")
+        raise FrameError("not an encoded page of a KV cache, or one of another version")
     begin = head_nbytes(frames)
     table = raw[head_nbytes(0) : begin].tobytes()
     if not frames or len(table) < 4 * frames:

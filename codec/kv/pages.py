@@ -84,7 +84,7 @@ class PageCodec:
         self.shape = checked_shape(shape)
         self.dtype = dtype_name(dtype)
         if len(self.shape) < 4 or self.shape[1] not in (1, 2) or 0 in self.shape:
-            raise ArgumentError(f"a page has the shape (layers, 1 or 2, tokens, channels, ...), not {self.shape}")
+            raise ArgumentError(f"shape must be (layers, 1 or 2, tokens, channels, ...) without a 0, got {self.shape}")
         layers, sides, tokens = self.shape[:3]
         self._channels = math.prod(self.shape[3:])
         self._key = _spec("key", key, tokens, self.shape, self.dtype)
@@ -188,7 +188,7 @@ class PageCodec:
         blobs = list(data)
         given = [empty(self.dtype, self.shape)[0] for _ in blobs] if out is None else list(out)
         if len(given) != len(blobs):
-            raise ArgumentError(f"out= must have as many pages as there are encoded ones, {len(blobs)}")
+            raise ArgumentError(f"out= must have {len(blobs)} pages, as many as data, got {len(given)}")
         targets = [self._bits(page, f"page {i} of out=", True) for i, page in enumerate(given)]
         frames: dict[Place, Array] = {}
         into: dict[Place, Array] = {}
@@ -200,14 +200,14 @@ class PageCodec:
             places = [((number, i, kind), arrays[i]) for i in range(len(page)) for kind, arrays in kinds]
             for frame, (place, array) in zip(parts, places, strict=True):
                 if not _has_dtype(frame, self.dtype):
-                    raise FrameError(f"{place}: the frame is damaged, or the page is not one of {self.dtype}")
+                    raise FrameError(f"{place}: the frame is damaged, or the dtype of the page is not {self.dtype}")
                 frames[place], into[place] = frame, array
         try:
             decode_many(frames, out=into, options=options)
         except (ArgumentError, StateError) as e:
             if isinstance(e, ArgumentError) and all(map(_fits, frames.values(), into.values())):
                 raise  # all frames fit their destinations, so the error is about pages of out= that overlap
-            raise FrameError(f"the page is not one of shape {self.shape} and dtype {self.dtype}: {e}") from e
+            raise FrameError(f"the page does not have dtype {self.dtype} and shape {self.shape}: {e}") from e
         for values, decoded in later:
             values[...] = decoded.reshape(values.shape)
         for page in given:
@@ -256,10 +256,10 @@ class PageCodec:
             own = dtype_name(whose.dtype)
             array = whose.view(unsigned) if own in (self.dtype, unsigned) and whose.dtype.isnative else None
         else:
-            raise ArgumentError(f"{name} must be a numpy array or a tensor of torch, not {kind_of(page)}")
+            raise ArgumentError(f"{name} must be a numpy array or a torch tensor, got {kind_of(page)}")
         if array is None or array.shape != self.shape:
             given = tuple(cast(Any, page).shape)
-            raise ArgumentError(f"{name} must be {self.dtype} of shape {self.shape}, not {own} of {given}")
+            raise ArgumentError(f"{name} must be {self.dtype} of shape {self.shape}, got {own} of shape {given}")
         if write and not array.flags.writeable:
             raise ArgumentError(f"{name} is read-only")
         return array
@@ -274,8 +274,8 @@ def _spec(name: str, given: SpecLike, row: int, shape: tuple[int, ...], dtype: s
     if isinstance(spec, Lossless | Float4) or spec.group_size is None or (isinstance(spec, Float8) and spec.is_mx):
         return spec
     if spec.group_size < row and row % spec.group_size:
-        what = "the tokens of a page" if name == "key" else "its channels"
-        raise SpecError(f"{name}={spec}: group_size must divide {what}, {row}, or be larger")
+        what = "tokens" if name == "key" else "channels"
+        raise SpecError(f"{name}={spec}: group_size must divide the number of {what} of a page, {row}, or be larger")
     return replace(spec, group_size=min(spec.group_size, row))
 
 
@@ -295,7 +295,10 @@ def _fill(out: Any, data: Sequence[bytes]) -> list[memoryview]:
     """Copy each encoded page into its slot."""
     slots = np.asarray(out)
     if slots.ndim != 2 or slots.dtype != np.uint8 or len(slots) != len(data) or not slots.flags.writeable:
-        raise ArgumentError(f"out= must be a writable array of uint8 with {len(data)} slots of bytes")
+        raise ArgumentError(
+            f"out= must be a writable uint8 array of shape ({len(data)}, bytes of a slot), got {slots.dtype} of shape "
+            f"{slots.shape}"
+        )
     if not slots.flags.c_contiguous:
         raise ArgumentError("out= must be C-contiguous")
     whole("the size of a slot", slots.shape[1], max(map(len, data), default=0), 1 << 62)

@@ -43,7 +43,7 @@ def level_source(bound: BoundSpec, n: int) -> LevelSource:
     if bound.levels is not None:
         v = view(bound.levels)
         if v.dtype != "uint8" or v.nbytes != n:
-            raise ArgumentError(f"bind(levels=...) must be {n} values of uint8, not {v.dtype} of shape {v.shape}")
+            raise ArgumentError(f"levels= of bind() must be {n} values of uint8, got {v.dtype} of shape {v.shape}")
         return LevelSource((), {}, v)
     optimizer = bound.optimizer
     groups = [(0, optimizer)] if isinstance(optimizer, Optimizer | Custom) else _groups(optimizer)
@@ -51,7 +51,7 @@ def level_source(bound: BoundSpec, n: int) -> LevelSource:
     for name, v in views.items():
         if v.dtype not in MANTISSA_BITS or v.nbytes // ITEMSIZE[v.dtype] != n:
             raise ArgumentError(
-                f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of shape {v.shape}"
+                f"{name} must be {n} values of float32, bfloat16 or float16, got {v.dtype} of shape {v.shape}"
             )
     if (v := views.get("v")) is not None and any(isinstance(o, Adam | NAdam) and not o.step for _, o in groups):
         _warn_if_not_first(v)
@@ -64,8 +64,8 @@ def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> Leve
         return level_source(bound, v.nbytes // ITEMSIZE[v.dtype])
     if isinstance(spec, Truncate) and spec.fixed_level is None:
         raise SpecError(
-            f"{spec} needs an optimizer, spec.bind(codec.optimizers.AdamW(...), theta=..., m=..., v=...), "
-            "or a level for all values, level=0 to 3"
+            f"{spec} needs an optimizer: pass spec.bind(codec.optimizers.AdamW(...), theta=..., m=..., v=...), or set "
+            "a level for all values, level=0 to 3"
         )
     return None
 
@@ -74,7 +74,7 @@ def _warn_if_not_first(v: TensorView) -> None:
     """Warn, for an optimizer with step=0, if `v` is not zero in its first 256 bytes: `step` is probably wrong."""
     if v.device == "cpu" and any(bytes(ffi.buffer(v.data, min(v.nbytes, 256)))):
         warnings.warn(
-            'v is not zero, but the optimizer has step=0, as before the first step: pass step=, torch\'s state["step"]',
+            'v is not zero, but step=0 says that the optimizer has taken no step: pass step=, state["step"] in torch',
             stacklevel=6,
         )
 
@@ -93,5 +93,7 @@ def _groups(given: Any) -> list[tuple[int, Optimizer | Custom]]:
     if not all(isinstance(o, Optimizer | Custom) for _, o in groups):
         raise ArgumentError(f"bind() takes {_OPTIMIZER}, got {shown(pairs)}")
     if not groups or groups[0][0] != 0 or any(a[0] >= b[0] for a, b in itertools.pairwise(groups)):
-        raise ArgumentError("groups of bind() must begin at offset 0, and their offsets must ascend")
+        raise ArgumentError(
+            f"the offsets of the groups of bind() must begin with 0 and ascend, got {[at for at, _ in groups][:8]}"
+        )
     return groups

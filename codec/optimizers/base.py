@@ -128,14 +128,14 @@ class Optimizer(ABC):
         spec = Truncate(guard=guard)
         arrays = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
         t = self.final(arrays)
-        p, a = {name: _floats(x).reshape(-1) for name, x in arrays.items()}, F32(0)
+        p, a = {name: _floats(name, x).reshape(-1) for name, x in arrays.items()}, F32(0)
         x = on_host("g", view(g))
         if x.dtype not in MANTISSA_BITS:
-            raise ArgumentError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
+            raise ArgumentError(f"g must be float32, bfloat16 or float16, got {x.dtype}")
         n = x.nbytes // ITEMSIZE[x.dtype]
         for name, values in p.items():
             if values.size != n:
-                raise ArgumentError(f"{name} has {values.size} values, g has {n}")
+                raise ArgumentError(f"{name} must have as many values as g, {n}, got {values.size}")
         if (level := spec.fixed_level) is not None:
             return np.full(x.shape, level, np.uint8)
         with np.errstate(all="ignore"):
@@ -184,21 +184,22 @@ def _betas(value: object) -> tuple[float, ...]:
     """Return Adam's betas as floats. Raise ArgumentError unless they are two numbers from 0 to below 1."""
     betas = tuple(cast(Sequence[object], value)) if isinstance(value, tuple | list) else ()
     if len(betas) != 2:
-        raise ArgumentError(f"betas must be two numbers, got {shown(cast(object, value))}")
+        raise ArgumentError(f"betas must be a tuple or list of two numbers, got {shown(cast(object, value))}")
     numbers = tuple(_number("betas", beta) for beta in betas)
     if max(numbers) >= 1:
         raise ArgumentError(f"betas must be below 1, got {shown(max(numbers))}")
     return numbers
 
 
-def _floats(x: Any) -> np.ndarray[Any, Any]:
-    return floats_of(on_host("state", view(x)))
+def _floats(name: str, x: Any) -> np.ndarray[Any, Any]:
+    v = on_host(name, view(x))
+    if v.dtype not in MANTISSA_BITS:
+        raise ArgumentError(f"{name} must be float32, bfloat16 or float16, got {v.dtype}")
+    return floats_of(v)
 
 
 def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
-    """Return a copy of a state array as float32."""
-    if v.dtype not in MANTISSA_BITS:
-        raise ArgumentError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
+    """Return a copy of a state array, of float32, bfloat16 or float16, as float32."""
     raw = ffi.buffer(v.data, v.nbytes)
     if v.dtype == "bfloat16":
         return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)

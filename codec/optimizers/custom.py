@@ -57,15 +57,21 @@ class Custom:
         try:
             numba: Any = importlib.import_module("numba")
         except ImportError:
-            raise EngineError("optimizers.Custom needs numba: pip install 'tensor-codec[numba]'") from None
+            raise EngineError(
+                "optimizers.Custom needs Numba, which is not installed: pip install 'tensor-codec[numba]'"
+            ) from None
         options: dict[str, Any] = {**getattr(function, "targetoptions", {}), "nopython": True, "error_model": "numpy"}
         try:
             own: Any = numba.jit(**options)(getattr(function, "py_func", function))
             self.names = tuple(inspect.signature(own.py_func).parameters)
         except (TypeError, AttributeError):
-            raise ArgumentError(f"Custom takes a function of theta, m and v, not {shown(function)}") from None
+            raise ArgumentError(
+                f"Custom takes a Python function with parameters from theta, m and v, got {shown(function)}"
+            ) from None
         if not self.names or set(self.names) - {"theta", "m", "v"}:
-            raise ArgumentError(f"Custom takes a function of theta, m and v, not of {', '.join(self.names)}")
+            raise ArgumentError(
+                f"the parameters of the function must be from theta, m and v, got {', '.join(self.names) or 'none'}"
+            )
 
         @numba.njit
         def compiled(*values: Any) -> Any:
@@ -95,7 +101,8 @@ class Custom:
             self._callback = numba.cfunc(signature)((one, two, three)[count - 1])
         except numba.core.errors.NumbaError as e:
             raise ArgumentError(
-                f"Numba cannot compile this function of {', '.join(self.names)} to a number: {e}"
+                f"Numba cannot compile the function, which must return one number for scalars {', '.join(self.names)}: "
+                f"{e}"
             ) from None
         _by_address[self.address] = self
 

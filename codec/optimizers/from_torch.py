@@ -111,8 +111,8 @@ def check_known(optimizer: Any) -> str:
     elif kind not in _READERS or type(optimizer) is not getattr(optim, kind, None):
         known = ", ".join(name for name in _READERS if name != "Lion")
         raise ArgumentError(
-            f"the step of {kind} is not known: use torch.optim's {known}, or a Lion, also as .optimizer of a wrapper, "
-            "or codec.optimizers.Custom"
+            f"the formula for the step of {kind} is not known: use {known} of torch.optim or a Lion, which may be "
+            "wrapped, or write the formula with codec.optimizers.Custom"
         )
     return kind
 
@@ -128,12 +128,19 @@ def _check_lion(optimizer: Any) -> None:
         for name, plain in _LION_OPTIONS.items():
             value = group.get(name, getattr(optimizer, name, plain))
             if value != plain:
-                raise ArgumentError(f"the step of Lion with {name}={value!r} is not known: use {name}={plain!r}")
+                raise ArgumentError(
+                    f"the formula for the step of Lion with {name}={value!r} is not known: use {name}={plain!r}"
+                )
         if lacking := {"lr", "betas", "weight_decay"} - group.keys():
-            raise ArgumentError(f"the step of this Lion is not known: its groups have no {', '.join(sorted(lacking))}")
+            raise ArgumentError(
+                "the formula for the step of this Lion is not known: its param_groups have no "
+                f"{', '.join(sorted(lacking))}"
+            )
     for state in optimizer.state.values():
         if state and "exp_avg" not in state:
-            raise ArgumentError(f"the step of this Lion is not known: its state is {', '.join(state)}, not exp_avg")
+            raise ArgumentError(
+                f"the formula for the step of this Lion is not known: its state has no exp_avg, only {', '.join(state)}"
+            )
 
 
 def _steps(optimizer: Any, params: Sequence[Any]) -> int:
@@ -141,8 +148,8 @@ def _steps(optimizer: Any, params: Sequence[Any]) -> int:
     steps = {int(s["step"]) for p in params if "step" in (s := optimizer.state.get(p, {}))}
     if len(steps) > 1:
         raise ArgumentError(
-            f"parameters of this group have taken {min(steps)} to {max(steps)} steps: "
-            "make an optimizer for each, by from_optimizer(optimizer, group, parameter=...)"
+            f"the parameters of this group have taken different numbers of steps, {min(steps)} to {max(steps)}: make "
+            "an optimizer for each parameter by from_optimizer(optimizer, group, parameter=...)"
         )
     return steps.pop() if steps else 0
 
@@ -236,7 +243,7 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
         raise ArgumentError(f"optimizer must be an optimizer of torch.optim, not {type(optimizer).__name__}")
     group = next((g for g in optimizer.param_groups if any(parameter is p for p in g["params"])), None)
     if group is None:
-        raise ArgumentError("the parameter is in none of the optimizer's param_groups")
+        raise ArgumentError(f"a parameter of shape {tuple(parameter.shape)} is in none of the optimizer's param_groups")
     have: Mapping[str, Any] = optimizer.state.get(parameter, {})
     found = {ours: have[name] for ours, names in _BUFFERS.items() for name in names if have.get(name) is not None}
     if "beta2_decay" in group and have:

@@ -200,7 +200,7 @@ def test_unsuitable_optimizers_are_rejected():
         codec.advise(torch.nn.Linear(3, 3), "1mbit", lossy="near", optimizer=optimizer)
     with pytest.raises(codec.ArgumentError, match=r"optimizer must be an optimizer of torch\.optim, not"):
         codec.advise(w[0].grad, "1mbit", optimizer="adam")
-    with pytest.raises(codec.SpecError, match=r"Truncate\(guard='exact'\) needs optimizer="):
+    with pytest.raises(codec.SpecError, match=r"Truncate\(guard='exact'\) needs an optimizer: pass optimizer="):
         codec.advise(w[0].grad, "1mbit", candidates=[codec.Truncate(guard="exact")])
 
 

@@ -78,7 +78,7 @@ def test_command_prints_a_table(clock, tmp_path, capsys):
     for arguments, words in (
         ([path, "--link", "fast"], "link must be"),
         ([path, "step", "--link", "1mbit"], "'step': frames of int64 cannot be reduced"),
-        ([path, "c", "--link", "1mbit"], "has step, lr, a, b, not c"),
+        ([path, "c", "--link", "1mbit"], "has no array c: its arrays are step, lr, a, b"),
         ([str(tmp_path / "none.npz"), "--link", "1mbit"], "cannot be read"),
         ([str(tmp_path / "not.npz"), "--link", "1mbit"], "cannot be read"),
         ([str(tmp_path / "bare.npz"), "--link", "1mbit"], "cannot be read"),
@@ -155,7 +155,10 @@ def test_members_that_are_no_arrays_are_left_out(tmp_path, capsys):
         archive.writestr("README.txt", "hello")
         archive.writestr("notes.npy", "hello")
     assert main(["advise", str(path), "--link", "1gbit", "--rtt", "40ms"]) == 0
-    printed, warned = capsys.readouterr(), f"codec: {path}: left out, no arrays: README.txt, notes.npy\n"
+    printed, warned = (
+        capsys.readouterr(),
+        f"codec: {path}: left out, because they are not arrays: README.txt, notes.npy\n",
+    )
     assert "4 ranks, 1 Gbit/s, round trip 40 ms" in printed.out
     assert printed.err.startswith(warned)
     assert main(["advise", str(path), "notes", "--link", "1gbit"]) == 1

@@ -204,7 +204,10 @@ def test_advise_never_unpickles(tmp_path, capsys):
 def test_advise_lists_the_arrays_of_a_file(tmp_path, capsys):
     np.savez(tmp_path / "x.npz", a=np.arange(5), b=np.float32(1))
     err = run(capsys, "advise", tmp_path / "x.npz", "--link", "1gbit")
-    assert "has no arrays of float16, bfloat16, float32 with a dimension, but a (int64), b (float32)" in err
+    assert (
+        "has no array of float16, bfloat16, float32 with at least one dimension (its arrays: a (int64), b (float32))"
+        in err
+    )
     (tmp_path / "text").write_text("nothing of the kind\n")
-    assert "no .npz, .npy or .safetensors file" in run(capsys, "advise", tmp_path / "text", "--link", "1gbit")
+    assert "not a .npz, .npy or .safetensors file" in run(capsys, "advise", tmp_path / "text", "--link", "1gbit")
     assert Path(tmp_path / "text").exists()

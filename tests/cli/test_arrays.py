@@ -71,7 +71,9 @@ def test_raw_files_with_a_shape_are_one_frame(tmp_path, capsys):
         assert "shape" in failed(capsys, "compress", tmp_path / "x", "--dtype", "float32", "--shape", shape, "-o", "z")
     assert "for raw values pass --dtype" in failed(capsys, "compress", tmp_path / "x", "-o", tmp_path / "z")
     (tmp_path / "odd").write_bytes(bytes(6))
-    assert "whole value" in failed(capsys, "compress", tmp_path / "odd", "--dtype", "float32", "-o", tmp_path / "z")
+    assert "multiple of 4 bytes" in failed(
+        capsys, "compress", tmp_path / "odd", "--dtype", "float32", "-o", tmp_path / "z"
+    )
     assert not (tmp_path / "z").exists()
 
 

@@ -98,7 +98,7 @@ def test_tensors_of_npz_and_pt_files_are_restored(tmp_path, capsys):
     np.save(tmp_path / "c.npy", x)
     for name, *how in (("a.npz",), ("b.pt", "--key", "model"), ("c.npy",)):
         assert run("pack", tmp_path / name, "-o", tmp_path / f"{name}.packed", *how) == 0
-    assert capsys.readouterr().err == f"codec: {tmp_path}/a.npz: left out, no arrays: README.txt\n"
+    assert capsys.readouterr().err == f"codec: {tmp_path}/a.npz: left out, because they are not arrays: README.txt\n"
     for name, suffix in (("a.npz", ".npz"), ("b.pt", ".pt"), ("b.pt", ".npz"), ("c.npy", ".pt")):
         assert run("unpack", tmp_path / f"{name}.packed", "-o", tmp_path / f"{name}.again{suffix}") == 0
     with np.load(tmp_path / "a.npz.again.npz") as found:
@@ -108,7 +108,7 @@ def test_tensors_of_npz_and_pt_files_are_restored(tmp_path, capsys):
     assert torch.equal(found["v"], half.t())
     with np.load(tmp_path / "b.pt.again.npz") as found:
         assert np.array_equal(found["w"].view(ml_dtypes.bfloat16).astype(np.float32), half.float().numpy())
-    assert "epoch (int), model (dict): choose one with --key" in failed(
+    assert "epoch (int), model (dict): choose the key of such a dict by --key" in failed(
         capsys_cleared(capsys), "pack", tmp_path / "b.pt", "-o", tmp_path / "d"
     )
     assert "has no key 'x'" in failed(capsys, "pack", tmp_path / "b.pt", "-o", tmp_path / "d", "--key", "x")

@@ -157,11 +157,11 @@ def test_base_must_be_given_and_fit():
         codec.decode(frame)
     assert e.value.code == codec.Status.MISSING_BASE
     for wrong in (y[:999], y.reshape(10, 100), y.astype(np.float64), y.astype(np.int32)):
-        with pytest.raises(codec.ArgumentError, match="base= must be .* as the frame, got"):
+        with pytest.raises(codec.ArgumentError, match=r"base= must be .* as the frame, got"):
             codec.decode(frame, base=wrong)
     with pytest.raises(codec.ArgumentError, match="needs base="):
         codec.encode(x, DELTA)
-    with pytest.raises(codec.ArgumentError, match="base= must be .* as x, got"):
+    with pytest.raises(codec.ArgumentError, match=r"base= must be .* as x, got"):
         codec.encode(x, DELTA, base=y[:10])
     with pytest.raises(codec.ArgumentError, match="base= is for Delta"):
         codec.encode(x, base=y)

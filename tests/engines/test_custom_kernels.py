@@ -112,10 +112,12 @@ def test_compiled_metric_divides_by_zero_as_ieee():
 def test_metrics_that_numba_cannot_compile_are_rejected():
     for f in (lambda theta: theta.foo, lambda theta: {1: theta}, lambda theta: "a", lambda theta: None,
               lambda theta: 1j * theta, lambda theta: input(theta)):  # fmt: skip
-        with pytest.raises(codec.ArgumentError, match="cannot compile this function of theta to a number"):
+        with pytest.raises(codec.ArgumentError, match="cannot compile the function, which must return one number"):
             codec.optimizers.Custom(f)
     for f in (5, None, "theta", print):
-        with pytest.raises(codec.ArgumentError, match="Custom takes a function of theta, m and v"):
+        with pytest.raises(
+            codec.ArgumentError, match="Custom takes a Python function with parameters from theta, m and v"
+        ):
             codec.optimizers.Custom(f)
 
 

@@ -136,7 +136,7 @@ def test_errors_say_what_to_do(paths, tmp_path):
         save_file({"__metadata__": TENSORS["weight"]}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     for limited in (lambda: load_file(paths[1], max_nbytes=1000), lambda: load(paths[1].read_bytes(), max_nbytes=1000)):
-        with pytest.raises(codec.LimitError, match="max_nbytes is 1000"):
+        with pytest.raises(codec.LimitError, match="more than max_nbytes, 1000"):
             limited()
     bad = bytearray(paths[1].read_bytes())
     bad[-200] ^= 1

@@ -86,7 +86,7 @@ def test_rollout_does_not_wait_for_ever(tmp_path):
     async def receive():
         return [pair async for pair in rollouts[0].receive_weights()]
 
-    with pytest.raises(codec.StateError, match="no update after version 0"):
+    with pytest.raises(codec.StateError, match="no version after 0 was published"):
         asyncio.run(receive())
 
 
