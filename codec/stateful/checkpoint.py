@@ -28,9 +28,9 @@ def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
     try:
         v = on_host(name, view(value))
     except CodecError as e:
-        raise StateError(f"{name} is not an array of {dtype}: {e}") from None
+        raise StateError(f"{name} must be an array of {dtype}: {e}") from None
     if v.dtype != dtype:
-        raise StateError(f"{name} holds {v.dtype}, not {dtype}")
+        raise StateError(f"{name} must be an array of {dtype}, got {v.dtype}")
     return np.frombuffer(ffi.buffer(v.data, v.nbytes), dtype).copy() if v.nbytes else np.empty(0, dtype)
 
 
@@ -39,17 +39,19 @@ def plain(saved: Any, name: str, kind: type[Any]) -> Any:
     try:
         value = saved[name]
     except (LookupError, TypeError, ValueError):
-        raise StateError(f"this is not a state dict: it has no {name!r}") from None
+        raise StateError(f"the state dict has no {name!r}: load one that state_dict() returned") from None
     value = value.item() if getattr(value, "shape", None) == () else value
     if type(value) is not kind:
-        raise StateError(f"{name!r} of this state dict is {shown_value(value)}, not of type {kind.__name__}")
+        raise StateError(f"{name!r} of this state dict must be of type {kind.__name__}, got {shown_value(value)}")
     return value
 
 
 def opened(saved: Any) -> dict[str, Any]:
     """Return a shallow copy of a state dict; raise StateError if its version is not VERSION."""
     if (version := plain(saved, "version", int)) != VERSION:
-        raise StateError(f"this state dict has version {shown_value(version)}; version {VERSION} can be loaded")
+        raise StateError(
+            f"this state dict has version {shown_value(version)}, but this library reads version {VERSION}"
+        )
     return dict(cast(Mapping[str, Any], saved))
 
 
@@ -73,17 +75,22 @@ def load(saved: Any) -> tuple[str, Store]:
     entries = opened(saved)
     role = plain(entries, "role", str)
     if role not in ROLES:
-        raise StateError(f"the role of this state dict is {shown_value(role)}, not one of {ROLES}")
+        raise StateError(
+            f"'role' of this state dict must be one of {', '.join(map(repr, ROLES))}, got {shown_value(role)}"
+        )
     del entries["version"], entries["role"]
     store: dict[tuple[Range, ...], Array] = {}
     for name, value in entries.items():
         found = _RANGE.fullmatch(str(name))
         array = array_of(name, value, "float32")
         if found is None or len(array) != int(found[3]) - int(found[2]):
-            raise StateError(f"{shown_value(name)} with {len(array)} values is not a range key[start:stop]")
+            raise StateError(
+                f"the entry {shown_value(name)} must be named key[start:stop], and have stop - start values, got "
+                f"{len(array)}"
+            )
         if not np.isfinite(array).all():
             raise StateError(f"the residual of {name} holds NaN or Inf")
         store[((found[1], int(found[2]), int(found[3])),)] = array
     if (twice := shared(r for (r,) in store)) is not None:
-        raise StateError(f"this state dict has the values {shown(twice)} twice")
+        raise StateError(f"this state dict has residuals of {shown(twice)} twice")
     return role, store

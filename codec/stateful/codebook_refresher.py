@@ -116,7 +116,10 @@ class CodebookRefresher:
         dtype, n, sample = count_symbols(x, self.spec if spec is None else spec)
         own = Codebook.from_counts(sample, self.spec, dtype)
         if own.symbols != self._symbols:
-            raise ArgumentError(f"under {self.spec} tensors of {dtype} have other symbols than those of {self.dtype}")
+            raise ArgumentError(
+                f"x of {dtype} has other symbols with {self.spec} than {self.dtype}, the dtype of this refresher: make "
+                "a refresher for each dtype"
+            )
         if n < _LEAST or not (taken := int(sample.sum())):
             return
         counts = sample * n // taken  # extrapolate the counts to all n values: sampling rates of tensors differ
@@ -170,16 +173,20 @@ class CodebookRefresher:
         except StateError as e:
             raise ArgumentError(str(e)) from None
         if sums.shape != (257,) or (sums < 0).any():
-            raise ArgumentError("summed_counts must be 257 integers, none below 0")
+            raise ArgumentError(
+                f"summed_counts must be 257 integers, none below 0, got shape {sums.shape} with minimum "
+                f"{min(sums, default=0)}"
+            )
         switch, (at, last) = step + self.delay, next(reversed(self._books.items()))
         if switch <= self._latest:
             raise StateError(
-                f"the codebook of step {step} was proposed too late: it is for step {switch} and later ones, "
-                f"but current() was already called for step {self._latest}"
+                f"propose() was called too late: the codebook of step {step} is for steps from {switch} on, but "
+                f"current() was already called for step {self._latest}"
             )
         if step < at:
             raise StateError(
-                f"the codebook of step {step} was proposed too early: the previous one is in use from step {at} on"
+                f"propose() was called too early, in step {step}: the previous codebook is in use only from step {at} "
+                "on"
             )
         book = Codebook.from_counts(sums[:256], self.spec, self.dtype)
         chosen = book if self._bits(book, sums[:256]) < sums[256] else None
@@ -203,7 +210,9 @@ class CodebookRefresher:
         """Return the codebooks whose use begins at `step` or earlier, by the first step that uses them."""
         step = whole("step", step, 0, _STEPS)
         if not (found := {at: book for at, book in self._books.items() if at <= step}):
-            raise StateError(f"the codebook of step {step} is no longer known: only the last two codebooks are kept")
+            raise StateError(
+                f"the codebook of step {step} is no longer stored, since only the last two codebooks are kept"
+            )
         return found
 
     @property
@@ -272,17 +281,19 @@ class CodebookRefresher:
             raise StateError(f"'latest' must be a step from -1 to {_STEPS}, got {shown(latest)}")
         if symbols != self._symbols:
             raise StateError(
-                f"the counts of this state dict are for other symbols than {self.spec} of {self.dtype} has"
+                f"the counts of this state dict are for other symbols than {self.spec} of {self.dtype} has: load the "
+                "state of a refresher with the same spec and dtype"
             )
         counts = array_of("counts", entries.get("counts"), "int64")
         books = {_step(name): _book(name, entries[name]) for name in entries if name not in _ENTRIES}
         if len(counts) != 257 or (counts < 0).any() or (counts > _MAX_COUNT).any():
             raise StateError(f"'counts' must be 257 integers from 0 to {_MAX_COUNT}")
         if len(entries) != len(_ENTRIES) + len(books) or len(books) not in (1, 2):
-            raise StateError(f"a state dict has codebooks of one or two steps, this one of {len(books)}")
+            raise StateError(f"this state dict must have the codebooks of one or two steps, got {len(books)} codebooks")
         if any(book is not None and book.symbols != symbols for book in books.values()):
             raise StateError(
-                f"the codebooks of this state dict are not for the symbols of {self.spec} and {self.dtype}"
+                f"a codebook of this state dict is for other symbols than {self.spec} has with {self.dtype}: the state "
+                "is damaged"
             )
         self._counts, self._latest, self._books = counts, latest, dict(sorted(books.items()))
 
@@ -292,7 +303,8 @@ def _step(name: object) -> int:
     found = _BOOK.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) > _STEPS:
         raise StateError(
-            f"this state dict has an entry {shown(name)}, which is not book[step] with a step up to {_STEPS}"
+            f"the name of a codebook in this state dict must be book[step] with a step up to {_STEPS}, got "
+            f"{shown(name)}"
         )
     return int(found[1])
 

@@ -85,11 +85,13 @@ class ErrorFeedback:
     def __init__(self, spec: Spec | Preset, *, role: Role = "worker", decay: float = 1.0) -> None:
         spec, bound = resolve(spec)
         if bound is not None:
-            raise SpecError(f"ErrorFeedback takes {spec} unbound: pass the bound spec to encode()")
+            raise SpecError(
+                f"spec must not be bound to an optimizer: pass {spec} to ErrorFeedback, and the bound spec to encode()"
+            )
         if isinstance(spec, Lossless):
             raise SpecError("Lossless has no residual: use error feedback with a lossy spec")
         if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"role must be one of {ROLES}, got {shown(role)}")
+            raise ArgumentError(f"role must be one of {', '.join(map(repr, ROLES))}, got {shown(role)}")
         self.spec = spec
         self.role: Role = role
         self._store = ResidualStore(role, decay_of(decay))

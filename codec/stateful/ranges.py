@@ -71,8 +71,9 @@ def layout_of(given: Any) -> Layout:
         return _checked_layout(tuple(tuple(item) for item in cast(Iterable[Iterable[Any]], given)))
     except TypeError:
         raise ArgumentError(
-            "a layout must be a list of (key, numel) or (key, start, stop) with string keys, or a view with "
-            "segments={name: shape}"
+            "layout must be a list of (key, numel) or (key, start, stop) with string keys, or a view with "
+            "segments={name: "
+            f"shape}}, got {shown_value(given)}"
         ) from None
 
 
@@ -85,7 +86,10 @@ def layout_of_view(given: View) -> Layout:
         The segments have no names.
     """
     if given.names is None or given.segments is None:
-        raise ArgumentError("residuals need the names of parameters: make the view with segments={name: shape}")
+        raise ArgumentError(
+            "the segments of the view have no names, by which residuals are stored: pass view(x, segments={name: "
+            "shape})"
+        )
     return _layout_of_segments(given.names, given.segments)
 
 
@@ -101,12 +105,13 @@ def _checked_layout(given: tuple[Any, ...]) -> Layout:
     for item in given:
         if len(item) not in (2, 3) or type(item[0]) is not str:
             raise ArgumentError(
-                f"a layout must have items (key, numel) or (key, start, stop) with string keys, not {shown_value(item)}"
+                "an item of layout must be (key, numel) or (key, start, stop) with a string key, got "
+                f"{shown_value(item)}"
             )
         start = whole("the start of a range", item[1], 0, _MOST) if len(item) == 3 else 0
         found.append((item[0], start, whole("the end of a range", item[-1], start, _MOST)))
     if (twice := shared(found)) is not None:
-        raise ArgumentError(f"this layout has {shown(twice)} twice")
+        raise ArgumentError(f"layout has the values {shown(twice)} twice")
     return tuple(found)
 
 

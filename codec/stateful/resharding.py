@@ -83,12 +83,12 @@ def reshard(
     """
     world_size = whole("world_size", world_size, 1, MAX_RANKS)
     if not isinstance(op, str) or op not in get_args(Reduction):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"op must be one of {get_args(Reduction)}, got {shown_value(op)}")
+        raise ArgumentError(f"op must be one of {', '.join(map(repr, get_args(Reduction)))}, got {shown_value(op)}")
     loaded = [load(saved) for saved in _sequence_of(state_dicts)]
     if not loaded:
-        raise ArgumentError("reshard needs the state dicts of all old ranks, and got none")
+        raise ArgumentError("state_dicts must have the state dicts of all old ranks, got none")
     if len(roles := sorted({role for role, _ in loaded})) > 1:
-        raise StateError(f"these state dicts are of different roles: {' and '.join(roles)}")
+        raise StateError(f"the state dicts must have the same role, got {' and '.join(roles)}")
     stores = [store for _, store in loaded]
     if roles == ["worker"]:
         if owned is not None:
@@ -102,7 +102,7 @@ def _sequence_of(state_dicts: Any) -> Iterable[Any]:
     if isinstance(state_dicts, Iterable) and not isinstance(state_dicts, Mapping | str | bytes):
         return cast(Iterable[Any], state_dicts)
     kind = kind_of(cast(object, state_dicts))
-    raise ArgumentError(f"state_dicts must be a sequence of state dicts, one of each old rank, not {kind}")
+    raise ArgumentError(f"state_dicts must be a sequence of state dicts, one for each old rank, got {kind}")
 
 
 def _evenly(stores: list[Store], share: int) -> dict[str, Any]:
@@ -117,7 +117,9 @@ def _evenly(stores: list[Store], share: int) -> dict[str, Any]:
 def _among_servers(stores: list[Store], world_size: int, owned: Callable[[int], Any] | None) -> list[Store]:
     """Distribute the residuals of old servers; return the store of each new server."""
     if (twice := shared(_ranges(stores))) is not None:
-        raise StateError(f"two of the old servers have {shown(twice)}")
+        raise StateError(
+            f"two of the old servers have residuals of {shown(twice)}: pass the state dict of each server once"
+        )
     if owned is None:
         moved: list[Store] = [{} for _ in range(world_size)]
         for rank, store in enumerate(stores):
@@ -127,10 +129,11 @@ def _among_servers(stores: list[Store], world_size: int, owned: Callable[[int], 
     everything = {layout: array for store in stores for layout, array in store.items()}
     layouts: list[Layout] = [layout_of(owned(rank)) for rank in range(world_size)]
     if (twice := shared(r for layout in layouts for r in layout)) is not None:
-        raise ArgumentError(f"two of the new servers own {shown(twice)}")
+        raise ArgumentError(f"owned() must give each value to one server, but gives {shown(twice)} to two")
     for r, _ in pieces(without(everything, layouts)):
         raise StateError(
-            f"none of the new servers owns {shown(r)}, whose residual would be lost: have owned() cover it"
+            f"owned() gives {shown(r)} to no server, so that its residual would be lost: it must give each value to "
+            "one server"
         )
     return [{layout: gather(everything, layout)} for layout in layouts]
 

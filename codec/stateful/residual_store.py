@@ -84,7 +84,9 @@ class ResidualStore:
         # layouts
         others = state.pending if new else [o for o in state.pending if o == at or o not in state.kept]
         if others and (begun := shared(r for other in (at, *others) for r in other)):
-            raise StateError(f"{shown(begun)} is in use by begin(): call commit() or rollback() first")
+            raise StateError(
+                f"{shown(begun)} is in a buffer of begin() that is still in use: call commit() or rollback() first"
+            )
         if new:
             buffer = gather(state.kept, at, memory)
         else:
@@ -157,7 +159,7 @@ class ResidualStore:
         state, number = self.state, plain(scale)
         # outside of this range, float32 cannot represent the factor or its inverse
         if isinstance(number, bool) or not isinstance(number, int | float) or not 2.0**-126 <= number <= 2.0**126:
-            raise ArgumentError(f"a scale must be a number from 2^-126 to 2^126, got {shown_value(scale)}")
+            raise ArgumentError(f"scale must be a number from 2^-126 to 2^126, got {shown_value(scale)}")
         if not 2.0**-126 <= number / state.scale <= 2.0**126:
             raise ArgumentError(
                 f"residuals of scale {state.scale!r} cannot be rescaled to {shown_value(scale)}: the ratio must be "
@@ -197,11 +199,13 @@ class ResidualStore:
         """
         role, store = load(state_dict)
         if role != self.role:
-            raise StateError(f"this state dict is of role {role!r}, these residuals are of role {self.role!r}")
+            raise StateError(f"this state dict has role {role!r}, but these residuals have role {self.role!r}")
         self.state = State(store, {}, {})
 
     def _refuse_begun(self, at: Layout) -> None:
         """Raise StateError if a value of a layout is in a buffer of :meth:`begin`."""
         begun = union(r for other in self.state.pending for r in other)
         if (twice := shared([*union(at), *begun])) is not None:
-            raise StateError(f"{shown(twice)} is in use by begin(): call commit() or rollback() first")
+            raise StateError(
+                f"{shown(twice)} is in a buffer of begin() that is still in use: call commit() or rollback() first"
+            )

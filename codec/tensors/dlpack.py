@@ -121,11 +121,13 @@ def from_dlpack(x: Any) -> Exported:
     capsule = _capsule_of(x)
     t, readonly = _tensor_in(capsule)
     if not 0 <= t.ndim <= _MAX_RANK or (t.ndim and not t.shape):
-        raise ArgumentError(f"a DLPack tensor of {t.ndim} dimensions cannot be encoded")
+        raise ArgumentError(f"a DLPack tensor of {t.ndim} dimensions, or without a shape, cannot be encoded")
     itemsize, rest = divmod(t.bits * t.lanes, 8)
     name = _dtype_name(t.code, t.bits, t.lanes)
     if rest or not itemsize:
-        raise ArgumentError(f"{name} cannot be encoded: its items are not whole bytes")
+        raise ArgumentError(
+            f"{name} cannot be encoded, since its values are not whole bytes: convert the tensor to another dtype"
+        )
     shape = tuple(int(t.shape[i]) for i in range(t.ndim))
     strides = tuple(int(t.strides[i]) * itemsize for i in range(t.ndim)) if t.strides else None
     device = device_name((t.device_type, t.device_id))
@@ -193,7 +195,9 @@ def _typestr_name(typestr: str) -> tuple[str, int]:
     """Return name and itemsize of the dtype of a typestr such as "<f4". The name of an unknown dtype is the typestr."""
     order, kind, itemsize = typestr[0], typestr[1], int(typestr[2:])
     if order == ">" and itemsize > 1:
-        raise ArgumentError(f"values of type {typestr} cannot be encoded: they are big-endian")
+        raise ArgumentError(
+            f"values of type {typestr} cannot be encoded, since they are big-endian: convert them to native byte order"
+        )
     if kind == "b":
         return "bool", itemsize
     name = {"i": "int", "u": "uint", "f": "float"}.get(kind)
@@ -203,7 +207,7 @@ def _typestr_name(typestr: str) -> tuple[str, int]:
 def _checked(e: Exported) -> Exported:
     """Return `e`; raise ArgumentError if its shape, strides or address are impossible."""
     if e.itemsize < 1 or any(n < 0 for n in e.shape):
-        raise ArgumentError(f"a tensor of shape {e.shape} with {e.itemsize} bytes an item cannot be encoded")
+        raise ArgumentError(f"a tensor cannot have the shape {e.shape} with {e.itemsize} bytes for each value")
     if e.strides is not None and len(e.strides) != len(e.shape):
         raise ArgumentError(f"a tensor of shape {e.shape} cannot have the strides {e.strides}")
     if not (nbytes := e.nbytes):  # no memory is read: strides and address need no check

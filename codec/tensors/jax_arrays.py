@@ -25,6 +25,6 @@ def of_kind(x: Any, like: Any) -> Any:
     array = jax.device_put(x, next(iter(devices)) if len(devices) == 1 else None)
     if array.dtype != x.dtype:  # pyright: ignore[reportUnknownMemberType]
         raise ArgumentError(
-            f"JAX would turn {x.dtype} into {array.dtype}: set jax_enable_x64, or leave out like= for a numpy array"
+            f"JAX would convert {x.dtype} to {array.dtype}: set jax_enable_x64, or leave out like= for a numpy array"
         )
     return array

@@ -26,7 +26,7 @@ def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, Tens
         if begin < at + v.nbytes and at < begin + written.nbytes:
             if same and at == begin and v.nbytes == written.nbytes and v.dtype == written.dtype:
                 continue
-            but = f" without being {other} itself" if same else ""
+            but = f" without being {other} itself" if same else ": pass memory of its own"
             raise ArgumentError(f"{name} shares memory with {other}{but}")
 
 
@@ -46,12 +46,16 @@ def check_all_apart(
     spans = sorted((v.address, v.address + v.nbytes, i) for i, v in written if v.nbytes)
     for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
         if begin < end:
-            raise ArgumentError(f"{name} of items {min(i, j)} and {max(i, j)} shares memory")
+            raise ArgumentError(
+                f"{name} of items {min(i, j)} and {max(i, j)} shares memory: pass separate memory for each"
+            )
     ends = [end for _, end, _ in spans]
     for i, v in read:
         begin = v.address
         k = bisect.bisect_right(ends, begin)
         while k < len(spans) and spans[k][0] < begin + v.nbytes:
             if i != spans[k][2]:
-                raise ArgumentError(f"{name} of item {spans[k][2]} shares memory with an input of item {i}")
+                raise ArgumentError(
+                    f"{name} of item {spans[k][2]} shares memory with an input of item {i}: pass separate memory"
+                )
             k += 1

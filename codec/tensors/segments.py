@@ -11,7 +11,7 @@ from codec.errors import ArgumentError
 
 Segments = list[tuple[int, tuple[int, ...]]]
 
-_PAIRS = "segments are pairs (offset, shape)"
+_PAIRS = "segments must be a list of pairs (offset, shape), as codec.segments() returns"
 _RECORD = "QII8Q"  # layout of the C struct codec_segment, as a format of the module struct
 _OF_RANK = [struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)]  # by rank: packs a codec_segment
 
@@ -43,7 +43,7 @@ def segments(tensors: Any) -> Segments:
     if hasattr(tensors, "parameters"):
         tensors = tensors.parameters()
     if hasattr(tensors, "shape") or not isinstance(tensors, Iterable):
-        raise ArgumentError(f"segments are made of many tensors or shapes, not of {type(tensors).__name__}")
+        raise ArgumentError(f"segments() takes a sequence of tensors or shapes, got {type(tensors).__name__}")
     items = cast(Mapping[Any, Any], tensors).values() if isinstance(tensors, Mapping) else cast(Iterable[Any], tensors)
     found: Segments = []
     offset = 0
@@ -52,7 +52,7 @@ def segments(tensors: Any) -> Segments:
         try:
             sizes = tuple(whole("a dimension", n, 0) for n in shape)
         except TypeError:
-            raise ArgumentError(f"segment {len(found)} is neither a tensor nor a shape: {shown(item)}") from None
+            raise ArgumentError(f"item {len(found)} must be a tensor or a shape, got {shown(item)}") from None
         found.append((offset, sizes))
         offset += prod(sizes)
     return found
@@ -62,7 +62,10 @@ def names_of(mapping: Mapping[Any, Any]) -> tuple[str, ...]:
     """Return the keys of a mapping, the parameters' names; raise ArgumentError if a key is not a str."""
     names = tuple(mapping)
     if wrong := [name for name in names if type(name) is not str]:
-        raise ArgumentError(f"a mapping of segments has names as keys, not {shown(wrong[0])}: pass its values instead")
+        raise ArgumentError(
+            f"the keys of a mapping of segments must be names, got {shown(wrong[0])}: pass the values of the mapping "
+            "instead"
+        )
     return names
 
 
@@ -77,7 +80,7 @@ def pack(pairs: Any) -> Records:
     try:
         items = tuple(pairs)
     except TypeError:
-        raise ArgumentError(_PAIRS) from None
+        raise ArgumentError(f"{_PAIRS}, got {shown(pairs)}") from None
     try:
         return _packed(items)
     except TypeError:  # a shape is a list, which is not hashable: call the function without its cache
@@ -89,14 +92,14 @@ def _packed(items: tuple[Any, ...]) -> Records:
     try:
         pairs = [(offset, tuple(shape)) for offset, shape in items]
     except (TypeError, ValueError):
-        raise ArgumentError(_PAIRS) from None
+        raise ArgumentError(f"{_PAIRS}, got {shown(items)}") from None
     try:
         return Records(b"".join([_OF_RANK[len(shape)](offset, len(shape), 0, *shape) for offset, shape in pairs]))
     except IndexError:
         most = max(len(shape) for _, shape in pairs)
-        raise ArgumentError(f"a segment has rank {most}; the maximum is {len(_OF_RANK) - 1}") from None
+        raise ArgumentError(f"a segment has {most} dimensions; the maximum is {len(_OF_RANK) - 1}") from None
     except struct.error as e:
-        raise ArgumentError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
+        raise ArgumentError(f"segments must be pairs (offset, shape) of integers, none below 0: {e}") from None
 
 
 @functools.lru_cache(256)

@@ -59,7 +59,7 @@ def _pointer(address: int) -> Any:
 
 def _check_rank(rank: int) -> None:
     if rank > _MAX_RANK:
-        raise ArgumentError(f"a tensor has rank {rank}; the maximum is {_MAX_RANK}: reshape it")
+        raise ArgumentError(f"the tensor has {rank} dimensions; the maximum is {_MAX_RANK}: reshape it")
 
 
 def dtype_name(dtype: Any) -> str:
@@ -118,10 +118,14 @@ def _name_for(own: Any, itemsize: int, wanted: str | None) -> str:
     """
     if wanted is None:
         if (name := _find_name(own)) is None:
-            raise ArgumentError(f"dtype {own} cannot be encoded; {_CAN}; codec.view(x, dtype) reads x as one of these")
+            raise ArgumentError(
+                f"dtype {own} cannot be encoded; {_CAN}; codec.view(x, dtype) reads the bits of x as one of these"
+            )
         return name
     if itemsize != ITEMSIZE[wanted]:
-        raise ArgumentError(f"{own} has {itemsize} bytes an item, {wanted} has {ITEMSIZE[wanted]}")
+        raise ArgumentError(
+            f"{own} has {itemsize} bytes for each value, and cannot be read as {wanted}, which has {ITEMSIZE[wanted]}"
+        )
     return wanted
 
 
@@ -172,7 +176,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
             _by_dtype[x.dtype] = name
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
-        raise ArgumentError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
+        raise ArgumentError(f"a {kind} cannot be encoded: convert it to a dense tensor, or encode its parts")
     device = x.device
     check_storage(x, device.type)
     x = x.detach()
@@ -215,7 +219,8 @@ def check_storage(x: Any, device: str) -> None:
         last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     if (last + 1) * x.element_size() > there:
         raise ArgumentError(
-            f"a tensor of shape {tuple(x.shape)} needs {(last + 1) * x.element_size()} bytes, its storage has {there}"
+            f"a tensor of shape {tuple(x.shape)} needs {(last + 1) * x.element_size()} bytes, but its storage has "
+            f"{there}"
         )
 
 
@@ -245,12 +250,14 @@ def mark_written(out: Any) -> None:
 def _from_exported(e: Exported, wanted: str | None = None) -> TensorView:
     name = _name_for(e.dtype, e.itemsize, wanted)
     if e.itemsize != ITEMSIZE[name]:
-        raise ArgumentError(f"{name} has {ITEMSIZE[name]} bytes an item, this tensor reports {e.itemsize}")
+        raise ArgumentError(f"{name} has {ITEMSIZE[name]} bytes for each value, but this tensor reports {e.itemsize}")
     _check_rank(len(e.shape))
     if is_contiguous(e):
         return TensorView(name, e.shape, _pointer(e.address), e.nbytes, e.owner, e.device, e.stream)
     if e.device != "cpu":
-        raise ArgumentError(f"a tensor on {e.device} is not contiguous: make it contiguous first")
+        raise ArgumentError(
+            f"a tensor on {e.device} must be contiguous, got strides {e.strides}: copy it to contiguous memory first"
+        )
     # view the memory as a strided numpy array of unsigned integers; _from_numpy then copies it to be contiguous
     memory: Any = (c_uint8 * e.reach).from_address(e.address)
     bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize], 1), e.shape, e.strides)
@@ -375,7 +382,7 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
         try:
             memory = memoryview(out)
         except (TypeError, BufferError):  # JAX raises BufferError for bfloat16 arrays
-            raise ArgumentError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
+            raise ArgumentError(f"{name} must be a writable array or tensor, got {kind_of(out)}") from None
         v = _from_own(_as_array(memory), name, dtype)
     return v if dtype is None else with_bits(v, dtype)
 
@@ -410,13 +417,13 @@ def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
     if not flags.c_contiguous:
         raise ArgumentError(f"{argument} must be C-contiguous")
     if not flags.writeable:
-        raise ArgumentError(f"{argument} is read-only")
+        raise ArgumentError(f"{argument} is read-only: pass a writable array")
     if not array.dtype.isnative:
-        raise ArgumentError(f"{argument} must be in native byte order")
+        raise ArgumentError(f"{argument} must be in native byte order, got {array.dtype}")
     return _from_numpy(array, _wanted(array.dtype, dtype))
 
 
-def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
+def on_host(name: str, v: TensorView, who: str = "this function") -> TensorView:
     """Return a view that is in host memory; raise EngineError for one on a device.
 
     Parameters
@@ -480,7 +487,7 @@ def _check_kind(like: Any) -> None:
         if isinstance(like, type) or not known:
             memoryview(cast(Any, like))
     except TypeError:
-        raise ArgumentError(f"like= must be an array or tensor, not {kind_of(like)}") from None
+        raise ArgumentError(f"like= must be an array or tensor, got {kind_of(like)}") from None
 
 
 def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:

@@ -66,7 +66,9 @@ def test_dtype_takes_bits_of_any_dtype(name):
     with pytest.raises(codec.ArgumentError, match=r"cannot be encoded; these can.*codec\.view\(x, dtype\)"):
         codec.encode(x)
     other = "uint16" if bits.itemsize != 2 else "uint32"
-    with pytest.raises(codec.ArgumentError, match=f"has {bits.itemsize} bytes an item, {other} has"):
+    with pytest.raises(
+        codec.ArgumentError, match=f"has {bits.itemsize} bytes for each value, and cannot be read as {other}"
+    ):
         codec.encode(codec.view(x, other))
 
 
@@ -78,7 +80,7 @@ def test_decode_writes_bits_to_out_of_any_dtype(name):
     assert codec.decode(frame, out=out) is out
     assert bytes(codec.encode(codec.view(out, dtype))) == frame
     wide = codec.encode(np.ones(N, np.uint16 if "16" not in dtype else np.uint32))
-    with pytest.raises(codec.ArgumentError, match="bytes an item"):
+    with pytest.raises(codec.ArgumentError, match="bytes for each value"):
         codec.decode(wide, out=out)
 
 

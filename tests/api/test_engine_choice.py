@@ -92,7 +92,7 @@ def test_view_describes_contiguous_tensors_on_a_device():
     v = view(torch.zeros(3, 4, device="meta"))
     assert (v.dtype, v.shape, v.nbytes, v.device) == ("float32", (3, 4), 48, "meta")
     for x in (CudaArray((5, 2), strides=(4, 20)), DLPackTensor(strides=(1, 90))):
-        with pytest.raises(codec.ArgumentError, match="make it contiguous first"):
+        with pytest.raises(codec.ArgumentError, match="copy it to contiguous memory first"):
             view(x)
     for x in (CudaArray(typestr="<c8"), CudaArray(typestr=">f4"), DLPackTensor(code=5), DLPackTensor(bits=24)):
         with pytest.raises(codec.ArgumentError, match="cannot be encoded"):
@@ -133,8 +133,8 @@ def test_native_engine_rejects_gpu_arguments_by_name(x):
         "theta": [
             lambda: codec.encode(X, truncate.bind(sgd, theta=x), residual=left),
             lambda: codec.Codebook.from_tensors(X, spec=truncate.bind(sgd, theta=x)),
+            lambda: sgd.levels(X, x),
         ],
-        "state": [lambda: sgd.levels(X, x)],
         "g": [lambda: sgd.levels(x, theta)],
         "tensor": [lambda: codec.Codebook.from_tensors(x)],
         "data": [lambda: codec.Codebook.from_bytes(gpu)],

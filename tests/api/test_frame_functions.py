@@ -241,7 +241,7 @@ def test_segments_takes_tensors_shapes_mappings_and_modules():
     for given in (model, model.parameters(), dict(model.named_parameters()), [(40, 30), [40]]):
         assert codec.segments(given) == expected
     for bad in (model.weight, np.zeros((3, 4)), np.float32(1), None, 5, [5], ["ab"]):
-        with pytest.raises(codec.ArgumentError, match=r"segment|dimension"):
+        with pytest.raises(codec.ArgumentError, match=r"segment|dimension|item"):
             codec.segments(bad)
 
 

@@ -79,5 +79,5 @@ def test_weights_are_synchronized():
     sender.commit()
     assert all(same(served[name], new[name]) for name in new)
     assert all(same(first[name], old[name]) for name in old)
-    with pytest.raises(codec.ArgumentError, match="an array or tensor to write to, not ArrayImpl"):
+    with pytest.raises(codec.ArgumentError, match="a writable array or tensor, got ArrayImpl"):
         receiver.apply(sender.diff(old), into=new)

@@ -162,7 +162,7 @@ def test_receiver_with_a_damaged_entry_refuses_the_delta(tmp_path):
     with file.open("r+b") as f:
         f.seek(4096 + 100)
         f.write(b"damaged!")
-    with pytest.raises(codec.StateError, match="does not have the m of samples") as caught:
+    with pytest.raises(codec.StateError, match="that this side lacks") as caught:
         receiver.decode(sender.encode(A, SAMPLES))
     assert len(caught.value.item) == 1
     assert receiver.stats().damaged == 1
@@ -250,7 +250,7 @@ stats = sender.stats()
 assert (stats.raw_samples, stats.delta_samples, stats.damaged) == (18, 6, 10), stats
 print("the end")
 """,
-        noise=("activations in",),
+        noise=("stored activations in",),
     )
 
 
@@ -264,7 +264,7 @@ def test_state_dict_of_files_has_checks_only(tmp_path):
     sender = side(tmp_path)
     sender.load_state_dict(saved)
     np.testing.assert_equal(m_of(sender), {s: expected[s] for s in (2, 3)})
-    with pytest.raises(codec.StateError, match="pass their folder"):
+    with pytest.raises(codec.StateError, match="with their folder as store="):
         receiver.load_state_dict(saved)
     sender.load_state_dict(receiver.state_dict())
     sender.close()

@@ -215,7 +215,7 @@ def test_repeated_and_late_messages_are_refused(sides):
     receiver.decode(second)
     receiver.rollback()
     for message in (first, second):
-        assert "repeated or late" in str(refuse(receiver, message))
+        assert "repeated or out of order" in str(refuse(receiver, message))
     restarted = codec.ActivationDelta()
     receiver.decode(restarted.encode(A, [4, 5, 6]))
     receiver.rollback()

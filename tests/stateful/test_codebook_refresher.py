@@ -144,7 +144,7 @@ def test_wrong_arguments_are_rejected():
         (codec.ArgumentError, "257", (20, sums[:256])),
         (codec.ArgumentError, "257", (20, -sums)),
         (codec.ArgumentError, "int64", (20, sums.astype(np.int32))),
-        (codec.ArgumentError, "not an array", (20, None)),
+        (codec.ArgumentError, "must be an array of int64", (20, None)),
         (codec.ArgumentError, "step", (-1, sums)),
         (codec.ArgumentError, "step", (None, sums)),
     ]:
@@ -159,9 +159,9 @@ def test_wrong_arguments_are_rejected():
     assert refresher.current(25) is refresher.current(40) is refresher.books[0]
     refresher.propose(40, np.zeros(257, np.int64))
     assert refresher.current(45) is None
-    with pytest.raises(codec.StateError, match="no longer known"):
+    with pytest.raises(codec.StateError, match="no longer stored"):
         refresher.current(24)
-    with pytest.raises(codec.StateError, match="no longer known"):
+    with pytest.raises(codec.StateError, match="no longer stored"):
         refresher.rollback(24)
 
 

@@ -241,11 +241,11 @@ class ActivationDelta:
         """
         m, v = self._received(message, options)
         if m.head.kind in (Kind.GRADIENT, Kind.POISON):
-            raise StateError(f"message {m.head.number} of edge {m.head.edge} is a gradient: use decode_gradient()")
+            raise StateError(f"message {m.head.number} of edge {m.head.edge} holds a gradient: use decode_gradient()")
         if samples is not None and (expected := ids_of(samples)) != m.samples.tolist():
             raise StateError(
-                f"message {m.head.number} of edge {m.head.edge} has samples {shown_samples(m.samples.tolist())} "
-                f"where {shown_samples(expected)} are expected"
+                f"message {m.head.number} of edge {m.head.edge} has samples {shown_samples(m.samples.tolist())}, but "
+                f"samples= expects {shown_samples(expected)}"
             )
         of_kind = self._receiver.plain if m.head.kind == Kind.DIRECT else self._receiver.activation
         result = of_kind(m, v.nbytes, Target(out, like), options)
@@ -307,7 +307,7 @@ class ActivationDelta:
         """
         m, v = self._received(message, options)
         if m.head.kind not in (Kind.GRADIENT, Kind.POISON):
-            raise StateError(f"message {m.head.number} of edge {m.head.edge} has activations: use decode()")
+            raise StateError(f"message {m.head.number} of edge {m.head.edge} holds activations: use decode()")
         if m.head.kind == Kind.POISON:
             self._accept(m, v.nbytes, None)
             raise PeerError(f"the gradient of edge {m.head.edge} holds NaN or Inf on the side that computed it")
@@ -382,7 +382,7 @@ class ActivationDelta:
         try:
             self._ledger.store.flush()
         except OSError as e:
-            raise StateError(f"the store cannot be written: {e}") from e
+            raise StateError(f"the files of the store cannot be written: {e}") from e
 
     def close(self) -> None:
         """Write all committed m to the files, and close the files. The object must not be used afterwards.
@@ -474,10 +474,15 @@ class ActivationDelta:
             The state is unchanged.
         """
         if self._ledger.in_step:
-            raise StateError("m cannot be loaded between encode() or decode() and commit() or rollback()")
+            raise StateError(
+                "a state cannot be loaded while messages of a step are pending: call commit() or rollback() first"
+            )
         entries, contents = state.load(saved, self._traffic.entries, self._traffic.edge)
         if contents is None and not self._ledger.store.persistent:
-            raise StateError("this state dict refers to the files of a store: pass their folder as store=")
+            raise StateError(
+                "the stored activations of this state dict are in files: create ActivationDelta with their folder as "
+                "store="
+            )
         self._ledger.replace(entries, contents)
         self._traffic.restart()
 

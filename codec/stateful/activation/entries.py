@@ -115,8 +115,11 @@ def check_entry(entry: Bytes, dtype: str, n: int) -> None:
     if dtype == "8bit":
         info = inspect(entry)
         if (info.spec, info.dtype, info.shape) != (EIGHT_BIT, "float32", (n,)):
-            raise ArgumentError(f"its frame is not one of {n} float32 values in 8 bits")
+            raise ArgumentError(
+                f"its frame must have {n} float32 values in 8 bits, got {info.dtype} of shape {info.shape} by "
+                f"{info.spec}"
+            )
         verify(entry)
     largest = largest_nbytes(dtype, n)
     if len(entry) > largest or (dtype != "8bit" and len(entry) != largest):
-        raise ArgumentError(f"it has {len(entry)} bytes for {n} values")
+        raise ArgumentError(f"its size must be {largest} bytes for {n} values, got {len(entry)}")

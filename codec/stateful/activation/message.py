@@ -114,11 +114,13 @@ def _head(data: Bytes) -> tuple[Head, tuple[int, int, int]]:
     if magic != MAGIC:
         raise _fault("it does not begin with CODA", 0, int.from_bytes(magic, "little"), int.from_bytes(MAGIC, "little"))
     if version != VERSION:
-        raise UnsupportedError(f"message of version {version}, this library reads version {VERSION}", None, 4, version)
+        raise UnsupportedError(
+            f"the message has version {version}, but this library reads version {VERSION}", None, 4, version
+        )
     if kind > max(Kind):
         raise _fault(f"kind {kind} is unknown", 5, kind, max(Kind))
     if DTYPE_NAMES.get(dtype) not in DTYPE_CODES:
-        raise _fault(f"dtype {dtype} is none of activations", 6, dtype, 0)
+        raise _fault(f"dtype {dtype} is not a dtype of activations", 6, dtype, 0)
     if entries >= len(ENTRY_CODES):
         raise _fault(f"dtype {entries} of entries is unknown", 7, entries, len(ENTRY_CODES) - 1)
     if zero:
@@ -170,4 +172,4 @@ def _check_kind(m: Message) -> None:
         Kind.GRADIENT: ((False, False, True, False),),
     }
     if contents not in valid[m.head.kind]:
-        raise _fault(f"its parts are not those of kind {m.head.kind.name}", 5, m.head.kind, 0)
+        raise _fault(f"its samples and frames do not match its kind, {m.head.kind.name}", 5, m.head.kind, 0)

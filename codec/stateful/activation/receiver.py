@@ -63,7 +63,7 @@ class Receiver:
         else:
             result, values = target.out, output_values(target.out, m.head.dtype)
             if values.shape != shape:
-                raise ArgumentError(f"the message needs an out= of shape {shape}, not {values.shape}")
+                raise ArgumentError(f"out= must have shape {shape} for this message, got {values.shape}")
         coded = self._delta_rows(m, [samples[i] for i in deltas], sample_shape, options) if len(m.delta) else None
         raw = np.empty((len(raws), *sample_shape), BITS[m.head.dtype]) if len(m.raw) else None
         if raw is not None:
@@ -94,8 +94,9 @@ class Receiver:
         if len(lost):
             ids = list(dict.fromkeys(samples[i] for i in lost))
             error = StateError(
-                f"this side does not have the m of samples {shown_samples(ids)} that message {m.head.number} of edge "
-                f"{m.head.edge} refers to: roll back on both sides, and call forget() for them at the sender"
+                f"message {m.head.number} of edge {m.head.edge} refers to stored activations m that this side lacks, "
+                f"or has with other values, of samples {shown_samples(ids)}: roll back on both sides, and call "
+                "forget() for these samples at the sender"
             )
             error.item = tuple(ids)
             raise error
@@ -122,7 +123,7 @@ def _info(frame: Any, dtype: str) -> Info:
     """Return the header of a frame; raise FrameError if the frame does not have this dtype."""
     info = inspect(frame)
     if info.dtype != dtype:
-        raise FrameError(f"not a valid message: its frame has dtype {info.dtype} instead of {dtype}")
+        raise FrameError(f"not a valid message: its frame has dtype {info.dtype}, but its head {dtype}")
     return info
 
 
@@ -134,10 +135,12 @@ def _sample_shape(m: Message, raws: int, deltas: int) -> tuple[int, ...]:
         if len(frame):
             shape = _info(frame, dtype).shape
             if not shape or shape[0] != count or (count and not prod(shape)):
-                raise FrameError(f"not a valid message: its frame has shape {shape} for {count} samples")
+                raise FrameError(
+                    f"not a valid message: its frame has shape {shape}, but {count} samples need {count} rows"
+                )
             shapes.add(shape[1:])
     if len(shapes) != 1:
-        raise FrameError(f"not a valid message: its frames have samples of shapes {sorted(shapes)}")
+        raise FrameError(f"not a valid message: the shapes of samples differ between its frames: {sorted(shapes)}")
     return shapes.pop()
 
 
@@ -145,7 +148,7 @@ def _check_limit(dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
     """Raise LimitError if a message of `nbytes` bytes declares a suspiciously large tensor."""
     if nbytes_of(dtype, shape) > limit_of(nbytes):
         raise LimitError(
-            f"a message of {nbytes} bytes declares a tensor of {nbytes_of(dtype, shape)} bytes, the limit is "
-            f"{limit_of(nbytes)}: pass out=",
+            f"a message of {nbytes} bytes declares a tensor of {nbytes_of(dtype, shape)} bytes, more than the limit of "
+            f"{limit_of(nbytes)}: pass out= of this size if the sender is trusted",
             Status.LIMIT,
         )

@@ -37,7 +37,7 @@ class Retention:
     def check_size(self, nbytes: int) -> None:
         """Raise ArgumentError if an entry of `nbytes` bytes is larger than the whole budget."""
         if self._budget is not None and nbytes > self._budget:
-            raise ArgumentError(f"budget={self._budget} bytes holds no sample: an entry takes {nbytes} bytes")
+            raise ArgumentError(f"budget={self._budget} must be at least the size of one stored sample, {nbytes} bytes")
 
     def add(self, sample: int, nbytes: int) -> list[int]:
         """Add a sample, or change its size. Return the samples to evict, which may include the added one."""

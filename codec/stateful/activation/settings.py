@@ -16,7 +16,7 @@ def spec_of(name: str, given: Any) -> Spec:
     """Return an argument as a Spec; raise SpecError for Truncate and for bound specs."""
     spec, is_bound = resolve(given)
     if isinstance(spec, Truncate) or is_bound is not None:
-        raise SpecError(f"{name} must be a spec without an optimizer, got {shown(given)}")
+        raise SpecError(f"{name} must be a spec that needs no optimizer, such as Quantize(4), got {shown(given)}")
     return spec
 
 
@@ -24,16 +24,16 @@ def delta_spec_of(given: Any) -> Spec:
     """Return an argument as a Spec for deltas; raise SpecError if deltas cannot be encoded with it."""
     spec = spec_of("spec", given)
     if isinstance(spec, TopK):
-        raise SpecError(f"deltas need a codec that sends all values, such as Quantize(4), got {spec}")
+        raise SpecError(f"spec must be a codec that sends all values, such as Quantize(4), got {spec}")
     if isinstance(spec, Lossless | Delta) or (isinstance(spec, Float8) and spec.nonfinite != "error"):
-        raise SpecError(f"deltas need a lossy spec that refuses NaN and Inf, got {spec}")
+        raise SpecError(f"spec must be a lossy codec that refuses NaN and Inf, such as Quantize(4), got {spec}")
     return spec
 
 
 def entries_of(given: Any) -> str:
     """Return the dtype of entries; raise ArgumentError if it is not supported."""
     if not isinstance(given, str) or given not in ENTRY_CODES:
-        raise ArgumentError(f"dtype must be one of {ENTRY_CODES}, got {shown(given)}")
+        raise ArgumentError(f"dtype must be one of {', '.join(map(repr, ENTRY_CODES))}, got {shown(given)}")
     return given
 
 
@@ -48,4 +48,4 @@ def store_of(given: Any, dtype: str, edge: int) -> RamStore | FileStore:
     try:
         return FileStore(path, dtype, edge)
     except (OSError, ValueError) as e:
-        raise ArgumentError(f"store={shown(given)}: {getattr(e, 'strerror', None) or e}") from e
+        raise ArgumentError(f"store={shown(given)} cannot be opened: {getattr(e, 'strerror', None) or e}") from e

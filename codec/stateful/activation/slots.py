@@ -177,9 +177,11 @@ class SlotFile:
             return
         if found.strip(b"\0"):
             if not MAGIC.startswith(found[: len(MAGIC)]):  # accept a partial magic number, which a crash may leave
-                raise StateError(f"{self.path} is not a file of activations")
+                raise StateError(f"{self.path} is not a file of activations: use another folder as store=")
             if len(found) == len(expected) and _crc_matches(found):
-                raise StateError(f"{self.path} belongs to another edge or version, or has entries of another dtype")
+                raise StateError(
+                    f"{self.path} was written for another edge, format version or dtype: use another folder as store="
+                )
         if not writable:
             raise StateError(f"the head of {self.path} is damaged")
         os.ftruncate(self._fd, 0)  # the file is new, or its head is damaged

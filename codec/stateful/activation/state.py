@@ -76,15 +76,17 @@ def load(saved: Any, dtype: str, edge: int) -> Saved:
     fields = opened(saved)
     for name, kind, own in (("kind", str, KIND), ("edge", int, edge), ("dtype", str, dtype)):
         if (found := plain(fields, name, kind)) != own:
-            raise StateError(f"{name!r} of this state dict is {shown(found)}, not {own!r}")
+            raise StateError(f"{name!r} of this state dict is {shown(found)}, but must be {own!r} here")
     in_files = plain(fields, "store", str) == "files"
     arrays = {name: _array(fields, name, "int64") for name in ("samples", "numel", "visits", "nbytes")}
     samples, numel, visits, nbytes = arrays.values()
     checks, contents = _array(fields, "checks", "int64").view(np.uint64), _array(fields, "entries", "uint8")
     if any(len(a) != len(samples) for a in (*arrays.values(), checks)) or len(np.unique(samples)) != len(samples):
-        raise StateError("this state dict does not have one check and one entry for each of its samples")
+        raise StateError("the arrays of this state dict do not have one item for each sample, or a sample occurs twice")
     if (numel < 1).any() or (visits < 0).any() or (nbytes < 0).any() or (checks == 0).any():
-        raise StateError("this state dict has a number out of range")
+        raise StateError(
+            "a number in 'numel', 'visits', 'nbytes' or 'checks' of this state dict is out of range: it is damaged"
+        )
     numbers = zip(samples.tolist(), checks.tolist(), numel.tolist(), visits.tolist(), strict=True)
     entries = {sample: Entry(check, n, visit) for sample, check, n, visit in numbers}
     return Saved(entries, None if in_files else _contents(entries, dtype, nbytes, contents))
@@ -94,7 +96,9 @@ def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Byte
     """Split the concatenated bytes of the entries into one array per sample, and validate each entry."""
     ends = np.cumsum(nbytes).tolist()
     if len(contents) != (expected := ends[-1] if ends else 0):
-        raise StateError(f"the entries of this state dict have {len(contents)} bytes, not {expected}")
+        raise StateError(
+            f"'entries' of this state dict must have {expected} bytes, by its 'nbytes', got {len(contents)}"
+        )
     found: dict[int, Bytes] = {}
     for (sample, entry), end, size in zip(entries.items(), ends, nbytes.tolist(), strict=True):
         found[sample] = contents[end - size : end]
@@ -107,5 +111,5 @@ def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Byte
 
 def _array(fields: dict[str, Any], name: str, dtype: str) -> Any:
     if name not in fields:
-        raise StateError(f"this is not a state dict: it has no {name!r}")
+        raise StateError(f"the state dict has no {name!r}: load one that state_dict() returned")
     return array_of(name, fields[name], dtype)

@@ -248,11 +248,13 @@ class FileStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StateError(f"{self._path} is closed: make a new ActivationDelta to use the folder again")
+            raise StateError(f"the store {self._path} is closed: create a new ActivationDelta to use the folder again")
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if os.getpid() != self._pid:
-            raise StateError(f"{self._path} was opened by another process: open it after fork()")
+            raise StateError(
+                f"the store {self._path} was opened by the parent process: create the ActivationDelta after fork()"
+            )
         return self._executor.submit(_run, self._lock, function, arguments)
 
     def _file(self, n: int) -> SlotFile:
@@ -288,7 +290,9 @@ class FileStore:
     def _warn(self, what: str, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("activations in %s cannot be %s, their samples are sent raw: %s", self._path, what, error)
+            logger.warning(
+                "stored activations in %s cannot be %s, so that their samples are sent raw: %s", self._path, what, error
+            )
 
 
 class _Lock:
@@ -301,7 +305,7 @@ class _Lock:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self.close()
-            raise StateError(f"{path} is in use: each side of an edge needs a folder of its own") from None
+            raise StateError(f"the store {path} is in use: give each side of each edge a folder of its own") from None
 
 
 def _run(lock: _Lock, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

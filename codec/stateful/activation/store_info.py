@@ -87,13 +87,13 @@ def inspect_store(folder: str | PathLike[str], *, verify: bool = False) -> Store
             raise ArgumentError(f"{folder} has no files of activations")
         kinds = [described(p) for p in paths]
         if len({(dtype, edge) for dtype, edge, _ in kinds}) != 1:
-            raise StateError(f"the files of {folder} belong to several edges, or have entries of several dtypes")
+            raise StateError(f"the files of {folder} do not belong to one store: their edges or dtypes differ")
         counts = [
             _counts(SlotFile(p, *kind, writable=False), kind[0], verify) for p, kind in zip(paths, kinds, strict=True)
         ]
         file_nbytes = sum(p.stat().st_size for p in paths)
     except TypeError:
-        raise ArgumentError(f"the folder of a store must be a path, got {shown(folder)}") from None
+        raise ArgumentError(f"folder must be a path, got {shown(folder)}") from None
     except (OSError, ValueError) as e:
         raise ArgumentError(f"{folder} cannot be read: {e}") from e
     samples, nbytes, visits, damaged = (sum(column) for column in zip(*counts, strict=True))

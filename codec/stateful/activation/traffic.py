@@ -49,14 +49,16 @@ class Traffic:
         """Raise StateError if a message has another edge or dtype of entries, is repeated, or is out of order."""
         if (head.edge, head.entries) != (self.edge, self.entries):
             raise StateError(
-                f"this side has edge {self.edge} and entries of {self.entries}, the message edge {head.edge} and "
-                f"entries of {head.entries}"
+                f"the message is of edge {head.edge} with dtype={head.entries!r}, but this side has edge {self.edge} "
+                f"with dtype={self.entries!r}: pass equal edge= and dtype= on both sides"
             )
         if head.session == self._peer and head.number <= self._last:
-            last = f"the last one was number {self._last}"
-            raise StateError(f"message {head.number} of edge {head.edge} is repeated or late: {last}")
+            last = f"the last message was number {self._last}"
+            raise StateError(f"message {head.number} of edge {head.edge} is repeated or out of order: {last}")
         if head.session in self._retired:
-            raise StateError(f"message {head.number} of edge {head.edge} is late: its sender has been restarted")
+            raise StateError(
+                f"message {head.number} of edge {head.edge} is out of order: its sender has been restarted since"
+            )
 
     def received(self, head: Head, nbytes: int, raw: int = 0, deltas: int = 0) -> None:
         """Count a decoded message, and store its session and number for :meth:`check`."""

@@ -37,7 +37,7 @@ def values_of(name: str, x: Any) -> Values:
     v = view(x.tensor, x.dtype) if type(x) is View else view(x)
     on_host(name, v)
     if v.dtype not in DTYPE_CODES:
-        raise ArgumentError(f"{name} must be {', '.join(DTYPE_CODES)}, not {v.dtype}")
+        raise ArgumentError(f"{name} must be one of {', '.join(DTYPE_CODES)}, got {v.dtype}")
     return Values(_bits(v), v.dtype, v.shape, v)
 
 
@@ -46,7 +46,7 @@ def output_values(out: Any, dtype: str) -> Values:
     v = view_output(out, dtype)
     on_host("out=", v)
     if v.dtype != dtype:
-        raise ArgumentError(f"the message needs an out= of {dtype}, not of {v.dtype}")
+        raise ArgumentError(f"out= must be {dtype} for this message, got {v.dtype}")
     return Values(_bits(v), v.dtype, v.shape, v)
 
 
@@ -70,9 +70,11 @@ def write_message(message: bytes, out: Any) -> memoryview:
     """Copy a message to the beginning of ``out=``, an array of bytes, and return a read-only view of the copy."""
     v = on_host("out=", view_output(out))
     if v.dtype not in ("uint8", "int8"):
-        raise ArgumentError(f"out= must hold bytes, not {v.dtype}")
+        raise ArgumentError(f"out= must be a buffer of bytes, uint8 or int8, got {v.dtype}")
     if len(message) > v.nbytes:
-        raise ArgumentError(f"out= has {v.nbytes} bytes, the message has {len(message)}: see bound()")
+        raise ArgumentError(
+            f"out= has {v.nbytes} bytes, but the message has {len(message)}: allocate as many as bound() returns"
+        )
     written = memoryview(ffi.buffer(v.data, v.nbytes)).cast("B")[: len(message)]
     written[:] = message
     mark_written(out)
@@ -88,10 +90,10 @@ def as_rows(x: Values, count: int) -> Bits:
         The first dimension is not `count`, or samples have no values.
     """
     if not x.shape or x.shape[0] != count:
-        raise ArgumentError(f"there are {count} samples, but the activation has shape {x.shape}: one row for each")
+        raise ArgumentError(f"the activation must have one row for each of the {count} samples, got shape {x.shape}")
     n = prod(x.shape[1:])
     if n == 0:
-        raise ArgumentError(f"an activation of shape {x.shape} has no values in a sample")
+        raise ArgumentError(f"the samples of the activation must have at least one value, got shape {x.shape}")
     return x.bits.reshape(count, n)
 
 
