@@ -172,7 +172,7 @@ class ProcessGroup(_Base):
     def _arguments(self, spec: SpecLike) -> dict[str, Any]:
         """Return the keyword arguments of the next collective, including its random stream."""
         if self._closed:
-            raise PeerError("the group was shut down: make a new one")
+            raise PeerError("the group was shut down: make a new group")
         self._calls += 1
         return {"spec": spec, "group": self, "stream": self._calls * _STREAM}
 

@@ -65,20 +65,25 @@ class Base:
             raise StateError(f"the update to version {update.version} was applied already; the weights are unchanged")
         if self.version is not None and update.version <= self.version:
             raise StateError(
-                f"the update to version {update.version} is older than version {self.version}, which is here"
+                f"the update to version {update.version} is not newer than the current version, {self.version}"
             )
         if update.base is not None and (update.base != self.version or update.base_digest != self.weights.digest()):
-            here = "there are no weights yet" if self.version is None else f"version {self.version} is here"
+            here = "there are no weights yet" if self.version is None else f"the current version is {self.version}"
             same = " with other values" if update.base == self.version else ""
             raise StateError(
-                f"the update needs version {update.base} as its base, {here}{same}: apply the missing updates first, "
-                "or a snapshot"
+                f"the update needs version {update.base} as its base, but {here}{same}: apply the missing updates "
+                "first, or a snapshot"
             )
         if update.base is not None and update.tensors != self.weights.kinds:
-            raise StateError("the update has other names, dtypes or shapes than its base")
+            raise StateError(
+                "the names, dtypes or shapes of the update differ from those of its base: publish a snapshot, "
+                "diff(..., full=True)"
+            )
         total = sum(kind.nbytes for kind in update.tensors.values())
         if self.max_nbytes is not None and total > self.max_nbytes:
-            raise LimitError(f"the update has weights of {total} bytes; max_nbytes is {self.max_nbytes}")
+            raise LimitError(
+                f"the weights after the update have {total} bytes, more than max_nbytes, {self.max_nbytes}"
+            )
         largest = max((entry.kind.nbytes for entry in update.entries.values()), default=0)
         scratch = np.empty(min(largest, PIECE_NBYTES), np.uint8)
         found = {n: (entry.kind, self._check_frames(update, n, scratch)) for n, entry in update.entries.items()}

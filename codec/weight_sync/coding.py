@@ -29,7 +29,7 @@ def digests_in(frame: Any) -> tuple[bytes, bytes]:
     """Return the digests of base and result that a :class:`codec.Delta` frame stores, 8 bytes each."""
     info = inspect(frame)
     if info.base_digest is None or info.result_digest is None:
-        raise FrameError("the frame is not one of Delta, or is truncated", Status.BAD_HEADER)
+        raise FrameError("a frame of the update is not one of Delta, or is truncated", Status.BAD_HEADER)
     return info.base_digest.to_bytes(8, "little"), info.result_digest.to_bytes(8, "little")
 
 
@@ -71,7 +71,7 @@ def _check(info: Info, spec: type[Spec], dtype: str, nbytes: int) -> None:
     """Raise FrameError unless a frame has the codec, the dtype and the size that the update's index states."""
     if type(info.spec) is not spec or info.dtype != dtype or info.tensor_nbytes != nbytes or len(info.shape) != 1:
         found = f"{type(info.spec).__name__}, {info.dtype} and {info.tensor_nbytes} bytes"
-        message = f"the frame has {found}; the index names {spec.__name__}, {dtype} and {nbytes} bytes"
+        message = f"the frame has {found}, but the index names {spec.__name__}, {dtype} and {nbytes} bytes"
         raise FrameError(message, Status.BAD_HEADER)
 
 

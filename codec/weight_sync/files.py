@@ -52,7 +52,7 @@ def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, M
     try:
         size = int.from_bytes(data[:8].tobytes(), "little")
         if len(data) < 8 or size > min(MAX_JSON, len(data) - 8):
-            raise ValueError("its header is longer than the file, or than 100 MB")
+            raise ValueError("its header would be longer than the file, or than 100 MB")
         header: Any = json.loads(data[8 : 8 + size].tobytes())
         for name, entry in header.items():
             if name != "__metadata__":
@@ -73,7 +73,7 @@ def _slot(dtype: Any, shape: Any, offsets: Any, values: Bytes) -> Slot:
     name = _OTHER_DTYPES.get(name or "", name)
     kind = Kind("uint8", (end - begin,)) if name is None or len(shape) > MAX_RANK else Kind(name, tuple(shape))
     if name is not None and math.prod(shape) * ITEMSIZE[name] != end - begin:
-        raise ValueError("a tensor does not have the size that its header says")
+        raise ValueError("a tensor does not have the size that follows from its dtype and shape")
     return Slot(kind, values[begin:end])
 
 
@@ -116,11 +116,13 @@ def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progres
         for k, update in enumerate(updates):
             digest = base.weights.digest()
             if update.tensors != base.weights.kinds:
-                raise StateError(f"the update has other names, dtypes or shapes than {old}")
+                raise StateError(f"the names, dtypes or shapes of the update differ from those of {old}")
             if update.digest == digest != update.base_digest:
                 raise StateError(f"the update to version {update.version} was applied already")
             if update.base is not None and update.base_digest != digest:
-                raise StateError(f"the update needs version {update.base} of the weights, {old} has others")
+                raise StateError(
+                    f"the update needs the weights of version {update.base}, but the weights in {old} differ"
+                )
             base.version = update.base
             base.check(update)
             base.apply(update)
@@ -143,7 +145,10 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
     digest = weights.digest()
     for update in updates:
         if update.base_digest != digest or update.tensors != weights.kinds:
-            raise StateError(f"the update to version {update.version} does not follow the weights before it")
+            raise StateError(
+                f"the base of the update to version {update.version} must be {old} or the result of the previous "
+                "update, but is neither"
+            )
         digest = update.digest
     first, last = updates[0], updates[-1]
     with replaced(Path(out)) as target:
@@ -153,7 +158,9 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
             if progress is not None:
                 progress(n + 1, len(weights))
         if encoder.finish(last.version, first.base) != last.digest:
-            raise FrameError(f"the frames of the update to version {last.version} do not lead to its digest")
+            raise FrameError(
+                f"the weights after the update to version {last.version} do not have the digest that the update names"
+            )
     return Update.open(out)
 
 

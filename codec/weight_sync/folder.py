@@ -92,13 +92,15 @@ class FolderBase(Base):
             update = Update.open(pending)
             if update.version != self.version:
                 if update.base != self.version or update.base_digest != self.weights.digest():
-                    raise StateError(f"{pending} needs other weights than {self._path} holds: use another folder")
+                    raise StateError(
+                        f"the update in {pending} needs other weights than those in {self._path}: use another folder"
+                    )
                 self._applying = update
                 self.settle()
             self._forget()
         if damaged := self.weights.damaged():
             names = ", ".join(map(repr, damaged[:5]))
-            raise StateError(f"{len(damaged)} tensors in {self._path} are damaged: {names}; start from an empty folder")
+            raise StateError(f"{len(damaged)} tensors in {self._path} are damaged: {names}. Start from an empty folder")
 
     def fill(self, given: Given, version: int) -> None:
         """Write tensors one by one to a new file of values, and set the version."""
@@ -184,7 +186,7 @@ class FolderBase(Base):
                 # Reserve the blocks: on a full disk, a store to the mapping would kill the process with SIGBUS.
                 os.posix_fallocate(fd, 0, max(1, nbytes))
             except OSError as e:
-                raise StateError(f"{self._next} cannot have {nbytes} bytes: {e.strerror}") from None
+                raise StateError(f"{self._next} cannot be extended to {nbytes} bytes: {e.strerror}") from None
         return allocated(kinds, self._map(self._next, nbytes))
 
     def _new_file(self) -> Path:
@@ -238,7 +240,9 @@ def _lock(path: Path) -> Callable[[], object]:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
-        raise StateError(f"{path} is in use by another sender or receiver: give each a folder of its own") from None
+        raise StateError(
+            f"{path} is in use by another sender or receiver: give each of them a folder of its own"
+        ) from None
     owner = type("Lock", (), {})()
     release = weakref.finalize(owner, os.close, fd)
     return lambda _=owner: release()
@@ -256,10 +260,10 @@ def _read_state(path: Path) -> tuple[int, dict[str, Kind], list[list[bytes]], st
     try:
         check, _, body = path.read_bytes().partition(b"\n")
         if check.decode() != hashlib.blake2b(body, digest_size=16).hexdigest():
-            raise ValueError("its digest is another one")
+            raise ValueError("its digest does not match its contents")
         state: Any = json.loads(body)
         if state["format"] != _FORMAT:
-            raise ValueError(f"it has format {state['format']}, this library reads {_FORMAT}")
+            raise ValueError(f"it has format {state['format']}, but this library reads format {_FORMAT}")
         version, file = state["version"], state["file"]
         if type(version) is not int or not 0 <= version <= MAX_VERSION or not str(file).startswith("values-"):
             raise ValueError("it has no version or file")

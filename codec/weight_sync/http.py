@@ -105,7 +105,7 @@ def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -
     try:
         server = ThreadingHTTPServer((host, whole("port", port, 0, 65535)), Handler)
     except OSError as e:
-        raise ArgumentError(f"{host}:{port} cannot be listened on: {e.strerror or e}") from None
+        raise ArgumentError(f"the server cannot listen on {host}:{port}: {e.strerror or e}") from None
     server.daemon_threads = True
     return UpdateServer(server)
 
@@ -154,7 +154,7 @@ def read_remote(url: str, name: str, most: int, timeout: float) -> mmap.mmap | b
             if size > most:
                 raise FrameError(f"{url}/{name} has more than {most} bytes")
             if size < expected:
-                message = f"{url}/{name} has {expected} bytes, the connection ended after {size}"
+                message = f"{url}/{name} has {expected} bytes, but the connection ended after {size}"
                 raise FrameError(message, Status.TRUNCATED, size, size, expected)
             f.flush()
             return mmap.mmap(f.fileno(), size, prot=mmap.PROT_READ) if size else b""

@@ -82,7 +82,8 @@ class WeightReceiver:
             if weights is not None:
                 if self._base.version is not None:
                     raise StateError(
-                        f"{folder} holds version {self._base.version}: open it without weights, or give an empty folder"
+                        f"{folder} already holds version {self._base.version}: leave out weights, or pass an empty "
+                        "folder"
                     )
                 self._base.fill(weights, version)
         except BaseException:
@@ -220,7 +221,7 @@ class WeightReceiver:
             `load` and `into` are both given, or `into` lacks a changed tensor, or has another dtype or shape for one.
         """
         if load is not None and into is not None:
-            raise ArgumentError("give load= or into=, not both")
+            raise ArgumentError("pass either load= or into=, got both")
         staged = self.stage(update)
         if into is not None:
             self._write(staged, into)
@@ -259,7 +260,9 @@ class WeightReceiver:
         """
         self._base.settle()
         if damaged := self._base.weights.damaged():
-            raise StateError(f"{len(damaged)} tensors are damaged in memory: {', '.join(map(repr, damaged[:5]))}")
+            raise StateError(
+                f"{len(damaged)} tensors are damaged in memory: {', '.join(map(repr, damaged[:5]))}. Apply a snapshot"
+            )
 
     def close(self) -> None:
         """Unlock the folder, so that another object may open it."""

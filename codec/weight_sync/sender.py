@@ -69,7 +69,7 @@ class WeightSender:
         options: CallOptions | None = None,
     ) -> None:
         if weights is None and folder is None:
-            raise ArgumentError("give weights, the weights that receivers have, or a folder that holds them")
+            raise ArgumentError("pass weights, those that receivers have, or a folder that holds them")
         self._base = base_in(folder, None, options)
         self._options = options
         self._pending: Update | None = None
@@ -77,11 +77,12 @@ class WeightSender:
             if weights is not None:
                 if self._base.version is not None:
                     raise StateError(
-                        f"{folder} holds version {self._base.version}: open it without weights, or give an empty folder"
+                        f"{folder} already holds version {self._base.version}: leave out weights, or pass an empty "
+                        "folder"
                     )
                 self._base.fill(weights, version)
             if self._base.version is None:
-                raise StateError(f"{folder} holds no weights: give weights")
+                raise StateError(f"{folder} holds no weights: pass weights")
         except BaseException:
             self._base.close()
             raise
@@ -177,7 +178,7 @@ class WeightSender:
         update = self._pending
         if update is None or (version is not None and update.version != version):
             found = "no update" if update is None else f"the update to version {update.version}"
-            raise StateError(f"{found} is pending" + ("" if version is None else f", not one to version {version}"))
+            raise StateError(f"{found} is pending" + ("" if version is None else f", but version={version} was passed"))
         self._base.apply(update)
         self._pending = None
 

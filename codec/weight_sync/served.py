@@ -66,11 +66,11 @@ class Served:
 def _target(name: str, tensor: Any, kind: Kind) -> _Target:
     v = view_output(tensor, name=f"tensor {name!r} of into=")
     if (v.dtype, v.shape) != kind:
-        raise ArgumentError(f"into= has {Kind(v.dtype, v.shape)} for {name!r}, the update has {kind}")
+        raise ArgumentError(f"{name!r} of into= must be {kind}, as in the update, got {Kind(v.dtype, v.shape)}")
     if v.device == "cpu":
         return _Target(kind, tensor, np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else b"", np.uint8))
     if not is_torch(tensor) or v.device == "meta":
-        raise ArgumentError(f"into= has {name!r} on {v.device}, where only torch tensors can be written: use load=")
+        raise ArgumentError(f"{name!r} of into= is on {v.device}, where only torch tensors can be written: use load=")
     return _Target(kind, tensor, None)
 
 

@@ -107,9 +107,13 @@ class UpdateStore:
         listed = read_head(self.folder)
         last = listed[-1].version if listed else self._base
         if update.base is not None and update.base != last:
-            raise StateError(f"the update needs version {update.base}; the last one in {self.folder} is {last}")
+            raise StateError(
+                f"the update needs version {update.base} as its base, but the last version in {self.folder} is {last}"
+            )
         if update.base is None and last is not None and update.version < last:
-            raise StateError(f"the snapshot has version {update.version}; the last one in {self.folder} is {last}")
+            raise StateError(
+                f"the snapshot has version {update.version}, but the last version in {self.folder} is {last}"
+            )
         self.put(update)
         new = Listed(update.version, update.base, update.nbytes)
         listed = [*(one for one in listed if one.file != new.file), new]
@@ -212,7 +216,7 @@ def read_update(source: str | PathLike[str], one: Listed, timeout: float = TIMEO
         return Update.open(Path(source) / one.file)
     data = read_remote(str(source), one.file, one.nbytes, timeout)
     if data is None:
-        raise ArgumentError(f"{source} has no {one.file}")
+        raise ArgumentError(f"{source} has no file {one.file}: read the list of updates again")
     return Update(data)
 
 

@@ -291,25 +291,29 @@ def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
     """
     if len(data) < HEAD_NBYTES:
         if not MAGIC.startswith(data[: len(MAGIC)].tobytes()):
-            raise FrameError("not an update of weights: the first bytes are not those of one", Status.BAD_MAGIC)
+            raise FrameError("not an update of weights: the bytes do not begin with its magic", Status.BAD_MAGIC)
         raise _truncated(len(data), HEAD_NBYTES)
     fixed = data[: _HEAD.size].tobytes()
     magic, version, count, index_size, nbytes, new, base, base_digest, digest = cast(
         tuple[bytes, int, int, int, int, int, int, bytes, bytes], _HEAD.unpack(fixed)
     )
     if magic != MAGIC:
-        raise FrameError("not an update of weights: the first bytes are not those of one", Status.BAD_MAGIC)
+        raise FrameError("not an update of weights: the bytes do not begin with its magic", Status.BAD_MAGIC)
     if version != FORMAT:
-        raise UnsupportedError(f"the update has format {version}; this library reads format {FORMAT}", offset=8)
+        raise UnsupportedError(f"the update has format {version}, but this library reads format {FORMAT}", offset=8)
     if index_size > len(data) - HEAD_NBYTES:
         raise _truncated(len(data), HEAD_NBYTES + index_size)
     index = data[HEAD_NBYTES : HEAD_NBYTES + index_size].tobytes()
     if data[_HEAD.size : HEAD_NBYTES].tobytes() != _check(fixed, index):
-        raise ChecksumError("header or index of the update is damaged: its digest is another one", Status.CHECKSUM)
+        raise ChecksumError("the header or index of the update is damaged: its digest does not match", Status.CHECKSUM)
     if nbytes > len(data):
         raise _truncated(len(data), nbytes)
     if nbytes < len(data):
-        raise FrameError(f"the update has {nbytes} bytes, {len(data)} were given", Status.TRAILING, nbytes)
+        raise FrameError(
+            f"bytes follow the end of the update: it has {nbytes} bytes, but {len(data)} were given",
+            Status.TRAILING,
+            nbytes,
+        )
     if new > MAX_VERSION or (base != _NO_BASE and base >= new):
         raise _invalid(f"version {new} does not follow base version {base}")
     try:
@@ -318,7 +322,7 @@ def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
         raise _invalid(str(e)) from None
     end = max((end for entry in entries.values() for _, end in entry.frames), default=HEAD_NBYTES + index_size)
     if end != nbytes:
-        raise _invalid(f"frames end at byte {end}, the update at byte {nbytes}")
+        raise _invalid(f"the frames end at byte {end}, but the update at byte {nbytes}")
     if base == _NO_BASE and (base_digest != NO_DIGEST or any(a == b for e in entries.values() for a, b in e.frames)):
         raise _invalid("a snapshot has the digest of a base, or lacks frames")
     return Head(new, None if base == _NO_BASE else base, base_digest, digest), entries
@@ -342,7 +346,9 @@ def _entries(index: bytes, count: int, at: int) -> dict[str, Entry]:
         name = encoded.decode()
         dtype, rank = take(_KIND)
         if len(encoded) != length or not length or name in entries or dtype not in DTYPE_NAMES or rank > MAX_RANK:
-            raise ValueError(f"tensor {name!r:.120} has an invalid name, dtype or rank, or occurs twice")
+            raise ValueError(
+                f"tensor {name!r:.120} has an invalid name, dtype or number of dimensions, or occurs twice"
+            )
         kind = Kind(DTYPE_NAMES[dtype], tuple(take(_SIZE)[0] for _ in range(rank)))
         pieces = -(-kind.nbytes // PIECE_NBYTES)
         if pieces * _LENGTH.size > len(index) - p:
@@ -365,7 +371,7 @@ def _check(fixed: bytes, index: bytes | bytearray) -> bytes:
 
 
 def _truncated(found: int, expected: int) -> FrameError:
-    message = f"the update is truncated: it needs {expected} bytes, {found} were given"
+    message = f"the update is truncated: it needs {expected} bytes, but {found} were given"
     return FrameError(message, Status.TRUNCATED, found, found, expected)
 
 

@@ -106,7 +106,9 @@ def items(given: Given) -> Iterable[tuple[str, Any]]:
         return cast(Mapping[str, Any], given).items()
     if hasattr(given, "dtype") or isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
         kind = type(given).__name__
-        raise ArgumentError(f"weights must be a mapping from names to tensors, or pairs of both, not {kind}")
+        raise ArgumentError(
+            f"weights must be a mapping from names to tensors, or an iterable of such pairs, got {kind}"
+        )
     return given
 
 

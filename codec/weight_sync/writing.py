@@ -72,8 +72,8 @@ class Encoder:
         if (known := self._kinds.get(name)) is None or kind_of(name, v) != known:
             was = "no such tensor" if known is None else str(known)
             raise ArgumentError(
-                f"tensor {name!r} is {Kind(v.dtype, v.shape)}, the base has {was}: names, dtypes and shapes change "
-                "with a snapshot only, diff(..., full=True)"
+                f"tensor {name!r} is {Kind(v.dtype, v.shape)}, but the base has {was}: write a snapshot, diff(..., "
+                "full=True), to change names, dtypes or shapes"
             )
         old = None if self._base is None else self._base[name]
         if old is not None and v.device == "cpu" and v.address == old.view.address:  # view of the base: unchanged
@@ -135,7 +135,9 @@ class Encoder:
         self.flush()
         if missing := self._kinds.keys() - self._sizes.keys():
             names = ", ".join(map(repr, sorted(missing)[:5]))
-            raise ArgumentError(f"{len(missing)} tensors of the base were not given: {names}; give all, in any order")
+            raise ArgumentError(
+                f"{len(missing)} tensors of the base are missing: {names}. Pass all tensors, in any order"
+            )
         digest = weights_digest({name: (self._kinds[name], d) for name, d in self._digests.items()})
         before = NO_DIGEST if self._base is None else self._base.digest()
         tensors = [(name, self._kinds[name], sizes) for name, sizes in self._sizes.items()]

@@ -124,7 +124,7 @@ def _refused(rank, size):
         compress(accelerator, model, "balanced")
     with pytest.raises(codec.ArgumentError, match="feedback cannot change"):
         compress(accelerator, model, codec.torch.ddp_hook(), feedback=True)
-    with pytest.raises(codec.ArgumentError, match=r"a hook is for a DistributedDataParallel, not for Linear"):
+    with pytest.raises(codec.ArgumentError, match=r"model must be a DistributedDataParallel, got Linear"):
         compress(accelerator, torch.nn.Linear(64, 64), "small")
     model(torch.ones(2, 64)).sum().backward()
     assert hook.stats().steps == 1

@@ -305,7 +305,7 @@ def test_wrong_states_are_rejected():
         ({**good, "role": "server"}, "has role .server."),
         ({**good, "role": "boss"}, "must be one of"),
         ({**good, "role": None}, "must be of type str"),
-        ({**good, "w[0:10]": e[:9]}, "with 9 values"),
+        ({**good, "w[0:10]": e[:9]}, "got 9 values"),
         ({**good, "w[0:10]": e.astype(np.float64)}, "float64"),
         ({**good, "w[0:10]": "ten"}, "must be an array of float32"),
         ({**good, "w": e}, "is not a range"),

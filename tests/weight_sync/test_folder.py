@@ -109,7 +109,7 @@ def test_folder_keeps_version_and_weights(tmp_path):
             codec.WeightReceiver(folder=tmp_path)
     with codec.WeightReceiver(folder=tmp_path) as receiver:
         assert equal(all_weights[2], receiver.tensors())
-    with pytest.raises(codec.StateError, match="holds version 2: open it without weights"):
+    with pytest.raises(codec.StateError, match="holds version 2: leave out weights"):
         codec.WeightReceiver(weights(), folder=tmp_path)
 
 
@@ -144,10 +144,10 @@ def test_damaged_folder_is_rejected(tmp_path, name):
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 1
     path.write_bytes(data)
-    with pytest.raises(codec.StateError, match="start from an empty folder"):
+    with pytest.raises(codec.StateError, match=r"[Ss]tart from an empty folder"):
         codec.WeightReceiver(folder=tmp_path)
     path.write_bytes(data[: len(data) // 3])
-    with pytest.raises(codec.StateError, match="start from an empty folder"):
+    with pytest.raises(codec.StateError, match=r"[Ss]tart from an empty folder"):
         codec.WeightReceiver(folder=tmp_path)
 
 

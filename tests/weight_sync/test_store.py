@@ -151,11 +151,11 @@ def test_store_rejects_updates_that_do_not_follow(tmp_path):
     store = UpdateStore(tmp_path)
     sender = codec.WeightSender(weights())
     update = sender.diff(stepped(weights(), 1))
-    with pytest.raises(codec.StateError, match=r"needs version 0; the last one in .* is None"):
+    with pytest.raises(codec.StateError, match=r"needs version 0 as its base, but the last version in .* is None"):
         store.publish(update)
     store.publish(sender.snapshot())
     store.publish(update)
-    with pytest.raises(codec.StateError, match=r"needs version 0; the last one in .* is 1"):
+    with pytest.raises(codec.StateError, match=r"needs version 0 as its base, but the last version in .* is 1"):
         store.publish(update)
     with pytest.raises(codec.StateError, match="snapshot has version 0"):
         store.publish(sender.snapshot())

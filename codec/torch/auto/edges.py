@@ -175,7 +175,7 @@ def checked(report: Any) -> dict[str, Any]:
         raise ValueError("a number of a report is out of range")
     least = min([report["microseconds"], *(min(each.edge, each.values, each.nbytes) for each in sent)])
     if least < 0 or any(each.kind not in (0, 1) for each in sent):
-        raise ValueError("a number of a report is negative, or a direction has another kind than 0 and 1")
+        raise ValueError("a number of a report is negative, or a direction is neither 0 nor 1")
     return {"microseconds": report["microseconds"], "sent": sent}
 
 

@@ -85,7 +85,9 @@ def _written(spec: SpecLike) -> str:
     try:
         return repr(self_contained(spec))
     except AttributeError:  # torch.compile has traced the spec's constructor without setting the fields
-        raise SpecError("make the spec outside of the compiled function, or give the name of a preset") from None
+        raise SpecError(
+            "a spec cannot be created inside of a compiled function: create it outside, or pass the name of a preset"
+        ) from None
 
 
 _constant: Any = _written
@@ -110,7 +112,9 @@ def _decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> to
         raise ArgumentError(f"shape must have no negative dimension, got {tuple(shape)}")
     info = codec.inspect(frame)
     if info.shape != tuple(shape) or info.dtype != str(dtype).removeprefix("torch."):
-        raise ArgumentError(f"the frame holds {info.dtype} of shape {info.shape}, not {dtype} of {tuple(shape)}")
+        raise ArgumentError(
+            f"the frame must hold {dtype} of shape {tuple(shape)}, got {info.dtype} of shape {info.shape}"
+        )
     return codec.decode(frame, out=torch.empty(tuple(shape), dtype=dtype, device=frame.device))
 
 

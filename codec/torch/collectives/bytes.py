@@ -58,9 +58,9 @@ async def _exchange(collective: Collective, frames: Sequence[Any]) -> list[bytes
     except (TypeError, ValueError, BufferError) as e:
         raise ArgumentError(f"frames must be bytes or buffers, one for each rank: {e}") from None
     if len(arrays) != collective.size:
-        raise ArgumentError(f"{len(arrays)} frames were given for {collective.size} ranks")
+        raise ArgumentError(f"frames must have one item for each of the {collective.size} ranks, got {len(arrays)}")
     if max(a.nbytes for a in arrays) > _MOST_NBYTES:
-        raise ArgumentError(f"a frame has more than {_MOST_NBYTES} bytes")
+        raise ArgumentError(f"a frame has {max(a.nbytes for a in arrays)} bytes; the maximum is {_MOST_NBYTES}")
     received = await swap(collective.part(_SIGNATURE, {"collective": "exchange"}), arrays)
     await collective.agree()
     collective.counters.frame_collectives += 1
@@ -77,7 +77,7 @@ async def swap(part: Part, arrays: Sequence[Array], most: Sequence[int] | None =
     sizes = await part.scatter([a.nbytes for a in arrays])
     for rank, (nbytes, limit) in enumerate(zip(sizes, most or [_MOST_NBYTES] * part.size, strict=True)):
         if not 0 <= nbytes <= limit:
-            raise FrameError(f"rank {rank} announces a frame of {nbytes} bytes, but at most {limit} are possible")
+            raise FrameError(f"rank {rank} announces a frame of {nbytes} bytes; the maximum is {limit}")
     found: dict[int, list[bytes]] = {o: [] for o in others}
     longest = max((max(sizes[o], arrays[o].nbytes) for o in others), default=0)
     for begin in range(0, longest, _CHUNK_NBYTES):
@@ -98,7 +98,7 @@ def _memory(nbytes: int, source: int) -> Array:
     try:
         return np.empty(nbytes, np.uint8)
     except MemoryError as e:
-        raise FrameError(f"there is no memory for the frame of rank {source}") from e
+        raise FrameError(f"this rank has too little memory for the frame of rank {source}") from e
 
 
 def _join(found: list[list[bytes]]) -> list[bytes]:
@@ -107,6 +107,6 @@ def _join(found: list[list[bytes]]) -> list[bytes]:
         try:
             joined.append(chunks[0] if len(chunks) == 1 else b"".join(chunks))
         except MemoryError as e:
-            raise FrameError(f"there is no memory for a frame of {sum(map(len, chunks))} bytes") from e
+            raise FrameError(f"this rank has too little memory for a frame of {sum(map(len, chunks))} bytes") from e
         chunks.clear()
     return joined

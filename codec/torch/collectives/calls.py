@@ -195,11 +195,11 @@ def _output_values(out: torch.Tensor, tensor: torch.Tensor, r: Reduction, settin
     check_output(out, tensor.dtype, tensor.numel(), "out=")
     if out.device.type not in ("cpu", tensor.device.type) or not out.is_contiguous():
         raise ArgumentError(
-            f"out= must be contiguous, and in host memory or where the tensor is; it has strides {out.stride()} on "
-            f"{out.device}"
+            f"out= must be contiguous, and in host memory or on the device of the tensor, got strides {out.stride()} "
+            f"on {out.device}"
         )
     if out.device == tensor.device and _share_memory(out, tensor):
-        raise ArgumentError("out= shares memory with the tensor: it needs memory of its own")
+        raise ArgumentError("out= shares memory with the tensor: pass memory of its own")
     if out.device.type != "cpu" and not r.on_device:  # the tensor is copied to the host
         return None
     if r.on_device and out.device != tensor.device:
@@ -384,7 +384,10 @@ def all_to_all(
         def prepare() -> Reduction:
             check_sizes(output, 1, tensor)
             if tensor.numel() % comm.channel.size:
-                raise ArgumentError(f"{tensor.numel()} values cannot be cut into {comm.channel.size} equal parts")
+                raise ArgumentError(
+                    f"the number of values must be a multiple of the number of ranks, {comm.channel.size}, got "
+                    f"{tensor.numel()}"
+                )
             check_output(output, output.dtype, output.numel())
             return reduction_of(tensor, spec, "sum", stream, settings=settings)
 

@@ -55,7 +55,9 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
                 check_dense(t)
                 check_output(part, inputs[0].dtype, t.numel() // size)
                 if t.numel() % size:
-                    raise ArgumentError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
+                    raise ArgumentError(
+                        f"the number of values must be a multiple of the number of ranks, {size}, got {t.numel()}"
+                    )
             flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
             require_feedback(spec, "reduce lists of tensors with another codec")
             return reduction_of(flat, spec, op, stream)
@@ -94,7 +96,9 @@ def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group
     async def work(comm: Communicator, collective: Collective) -> Tensors:
         def prepare() -> Reduction:
             if len(outputs) != comm.channel.size:
-                raise ArgumentError(f"{len(outputs)} outputs were given for the tensors of {comm.channel.size} ranks")
+                raise ArgumentError(
+                    f"outputs must have one tensor for each of the {comm.channel.size} ranks, got {len(outputs)}"
+                )
             for theirs in outputs:
                 check_output(theirs, tensor.dtype, tensor.numel())
             return _joined([tensor], spec, stream)
@@ -114,7 +118,7 @@ def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
 
 def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:
     if len(inputs) != len(outputs):
-        raise ArgumentError(f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+        raise ArgumentError(f"outputs must have as many tensors as inputs, {len(inputs)}, got {len(outputs)}")
 
 
 def _store_each(result: Values, r: Reduction, tensors: Tensors) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from codec import ArgumentError, CallOptions, FrameError
 from codec._options import settings_of
-from codec.arguments import whole
+from codec.arguments import shown, whole
 from codec.specs import Lossless, SpecLike, require_feedback
 from codec.tensors.segments import pack
 from codec.torch.collectives.bytes import swap
@@ -112,12 +112,14 @@ def _exchanged(
     async def work(_: Any, collective: Collective) -> torch.Tensor:
         check_dense(x)
         if not x.dim():
-            raise ArgumentError("the tensor has no dimensions, and so no rows")
+            raise ArgumentError("the tensor must have at least one dimension, whose items are rows, got shape ()")
         row = tuple(x.shape[1:])
         outgoing = _pieces("input_split_sizes", mine, row, collective.size)
         incoming = _pieces("output_split_sizes", theirs, row, collective.size)
         if outgoing[-1].end != x.numel():
-            raise ArgumentError(f"the tensor has {len(x)} rows, but input_split_sizes add up to {sum(mine)}")
+            raise ArgumentError(
+                f"input_split_sizes must add up to the number of rows of the tensor, {len(x)}, got {sum(mine)}"
+            )
         r = reduction_of(x, spec, "sum", stream, settings=settings).on_host()
         require_feedback(r.spec, "send rows with another codec")
         result = await _rows_of(collective, r, row, outgoing, incoming)
@@ -151,10 +153,16 @@ async def _rows_of(
     for o, (frame, piece) in enumerate(zip(received, incoming, strict=True)):
         if o == part.rank and own:
             if outgoing[o].n != piece.n:
-                raise ArgumentError("input_split_sizes and output_split_sizes differ in the rows for this rank itself")
+                raise ArgumentError(
+                    f"input_split_sizes and output_split_sizes must have the same number of rows for this rank, {o}, "
+                    "itself"
+                )
             result[piece.begin : piece.end] = r.own_term(outgoing[o])
         elif bool(frame) != bool(piece.n):
-            raise FrameError(f"rank {o} has sent {'some' if frame else 'no'} rows: output_split_sizes says otherwise")
+            raise FrameError(
+                f"rank {o} has sent {'rows' if frame else 'no rows'}, but output_split_sizes expects "
+                f"{'none' if frame else 'some'}"
+            )
         elif frame:
             with part.clock.during("decode_s"):
                 r.decode(np.frombuffer(frame, np.uint8), piece, result)
@@ -164,7 +172,9 @@ async def _rows_of(
 def _pieces(name: str, sizes: Any, row: tuple[int, ...], ranks: int) -> list[Piece]:
     """Return the range of a flat tensor for each rank's rows, with one segment of the shape of these rows."""
     if not isinstance(sizes, Sequence) or len(cast(Sequence[Any], sizes)) != ranks:
-        raise ArgumentError(f"{name} must be a list with a number of rows for each of {ranks} ranks")
+        raise ArgumentError(
+            f"{name} must be a list with the number of rows for each of {ranks} ranks, got {shown(sizes)}"
+        )
     rows = [whole(name, n, 0) for n in cast(Sequence[Any], sizes)]
     ends = pairwise([0, *accumulate(n * prod(row) for n in rows)])
     return [Piece(a, b, pack([(0, (n, *row))]) if b > a else None) for (a, b), n in zip(ends, rows, strict=True)]

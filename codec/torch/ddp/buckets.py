@@ -242,7 +242,7 @@ class Buffers:
 def check_has(optimizer: Any, spec: Spec, name: str) -> None:
     """Raise SpecError if the spec of a parameter needs an optimizer, and there is none."""
     if needs_optimizer(spec) and optimizer is None:
-        raise SpecError(f"{spec} for {name} drops bits by the optimizer's step: pass ddp_hook(optimizer=)")
+        raise SpecError(f"{spec}, the spec of {name}, needs the state of the optimizer: pass ddp_hook(optimizer=)")
 
 
 def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, number: int) -> SpecLike:
@@ -273,7 +273,9 @@ def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, num
     check_has(optimizer, part.spec, part.names[0])
     group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
-        raise ArgumentError(f"optimizer= does not have {', '.join(lacking)}: give another spec for it by policy=")
+        raise ArgumentError(
+            f"optimizer= lacks the parameters {', '.join(lacking)}: choose another spec for them by policy="
+        )
     groups: list[tuple[int, Any]] = []
     offset = 0
     for p in part.parameters:

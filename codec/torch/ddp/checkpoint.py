@@ -73,15 +73,15 @@ class Saved:
 
     def __init__(self, state: Any, rank: int, world_size: int) -> None:
         if not isinstance(state, Mapping):
-            raise StateError(f"the state of a hook is a dict, not {type(state).__name__}")
+            raise StateError(f"the state of a hook must be a dict, got {type(state).__name__}")
         entries = opened(cast(Mapping[str, Any], state))
         if "ranks" in entries:
             entries = opened(_one_of(entries["ranks"], rank, world_size))
         self.rank, self.world_size, self.steps = (plain(entries, name, int) for name in _NUMBERS)
         if not UNKNOWN <= self.rank < max(1, self.world_size) or not 0 <= self.steps < 1 << 48:
             raise StateError(
-                f"a state of rank {self.rank} of {self.world_size} after {self.steps} steps is impossible: "
-                "it is damaged"
+                f"the hook's state is damaged: it names rank {self.rank} of {self.world_size} ranks, after "
+                f"{self.steps} steps"
             )
         kinds = {name: _names(name, _read(name, plain(entries, name, str))) for name in ("sparse", "dense")}
         self.zeros = dict.fromkeys(kinds["dense"], False) | dict.fromkeys(kinds["sparse"], True)
@@ -95,8 +95,8 @@ class Saved:
         lacking, extra = sorted(set(expected) - set(self.parts)), sorted(set(map(str, self.parts)) - set(expected))
         if lacking or extra:
             raise StateError(
-                f"the state is of a hook with other arguments: it lacks {lacking}, and has {extra} in excess; "
-                "make the hook with the feedback= and refresher= with which it was saved"
+                f"the state was saved by a hook with other arguments: it lacks {lacking}, and has the unexpected "
+                f"{extra}; create the hook with the feedback= and refresher= with which the state was saved"
             )
 
 
@@ -104,9 +104,9 @@ def check_rank(owner: tuple[int, int], here: tuple[int, int]) -> None:
     """Raise StateError if the (rank, number of ranks) of residuals, `owner`, differs from `here`, unless unknown."""
     if UNKNOWN not in (*owner, *here) and owner != here:
         raise StateError(
-            f"these residuals belong to rank {owner[0]} of {owner[1]}, and this is rank {here[0]} of {here[1]}: "
-            "load each rank's own state, one of all ranks (state_dict(gather=True)), or one that Hook.reshard(states, "
-            "world_size) made for this number of ranks"
+            f"these residuals belong to rank {owner[0]} of {owner[1]}, but this is rank {here[0]} of {here[1]}: load "
+            "the state that this rank saved, one of all ranks (state_dict(gather=True)), or one that "
+            "Hook.reshard(states, world_size) returned for this number of ranks"
         )
 
 
@@ -126,13 +126,15 @@ def check_ranges(ranges: Iterable[Range], saved: Shapes, names: Mapping[torch.nn
     here = {name: p for p, name in names.items()}
     if unknown := sorted({name for name, _, _ in ranges if name not in here}):
         some = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} others" if len(unknown) > 5 else "")
-        raise StateError(f"the state has residuals of parameters that the model does not have: {some}")
+        raise StateError(
+            f"the state has residuals of parameters that the model lacks: {some}. Load the state of the same model"
+        )
     for r in ranges:
         p, was = here[r[0]], saved.get(r[0], "unknown")
         if was != (shape := tuple(local(p).shape)):
             raise StateError(
-                f"the state has a residual of {r[0]} of shape {was}, but the model's has the shape {shape}: load the "
-                "state of the same model, or go on without it"
+                f"the state has a residual of {r[0]} with shape {was}, but this parameter of the model has shape "
+                f"{shape}: load the state of the same model, or continue without a state"
             )
         if r[2] > n_values(p):
             raise StateError(f"the state has a residual of {shown(r)}, but {r[0]} has {n_values(p)} values")
@@ -149,14 +151,16 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
     if isinstance(states, Mapping) and "ranks" in states:
         states = opened(cast(Mapping[str, Any], states))["ranks"]
     if not isinstance(states, Sequence) or not states:
-        raise StateError("reshard needs the states of all ranks: a list in their order, or the state of gather=True")
+        raise StateError(
+            "states must be a list of the states of all ranks, in the order of ranks, or one of state_dict(gather=True)"
+        )
     old = cast(Sequence[Any], states)
     saved = [Saved(state, UNKNOWN, UNKNOWN) for state in old]
     for rank, each in enumerate(saved):
         if each.rank != UNKNOWN and (each.rank, each.world_size) != (rank, len(saved)):
             raise StateError(
-                f"state {rank} of {len(saved)} is of rank {each.rank} of {each.world_size}: give the states of all "
-                "ranks, in their order"
+                f"item {rank} of the {len(saved)} states is of rank {each.rank} of {each.world_size}: pass the states "
+                "of all ranks, in the order of ranks"
             )
         each.check_parts(saved[0].parts)
     first = saved[0]
@@ -215,21 +219,24 @@ def unpacked(data: bytes) -> dict[str, Any]:
             else:
                 place[name] = value
     except (ValueError, TypeError, AttributeError, OverflowError) as e:
-        raise StateError(f"another rank has sent bytes that are no state of a hook: {e}") from e
+        raise StateError(f"another rank has sent bytes that are not the state of a hook: {e}") from e
     return state
 
 
 def _one_of(ranks: Any, rank: int, world_size: int) -> Any:
     """Return the state of `rank` from the list of the states of all ranks."""
     if not isinstance(ranks, Sequence):
-        raise StateError(f"'ranks' of the state is {type(ranks).__name__}, not a list of the states of all ranks")
+        raise StateError(f"'ranks' of the state must be a list of the states of all ranks, got {type(ranks).__name__}")
     states = cast(Sequence[Any], ranks)
     if rank == UNKNOWN:
-        raise StateError("the state is one of all ranks: register the hook before it is loaded")
+        raise StateError(
+            "the hook is not registered, so that its rank is not known: register it before a state of all ranks is "
+            "loaded"
+        )
     if len(states) != world_size:
         raise StateError(
-            f"the state is of {len(states)} ranks, and there are {world_size}: make one for these by "
-            "Hook.reshard(state, world_size), and load the entry of this rank"
+            f"the state is of {len(states)} ranks, but the group has {world_size}: call Hook.reshard(state, "
+            f"{world_size}), and load the item of this rank"
         )
     return states[rank]
 
@@ -240,7 +247,7 @@ def _read(name: str, text: str) -> list[Any]:
     except ValueError:
         read = None
     if not isinstance(read, list):
-        raise StateError(f"{name!r} of this state is not a list of names")
+        raise StateError(f"{name!r} of this state must be a list of names: the state is damaged")
     return cast(list[Any], read)
 
 
@@ -248,10 +255,10 @@ def _shapes(read: list[Any]) -> dict[str, tuple[int, ...]]:
     try:
         return {str(name): tuple(whole("a dimension", n, 0) for n in shape) for name, shape in read}
     except (TypeError, ValueError, ArgumentError):
-        raise StateError("'shapes' of this state is not a list of names and shapes") from None
+        raise StateError("'shapes' of this state must be a list of names and shapes: the state is damaged") from None
 
 
 def _names(name: str, read: Any) -> list[str]:
     if not isinstance(read, list) or not all(isinstance(each, str) for each in cast(list[Any], read)):
-        raise StateError(f"{name!r} of this state is not a list of names")
+        raise StateError(f"{name!r} of this state must be a list of names: the state is damaged")
     return cast(list[str], read)

@@ -153,7 +153,7 @@ class Hook:
         """
         model = getattr(model, "_orig_mod", model)
         if not isinstance(model, DistributedDataParallel):
-            raise ArgumentError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
+            raise ArgumentError(f"model must be a DistributedDataParallel, got {type(model).__name__}")
         names, group = self._check_model(model, group)
         lifetime.register(model, self)
         self._adopt(model, names, group)
@@ -187,7 +187,8 @@ class Hook:
         former = None if self._model is None else self._model()
         if former is not None and sizes_of(names) != sizes_of(self.reducer.plan.names):
             raise ArgumentError(
-                "this hook is registered to another model: a hook serves one model, make another one by ddp_hook()"
+                "this hook is registered with another model, and a hook serves a single model: create another hook by "
+                "ddp_hook()"
             )
         self.reducer.check(names, group)
         return names, group
@@ -290,7 +291,9 @@ class Hook:
             return state
         group = self.reducer.group
         if group is None:
-            raise StateError("register the hook before the states of all ranks are gathered")
+            raise StateError(
+                "the hook is not registered, so that it has no ranks: register it before state_dict(gather=True)"
+            )
         data = exchange([checkpoint.packed(state)] * group.size(), group=group, options=self.reducer.settings)
         return {"version": checkpoint.VERSION, "ranks": [checkpoint.unpacked(each) for each in data]}
 
@@ -358,14 +361,17 @@ def check(
     """Check that these arguments of :func:`ddp_hook` do not contradict each other; return the spec."""
     spec = plain_spec(spec)
     if needs_optimizer(spec) and optimizer is None:
-        raise SpecError(f"{spec} drops bits by the optimizer's step: pass optimizer=")
+        raise SpecError(f"{spec} needs the state of the optimizer: pass optimizer=")
     check_feedback(feedback)
     if feedback:
         check_contraction(spec)
     has_feedback = feeds_back(spec) if feedback is None else bool(feedback)
     if feedback is None and not has_feedback:
-        require_feedback(spec, 'use rounding="nearest"; or feedback=False, to send without it')
+        require_feedback(spec, 'use rounding="nearest", or feedback=False to send without error feedback')
     check_request(algorithm, spec, "mean", feedback=has_feedback)
     if refresher is not None and refresher.spec != spec:
-        raise ArgumentError(f"refresher= is of {refresher.spec}, but the spec is {spec}: make a refresher of that spec")
+        raise ArgumentError(
+            f"refresher= has the spec {refresher.spec}, but the hook {spec}: create a CodebookRefresher with the spec "
+            "of the hook"
+        )
     return spec

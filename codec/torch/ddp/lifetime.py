@@ -30,8 +30,8 @@ class _Hook(Protocol):
 _hooks: "weakref.WeakSet[_Hook]" = weakref.WeakSet()  # all hooks of this process
 _unchecked: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # reducers of hooks whose optimizer is not known yet
 _REDUCER = (
-    'torch._dynamo.config.optimize_ddp = "python_reducer" gives hooks single gradients inside of a compiled graph, '
-    'which cannot be sent as frames: set it to "ddp_optimizer", torch\'s default'
+    'torch._dynamo.config.optimize_ddp must be "ddp_optimizer", torch\'s default, got "python_reducer", which passes '
+    "single gradients to hooks inside of a compiled graph"
 )
 
 
@@ -62,15 +62,16 @@ def register(model: DistributedDataParallel, hook: Any) -> None:
     for former, state in comm_hooks(model):
         theirs = f"{state!r} of {former!r}" if isinstance(state, _Hook) else repr(former)
         raise ArgumentError(
-            f"the model has a communication hook already, {theirs}: to change its codec, call its set_spec(); for "
-            "another hook, wrap the module in a new DistributedDataParallel"
+            f"the model has a communication hook already, {theirs}: to change the codec of that hook, call its "
+            "set_spec(); to register another hook, wrap the module in a new DistributedDataParallel"
         )
     try:
         model.register_comm_hook(None, hook)  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as e:  # the model has one of torch's built-in C++ hooks, which comm_hooks() does not list
         comm_hooks(model).pop()
         raise ArgumentError(
-            f"the model takes no hook ({str(e).strip()}): wrap the module in a new DistributedDataParallel"
+            f"DistributedDataParallel refuses the hook ({str(e).strip()}): wrap the module in a new "
+            "DistributedDataParallel"
         ) from e
 
 
@@ -121,8 +122,8 @@ def model_of(hook: object, parameter: torch.Tensor) -> DistributedDataParallel:
     mine = mine or [m for m in with_hooks if any(p is parameter for p in m.parameters())]
     if len(mine) != 1:
         raise ArgumentError(
-            f"the hook is registered to {len(mine)} models: a hook serves one model, make another one by ddp_hook(), "
-            "or name the model by hook.serve(model)"
+            f"the hook must be registered with one model, but is with {len(mine)}: create a hook for each model by "
+            "ddp_hook(), or name the model by hook.serve(model)"
         )
     return mine[0]
 

@@ -313,7 +313,11 @@ class Plan:
         self.zeros = {**self.zeros, **zeros}
         if mostly := sorted(name for name, is_zero in zeros.items() if is_zero):
             how = "" if self.policy.uneven is None else named(cast(Spec, self.policy.uneven))
-            logger.info("gradients that are mostly zero are sent by %s from now on: %s", how, ", ".join(mostly))
+            logger.info(
+                "the gradients of these parameters are mostly zero, and are sent by %s from now on: %s",
+                how,
+                ", ".join(mostly),
+            )
 
     def _contents(self) -> dict[str, int]:
         """Return the bytes of the gradients of a step, keyed by spec and reason; see :attr:`contents`."""

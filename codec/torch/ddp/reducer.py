@@ -313,8 +313,8 @@ class Reducer:
             returned: Any = self.transform(bucket.buffer, gradients)
         if returned is not None and type(returned) not in (int, str):
             raise ArgumentError(
-                "transform= must change the buffer in place, and return an int or str, the same on all ranks, or "
-                f"return None; it returned {shown(returned)}"
+                "the function transform= must change the buffer in place, and return None, or an int or str that is "
+                f"equal on all ranks; it returned {shown(returned)}"
             )
         return returned
 
@@ -353,8 +353,8 @@ class Reducer:
         except KeyError as e:
             shape = tuple(cast(torch.Tensor, e.args[0]).shape)
             raise ArgumentError(
-                f"a bucket has a parameter of shape {shape} that the hook does not know: it was registered to another "
-                "model since"
+                f"a bucket has a parameter of shape {shape} that is not one of the hook's model: register each hook "
+                "with one model only"
             ) from None
         step.buckets[number] = [*names]
         if names not in self._parts:
@@ -366,7 +366,10 @@ class Reducer:
             self._parts[names] = sum(n_values(p) for p in parameters), parts
         known, parts = self._parts[names]
         if known != n:
-            raise ArgumentError(f"a bucket has {n} values, but its parameters have {known}: they cannot be separated")
+            raise ArgumentError(
+                f"a bucket has {n} values, but its parameters have {known} together, so that it cannot be split into "
+                "parameters"
+            )
         return parts
 
     def _prepare(self, comm: Communicator, bucket: Bucket, i: int, part: Part, step: Step) -> Planned:

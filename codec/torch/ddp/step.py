@@ -156,7 +156,9 @@ class StepState:
             The previous step is in flight: other ranks may wait for its remaining buckets.
         """
         if self.current.in_flight:
-            raise PeerError("the backward pass before this one did not end: make a new group") from self.current.error
+            raise PeerError(
+                "the previous backward pass did not end, and other ranks may wait for its buckets: make a new group"
+            ) from self.current.error
         self.current = Step(self.count, scale, in_flight=True)
         return self.current
 

@@ -80,7 +80,10 @@ def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int)
     each = 8 * dims + like.element_size() * prod(dense)
     n, rest = divmod(len(data), each)
     if rest:
-        raise FrameError(f"a rank sent {len(data)} bytes of sparse entries, which have {each} bytes each")
+        raise FrameError(
+            f"a rank has sent {len(data)} bytes of sparse entries, which is no multiple of {each} bytes, the size of "
+            "an entry"
+        )
     if data:
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     else:
@@ -88,5 +91,5 @@ def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int)
     indices = raw[: 8 * dims * n].view(torch.int64).view(dims, n)
     sizes = torch.tensor(shape[:dims], dtype=torch.int64, device="cpu").view(dims, 1)
     if not ((indices >= 0) & (indices < sizes)).all():
-        raise FrameError(f"an index of sparse entries is outside of shape {shape}")
+        raise FrameError(f"a rank has sent a sparse entry whose index is outside of shape {shape}")
     return indices, raw[8 * dims * n :].view(like.dtype).view(n, *dense)

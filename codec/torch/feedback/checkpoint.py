@@ -29,14 +29,18 @@ def head(rank: int, world_size: int, op: str) -> dict[str, Any]:
 def parse(state: Any) -> tuple[int, int, str, dict[str, Any]]:
     """Return rank, number of ranks, op and residuals of a state; raise StateError if it is no state of a Feedback."""
     if not isinstance(state, Mapping):
-        raise StateError(f"the state of a Feedback is a dict, got {shown(state)}")
+        raise StateError(f"the state of a Feedback must be a dict, got {shown(state)}")
     entries = opened(cast(Mapping[str, Any], state))
     if wrong := sorted(map(str, set(entries) ^ _KEYS)):
-        raise StateError(f"the state of a Feedback has the entries {sorted(_KEYS)}; {wrong[0]!r} is missing or unknown")
+        raise StateError(
+            f"the state of a Feedback must have the entries {sorted(_KEYS)}, but {wrong[0]!r} is missing or unknown"
+        )
     rank, world_size, op = plain(entries, "rank", int), plain(entries, "world_size", int), plain(entries, "op", str)
     known = 0 <= rank < world_size or (rank, world_size) == (UNKNOWN, UNKNOWN)
     if not known or op not in ("", "mean", "sum"):
-        raise StateError(f"a state of rank {rank} of {world_size} for op {op!r} is impossible: it is damaged")
+        raise StateError(
+            f"the state of the Feedback is damaged: it names rank {rank} of {world_size} ranks, with op {op!r}"
+        )
     return rank, world_size, op, {role: entries[role] for role in ROLES}
 
 
@@ -45,16 +49,17 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
     world_size = whole("world_size", world_size, 1, 1 << 20)
     if not isinstance(states, Sequence) or isinstance(states, str | bytes) or not states:
         raise StateError(
-            f"reshard needs a list of the states of all ranks, in their order, got {shown(cast(Any, states))}"
+            f"states must be a list of the states of all ranks, in the order of ranks, got {shown(cast(Any, states))}"
         )
     found = [parse(state) for state in cast(Sequence[Any], states)]
     ops = {op for _, _, op, _ in found if op}
     if len(ops) > 1:
-        raise StateError(f"some of these states are of a {min(ops)}, others of a {max(ops)}")
+        raise StateError(f"the states must have the same op, got {' and '.join(sorted(ops))}")
     for i, (rank, size, _, _) in enumerate(found):
         if rank != UNKNOWN and (rank, size) != (i, len(found)):
             raise StateError(
-                f"state {i} of {len(found)} is of rank {rank} of {size}: give the states of all ranks, in order"
+                f"item {i} of the {len(found)} states is of rank {rank} of {size}: pass the states of all ranks, in "
+                "the order of ranks"
             )
     op = ops.pop() if ops else ""
     how: Any = {"op": op or "mean"}

@@ -149,7 +149,9 @@ class Feedback:
         pair.load_state_dict(parts)
         with self._lock:
             if self._change is not None and not self._change.is_over:
-                raise StateError("a collective in flight uses these residuals: wait for it before a state is loaded")
+                raise StateError(
+                    "a collective in flight uses these residuals: wait for the collective before a state is loaded"
+                )
             self._pair, self._owner, self._op, self._change = pair, (rank, world_size), op, None
             self._sizes, self._owned = {}, {}
             for name, _, stop in pair.ranges():
@@ -224,11 +226,14 @@ class Feedback:
         """
         check_contraction(r.spec)
         if r.op == "max":
-            raise ArgumentError("error feedback is for sums and means; op is a maximum")
+            raise ArgumentError("error feedback needs op to be a sum or a mean, got a maximum: pass feedback=False")
         owned = owned_values(r, algorithm, channel.rank, channel.size)
         with self._lock:
             if self._change is not None and not self._change.is_over:
-                raise StateError("a collective of another group uses this Feedback: wait for it first")
+                raise StateError(
+                    "another collective in flight uses this Feedback: wait for that collective first, or use another "
+                    "Feedback"
+                )
             self._check(r.op, layout, (channel.rank, channel.size))
             moved = any(self._owned.get(name) != (layout, owned) for name, _, _ in layout)
             pair = self._pair.forked()
@@ -266,12 +271,13 @@ class Feedback:
         if UNKNOWN not in self._owner and self._owner != here:
             rank, size = self._owner
             raise StateError(
-                f"these residuals belong to rank {rank} of {size}, and this is rank {here[0]} of {here[1]}: load this "
-                "rank's own state, or one that Feedback.reshard(states, world_size) made for this number of ranks"
+                f"these residuals belong to rank {rank} of {size}, but this is rank {here[0]} of {here[1]}: load the "
+                "state that this rank saved, or one that Feedback.reshard(states, world_size) returned for this number "
+                "of ranks"
             )
         if self._op not in ("", op):
             raise ArgumentError(
-                f"this Feedback holds residuals of a {self._op}, and op is a {op}: use another Feedback"
+                f"this Feedback holds residuals for op {self._op!r}, but the op is {op!r}: use another Feedback"
             )
         for name, _, n in layout:
             if self._sizes.get(name, n) != n:

@@ -37,7 +37,7 @@ class JointResidual:
     def __init__(self, r: Reduction, residual: Values) -> None:
         check_contraction(r.spec)
         if r.op == "max":
-            raise ArgumentError("error feedback is for sums and means; op is a maximum")
+            raise ArgumentError("error feedback needs op to be a sum or a mean, got a maximum: pass feedback=False")
         self._memory = r.memory
         self._sum_errors: dict[int, Values] = {}
         self._mean = r.op == "mean"
@@ -86,9 +86,9 @@ class Residuals:
             return memory.zeros(n)
         if len(kept) != n:
             raise ArgumentError(
-                f"module {key!r} reduces {n} values, but its residual has {len(kept)}: parameters without gradients or "
-                "another sharding change that number; call set_reduce_scatter_unused_params(True), and load only "
-                "states of the same sharding"
+                f"module {key!r} reduces {n} values, but its residual has {len(kept)}, because parameters have no "
+                "gradients or the sharding has changed: call set_reduce_scatter_unused_params(True), and load only "
+                "states that were saved with the same sharding"
             )
         copy = memory.copy(kept, spare)
         if self._decay != 1:
@@ -117,10 +117,10 @@ class Residuals:
             `tensors` is no such dict, or a residual holds NaN or Inf. The residuals are unchanged.
         """
         if not isinstance(tensors, Mapping):
-            raise StateError(f"residuals must be a dict from module names to tensors, not {type(tensors).__name__}")
+            raise StateError(f"residuals must be a dict from module names to tensors, got {type(tensors).__name__}")
         given = cast(Mapping[Any, Any], tensors)
         if unknown := [key for key in given if key not in keys]:
-            raise StateError(f"the state has a residual of {unknown[0]!r}, which is no registered module: {list(keys)}")
+            raise StateError(f"the state has a residual of {unknown[0]!r}, but the registered modules are {list(keys)}")
         loaded = {key: array_of(f"the residual of {key!r}", x, "float32") for key, x in given.items()}
         for key, x in loaded.items():
             if not np.isfinite(x).all():

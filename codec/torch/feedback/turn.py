@@ -73,7 +73,9 @@ def spec_or_default(spec: SpecLike | None, feedback: Any) -> SpecLike:
         raise ArgumentError(f"feedback must be a codec.torch.Feedback, None or False, got {shown(feedback)}")
     if feedback is None and isinstance(spec, Spec):
         require_feedback(
-            spec, f"pass feedback=codec.torch.Feedback({spec!r}, decay=0.95); feedback=False reduces without"
+            spec,
+            f"pass feedback=codec.torch.Feedback({spec!r}, decay=0.95), or feedback=False to reduce without error "
+            "feedback",
         )
     return Lossless() if spec is None else spec
 
@@ -91,6 +93,6 @@ def named(tensor: Any, r: Reduction) -> Layout:
     layout = layout_of_view(tensor)
     if (n := numel(layout)) != r.n:
         raise ArgumentError(
-            f"the view has {r.n} values, but its segments only {n}: name all values that have residuals"
+            f"the view has {r.n} values, but its segments have {n}: with error feedback, segments must cover all values"
         )
     return layout

@@ -80,7 +80,7 @@ class AllReduce(GradientCollective):
         super().__init__(spec, feedback, options)
         kind = op_of(op)
         if kind == "max":
-            raise ArgumentError("op must be a sum or a mean of gradients, got a maximum")
+            raise ArgumentError(f"op must be a sum or a mean of gradients, got {op}")
         self._algorithm = algorithm_of(self._settings)
         check_request(self._algorithm, self._spec, kind, feedback=bool(feedback))
         self._group, self._op = group, kind
@@ -101,7 +101,8 @@ class AllReduce(GradientCollective):
             groups = p.device_mesh.get_all_groups() if isinstance(p, DTensor) else []
             if len(mine) > 1 and any(set(dist.get_process_group_ranks(g)) == mine for g in groups):
                 raise ArgumentError(
-                    'the mesh of fully_shard has the replicas, too: use fully_shard(mesh=mesh["shard"])'
+                    "the mesh of fully_shard must not have the dimension of replicas: use "
+                    'fully_shard(mesh=mesh["shard"])'
                 )
         for name, module in modules.items():
             module.set_all_reduce_hook(functools.partial(self.all_reduce, name, module=module))

@@ -120,7 +120,10 @@ class GradientCollective(ModuleCollective):
         if self._residuals is None:
             return None
         if name is None:
-            raise ArgumentError("feedback=True keeps a residual for each module: use register(model), which names them")
+            raise ArgumentError(
+                "error feedback keeps a residual for each module, by its name: call register(model), or pass "
+                "feedback=False"
+            )
         return JointResidual(r, now.begin(self._residuals, name, r))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
@@ -165,19 +168,19 @@ class GradientCollective(ModuleCollective):
         state, rank, size = opened(state_dict), dist.get_rank(), dist.get_world_size()
         if (saved := plain(state, "world_size", int)) != size:
             raise StateError(
-                f"the state is of {saved} ranks, and this job has {size}: residuals of shards cannot be resharded; "
-                "go on without this state"
+                f"the state is of {saved} ranks, but this job has {size}, and residuals of shards cannot be resharded: "
+                "continue without this state"
             )
         found = state.get(f"rank {rank}")
         if not isinstance(found, Mapping):
             raise StateError(
-                f"the state has the entries {sorted(map(str, state))}, but none of rank {rank}: "
-                "save one file for each rank, or one of state_dict(gather=True)"
+                f"the state has no entry 'rank {rank}', only {sorted(map(str, state))}: load the state that this rank "
+                "saved, or one of state_dict(gather=True)"
             )
         mine = cast(Mapping[str, Any], found)
         calls = plain(mine, "calls", int)
         if not 0 <= calls < _STREAM:
-            raise StateError(f"the state counts {calls} calls, which is impossible: it is damaged")
+            raise StateError(f"'calls' of the state must be from 0 to {_STREAM - 1}, got {calls}: the state is damaged")
         residuals = mine.get("residuals")
         if self._residuals is not None:
             self._residuals.load(residuals, self._names)
@@ -194,5 +197,5 @@ def modules_of(model: torch.nn.Module) -> dict[str, Any]:
     named = cast(Iterator[tuple[str, torch.nn.Module]], model.named_modules())
     found = {name.replace("_orig_mod.", ""): m for name, m in named if isinstance(m, FSDPModule)}
     if not found:
-        raise ArgumentError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard(model) before")
+        raise ArgumentError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard(model) first")
     return found

@@ -135,7 +135,9 @@ class Choice:
         how = "uncompressed" if self._decided == "values" else "as frames"
         names: dict[Way, str] = {"frames": "frames", "values": "uncompressed"}
         times = [f"{names[way]} {min(each) / 1e3:.2f} ms" for way, each in self._times.items() if each]
-        _log.info("all-reduces of %s: sent %s from now on; times: %s", self._description, how, ", ".join(times))
+        _log.info(
+            "all-reduces of %s are sent %s from now on; measured times: %s", self._description, how, ", ".join(times)
+        )
 
 
 class Turn:

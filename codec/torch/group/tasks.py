@@ -95,7 +95,7 @@ class Task:
         """End the wait with a PeerError, because it has timed out."""
         if self.wait is not None:
             self.wait.complete(
-                PeerError(f"rank {self.wait.source} is gone or does not answer in time; make a new group")
+                PeerError(f"rank {self.wait.source} is gone or does not answer within the timeout: make a new group")
             )
 
 

@@ -19,7 +19,9 @@ MOST_IN_FLIGHT = 64  # maximum number of collectives that wait for other ranks
 
 _STOP_INTERVAL = 2.0  # seconds between two reads of the CPU time of a thread that should end
 _LOOK, _END = "look", "end"
-_FORKED = "the group belongs to the process that forked this one: make a new group here, or start processes by spawn"
+_FORKED = (
+    "the group was created by the parent process, before fork(): make a new group here, or start processes by spawn"
+)
 
 _Item = Task | str  # a new task or one whose wait has ended; _LOOK: check if tasks may begin; _END: end the thread
 
@@ -123,7 +125,10 @@ class Worker:
         if self.forked:
             raise PeerError(_FORKED)
         if threading.current_thread() is self._thread:
-            raise ArgumentError("the thread that runs collectives cannot wait for one: begin it with async_op=True")
+            raise ArgumentError(
+                "the thread that runs collectives, such as in a callback, cannot wait for a collective: pass "
+                "async_op=True"
+            )
 
     def before_wait(self) -> None:
         """Call this before waiting for a collective. If this thread runs callbacks, another thread runs later ones."""

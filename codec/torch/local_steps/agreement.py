@@ -76,9 +76,9 @@ def check_equal(positions: Sequence[Position]) -> None:
     for rank, theirs in enumerate(positions):
         if theirs != positions[0]:
             raise PeerError(
-                f"rank {rank} has taken {theirs.steps} steps and {theirs.rounds} synchronizations, rank 0 "
-                f"{positions[0].steps} and {positions[0].rounds}, or they were synchronized to other parameters: load "
-                "states that were saved together"
+                f"rank {rank} is at step {theirs.steps}, synchronization {theirs.rounds}, and rank 0 at step "
+                f"{positions[0].steps}, synchronization {positions[0].rounds}; if these are equal, the synchronized "
+                "parameters differ. Load states that all ranks saved at the same step"
             )
 
 
@@ -102,7 +102,9 @@ def send_tensors(
             data = ranks.exchange_bytes(sent)[source]
             if receives:
                 if len(data) != len(part):
-                    raise FrameError(f"rank {source} has sent {len(data)} bytes of parameters, not {len(part)}")
+                    raise FrameError(
+                        f"rank {source} has sent {len(data)} bytes of parameters, but {len(part)} are expected"
+                    )
                 part[:] = memoryview(data)
     return found
 
@@ -118,7 +120,9 @@ def send_state(ranks: Ranks, source: int, receivers: Sequence[int], state: Mappi
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as e:  # torch does not document which errors damaged files raise
-        raise StateError(f"rank {source} has sent no state of an outer optimizer: {shown(e)}") from e
+        raise StateError(
+            f"the state of the outer optimizer that rank {source} has sent cannot be read: {shown(e)}"
+        ) from e
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> str:

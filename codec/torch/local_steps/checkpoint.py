@@ -61,29 +61,32 @@ def parsed(
         The state is damaged, or belongs to another rank, model or other arguments.
     """
     if not isinstance(state, Mapping):
-        raise StateError(f"the state of LocalSteps is a dict, got {shown(state)}")
+        raise StateError(f"the state of LocalSteps must be a dict, got {shown(state)}")
     entries = cast(Mapping[str, Any], state)
     expected = {"version", *_NUMBERS, *_PARTS}
     if wrong := sorted(map(str, set(entries) ^ expected)):
         raise StateError(
-            f"the state of LocalSteps has the entries {sorted(expected)}; {wrong[0]!r} is missing or extra"
+            f"the state of LocalSteps must have the entries {sorted(expected)}, but {wrong[0]!r} is missing or unknown"
         )
     if plain(entries, "version", int) != VERSION:
-        raise StateError(f"the state has version {shown(entries['version'])}; this library reads {VERSION}")
+        raise StateError(f"the state has version {shown(entries['version'])}, but this library reads version {VERSION}")
     numbers = {name: plain(entries, name, int) for name in _NUMBERS}
     if not all(0 <= x < _MOST for x in numbers.values()) or numbers["apart"] > 1:
-        raise StateError(f"the state is damaged: {shown(numbers)}")
+        raise StateError(f"the state of LocalSteps is damaged: a number is out of range in {shown(numbers)}")
     if (numbers["rank"], numbers["world_size"]) != place:
         raise StateError(
-            f"the state is of rank {numbers['rank']} of {numbers['world_size']}, and this is rank {place[0]} of "
-            f"{place[1]}: load each rank's own state. For another number of ranks, call synchronize(exact=True) before "
-            "the model is saved, and make a new LocalSteps with it"
+            f"the state is of rank {numbers['rank']} of {numbers['world_size']}, but this is rank {place[0]} of "
+            f"{place[1]}: load the state that this rank saved. To continue with another number of ranks, call "
+            "synchronize(exact=True) before the model is saved, and create a new LocalSteps for the loaded model"
         )
     if numbers["fragments"] != len(sizes):
-        raise StateError(f"the state has {numbers['fragments']} fragments, LocalSteps has {len(sizes)}")
+        raise StateError(
+            f"the state has {numbers['fragments']} fragments, but LocalSteps has fragments={len(sizes)}: pass an equal "
+            "number"
+        )
     for name in _PARTS:
         if not isinstance(entries[name], Mapping):
-            raise StateError(f"{name!r} of the state is a dict, got {shown(entries[name])}")
+            raise StateError(f"{name!r} of the state must be a dict, got {shown(entries[name])}")
     return Saved(
         numbers["steps"],
         numbers["rounds"],
@@ -99,7 +102,7 @@ def check_outer(outer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -
     """Raise StateError unless `state` fits the outer optimizer; without one, `state` must be {}."""
     if outer is None:
         if state:
-            raise StateError("the state is of LocalSteps with an outer optimizer: pass outer=")
+            raise StateError("the state was saved with an outer optimizer, but LocalSteps has none: pass outer=")
         return
     shapes = [p.shape for group in outer.param_groups for p in group["params"]]
     groups, entries = state.get("param_groups"), state.get("state")
@@ -114,7 +117,10 @@ def check_outer(outer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -
             for i, entry in places.items()
         )
     if not fits:
-        raise StateError("the state has no state of an outer optimizer of these parameters: load one saved with outer=")
+        raise StateError(
+            "the state lacks the state of an outer optimizer for these parameters: load a state that was saved with "
+            "outer="
+        )
 
 
 def _length(group: Any) -> int:
@@ -131,7 +137,7 @@ def _fits(x: Any, shape: torch.Size) -> bool:
 def _tensors(given: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a state; raise StateError unless names, shapes and dtypes are those of `expected`."""
     if wrong := sorted(map(str, set(given) ^ set(expected))):
-        raise StateError(f"the state has other parameters than the model, such as {wrong[0]!r}")
+        raise StateError(f"the parameters of the state and of the model differ: only one of both has {wrong[0]!r}")
     for name, x in expected.items():
         _check(f"the anchor of {name!r}", given[name], x.shape, x.dtype)
     return dict(given)
@@ -145,7 +151,7 @@ def _check(what: str, x: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
         or x.dtype != dtype
     ):
         found = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, torch.Tensor) else shown(x)
-        raise StateError(f"{what} has shape and dtype {tuple(shape)}, {dtype}; that of the state is {found}")
+        raise StateError(f"{what} in the state must have shape {tuple(shape)} and dtype {dtype}, got {found}")
     if not bool(x.isfinite().all()):
         raise StateError(f"{what} in the state holds NaN or Inf")
 
@@ -156,15 +162,21 @@ def _feedback(
     """Return a new Feedback with the residuals of a state; None if `feedback` is None."""
     if feedback is None:
         if state:
-            raise StateError("the state has residuals, and the spec of LocalSteps has no error feedback")
+            raise StateError(
+                "the state has residuals, but LocalSteps has no error feedback with its spec: use the spec of the "
+                "saved LocalSteps"
+            )
         return None
     loaded = Feedback(feedback.spec, decay=feedback.decay)
     loaded.load_state_dict(state)
     if parse(state)[:2] not in (place, (-1, -1)):
-        raise StateError("the residuals of the state belong to another rank")
+        raise StateError("the residuals of the state belong to another rank: load the state that this rank saved")
     for _, (name, _, stop), _ in residuals.ranges(state):
         if name not in anchors or stop > anchors[name].numel():
-            raise StateError(f"the state has a residual of {stop} values of {name!r}, which the model does not have")
+            raise StateError(
+                f"the state has a residual of {stop} values of {name!r}, but the model has fewer values or no such "
+                "parameter"
+            )
     return loaded
 
 
@@ -173,11 +185,13 @@ def _pending(given: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
     if not given:
         return {}
     if (names := sorted(map(str, given))) != _PENDING:
-        raise StateError(f"'pending' of the state has the entries {_PENDING}, got {names}")
+        raise StateError(f"'pending' of the state must have the entries {_PENDING}, got {names}")
     fragment: int = plain(given, "fragment", int)
     due: int = plain(given, "due", int)
     if not 0 <= fragment < len(sizes) or not 0 <= due < _MOST:
-        raise StateError(f"'pending' of the state has fragment {fragment} of {len(sizes)} due after step {due}")
+        raise StateError(
+            f"'pending' of the state is damaged: it names fragment {fragment} of {len(sizes)}, due after step {due}"
+        )
     for name in ("mine", "mean"):
         _check(f"{name!r} of 'pending'", given[name], (sizes[fragment],), torch.float32)
     return {"fragment": fragment, "due": due, "mine": given["mine"], "mean": given["mean"]}

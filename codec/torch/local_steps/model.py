@@ -31,9 +31,9 @@ def module_of(model: Any) -> torch.nn.Module:
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
         raise ArgumentError(
-            "LocalSteps is for a module that takes steps without communication, and DistributedDataParallel averages "
-            "gradients in every step: pass the module itself; or model.module and the group= of one rank in each group "
-            "of DistributedDataParallel"
+            "model must not be a DistributedDataParallel, which averages gradients in every step: pass the module "
+            "itself. To average gradients within a host and parameters between hosts, pass model.module, and as group= "
+            "the ranks that are the same in each group of DistributedDataParallel"
         )
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -66,15 +66,20 @@ def trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Para
                 f"parameter {name!r} is sharded (DTensor), but LocalSteps needs whole parameters on each rank"
             )
         if p.is_complex() or p.layout != torch.strided or p.is_meta:
-            raise ArgumentError(f"parameter {name!r} is {p.dtype} on {p.device}: only dense real ones that hold values")
+            raise ArgumentError(
+                f"parameter {name!r} must be dense and real, and not on meta, got {p.dtype} of layout {p.layout} on "
+                f"{p.device}"
+            )
     mine = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if others := [tuple(p.shape) for p in mine - set(module.parameters())]:
         raise ArgumentError(
-            f"the optimizer has {len(others)} parameters that the model does not have, such as one of shape "
-            f"{others[0]}: they would differ between ranks. Pass a module that holds all of them"
+            f"the optimizer has {len(others)} parameters that the model lacks, such as one of shape {others[0]}, which "
+            "would differ between ranks: pass a module with all parameters of the optimizer"
         )
     if not mine & set(named.values()):
-        raise ArgumentError("the optimizer has none of the model's parameters that require gradients")
+        raise ArgumentError(
+            "the optimizer has none of the model's parameters that require gradients: pass the optimizer of this model"
+        )
     return named
 
 
@@ -89,11 +94,11 @@ def change_of(module: torch.nn.Module, known: Mapping[str, torch.nn.Parameter]) 
     now = dict(module.named_parameters())
     for name, p in known.items():
         if now.get(name) is not p or not p.numel():
-            return f"parameter {name!r} was replaced or removed after LocalSteps was made: make a new LocalSteps"
+            return f"parameter {name!r} was replaced or removed after LocalSteps was created: create a new LocalSteps"
     for name, p in now.items():
         if p.requires_grad and p.numel() and name not in known:
             return (
-                f"parameter {name!r} requires a gradient now, but did not when LocalSteps was made: make a new "
-                "LocalSteps after local.synchronize()"
+                f"parameter {name!r} requires a gradient now, but did not when LocalSteps was created: call "
+                "local.synchronize(), and create a new LocalSteps"
             )
     return ""

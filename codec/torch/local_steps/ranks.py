@@ -177,7 +177,7 @@ def group_of(group: Any) -> dist.ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()):
         raise ArgumentError("torch.distributed is not initialized: call init_process_group first")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ArgumentError("this rank is not in the group: only ranks of the group make a LocalSteps for it")
+        raise ArgumentError("this rank is not in group=: create LocalSteps only on ranks of the group")
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         raise ArgumentError(f"group must be a ProcessGroup or None, got {shown(group)}")
@@ -192,8 +192,8 @@ def _parsed(rank: int, data: bytes) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise PeerError(
-            f"rank {rank} has sent no message of LocalSteps: all ranks must make it, and call its methods, in the same "
-            "order"
+            f"rank {rank} has sent something else than a message of LocalSteps: all ranks must create LocalSteps, and "
+            "call its methods, in the same order"
         )
     return cast(dict[str, Any], found)
 

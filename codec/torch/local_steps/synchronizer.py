@@ -53,8 +53,8 @@ class Synchronizer:
         self.buffers = model.averaged_buffers(self.module)
         if len(self.parameters) < settings.fragments:
             raise ArgumentError(
-                f"fragments={settings.fragments}, but the model has {len(self.parameters)} parameters, which are not "
-                "divided: use fewer fragments"
+                f"fragments={settings.fragments} cannot be made of {len(self.parameters)} parameters of these sizes, "
+                "since a parameter is not divided: use fewer fragments"
             )
         self.fragments = fragment.cut(self.parameters, settings.fragments)
         self.feedback = self._new_feedback()
@@ -267,8 +267,8 @@ class Synchronizer:
                     p.flight.work.wait()
             except CodecError as e:
                 raise StateError(
-                    "the synchronization in flight has failed: call synchronize(), or change_group() if a rank is "
-                    "lost, and then save"
+                    "the state cannot be saved, because the synchronization in flight has failed: call synchronize() "
+                    "first, or change_group() if a rank is lost"
                 ) from e
             pending = {"fragment": p.fragment, "due": p.due, "mine": p.mine.clone(), "mean": p.mean.clone()}
         return {
@@ -320,7 +320,7 @@ def _checked_outer(outer: Outer, fragments: Sequence[Fragment]) -> torch.optim.O
     held = [p for group in getattr(made, "param_groups", ()) for p in group["params"]]
     if not isinstance(made, torch.optim.Optimizer) or {id(p) for p in held} != {id(p) for p in anchors}:
         raise ArgumentError(
-            "outer must be a function that returns a torch optimizer of all parameters that it gets, such as lambda p: "
-            f"torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True); got {shown(made)}"
+            "outer must be a function that takes a list of parameters and returns a torch optimizer of all of them, "
+            f"such as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True), got {shown(made)}"
         )
     return made

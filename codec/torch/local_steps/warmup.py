@@ -35,7 +35,9 @@ def problem_of(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> Pr
     unless the program called ``unscale_``.
     """
     if any(callable(x) for x in arguments):
-        return Problem("warmup= averages gradients before a step, and a closure computes them within it: use warmup=0")
+        return Problem(
+            "optimizer.step(closure) cannot be used with warmup=, which averages gradients before step(): pass warmup=0"
+        )
     overflow = getattr(optimizer, "found_inf", None)
     if overflow is not None and bool(overflow):
         return Problem("gradients overflowed", skipped=True)

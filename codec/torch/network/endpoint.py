@@ -44,7 +44,10 @@ def _host() -> str:
         for address in _addresses(interface):
             if _can_bind(address):
                 return address
-        raise PeerError(f"GLOO_SOCKET_IFNAME={interface}: no such interface with an address of IPv4 or IPv6")
+        raise PeerError(
+            f"GLOO_SOCKET_IFNAME={interface} is not a network interface with an IPv4 or IPv6 address: set it to one of "
+            "this host"
+        )
     with suppress(OSError):
         for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             if _can_bind(str(address[0])):
@@ -283,7 +286,7 @@ class Endpoint:
                     return found
                 left = None if deadline is None else min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 if left is not None and left <= 0:
-                    raise PeerError(f"rank {peer} has not connected in time")
+                    raise PeerError(f"rank {peer} has not connected within the timeout")
                 self._listener.arrival.wait(left)
         return None
 
@@ -299,14 +302,14 @@ class Endpoint:
             # Poll, since a wait in the store would block other threads that use the store.
             while not self._store.check([str(peer)]):
                 if time.monotonic() > deadline:
-                    raise PeerError(f"rank {peer} has not begun to communicate in time")
+                    raise PeerError(f"rank {peer} has not begun to communicate within the timeout")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
             return self._store.get(str(peer))
         except PeerError:
             raise
         except RuntimeError as e:
-            raise PeerError(f"the store of the group does not answer: {e}") from e
+            raise PeerError(f"the key-value store of the process group does not answer: {e}") from e
 
     def _address_of(self, peer: int, deadline: float) -> tuple[bytes, int, str]:
         """Return token, port and host of a rank, once it has an endpoint."""
@@ -316,9 +319,12 @@ class Endpoint:
             version, token, port = ADDRESS.unpack_from(value)
             host = value[ADDRESS.size :].decode()
         except (struct.error, UnicodeDecodeError) as e:
-            raise PeerError(f"the store of the group has no valid address of rank {peer}") from e
+            raise PeerError(f"the key-value store of the process group has no valid address of rank {peer}") from e
         if version != protocol_hash():
-            raise PeerError(f"rank {peer} has another version of codec.torch's protocol than rank {self.rank}")
+            raise PeerError(
+                f"rank {peer} and rank {self.rank} have different versions of the protocol: install the same codec on "
+                "all ranks"
+            )
         return token, port, host
 
 

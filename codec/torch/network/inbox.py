@@ -82,11 +82,11 @@ class Receive(Wait):
             return Refused(arrival.source, None)
         if arrival.nbytes > self.most:
             return FrameError(
-                f"rank {arrival.source} sends a message of {arrival.nbytes} bytes, but at most {self.most} are possible"
+                f"rank {arrival.source} sends a message of {arrival.nbytes} bytes; the maximum is {self.most}"
             )
         if self.exact and arrival.nbytes != self.most:
             return FrameError(
-                f"rank {arrival.source} sends a message of {arrival.nbytes} bytes; {self.most} were agreed upon"
+                f"rank {arrival.source} sends a message of {arrival.nbytes} bytes, but {self.most} are expected"
             )
         return None
 
@@ -235,7 +235,7 @@ class Inboxes(dict[int, Inbox]):
         """
         if number not in self and number >= self._next:
             if len(self) >= MOST_INBOXES:
-                raise OSError(f"it has begun {MOST_INBOXES} collectives that this rank has not")
+                raise OSError(f"it has begun {MOST_INBOXES} collectives that this rank has not begun")
             self[number] = Inbox()
         return self.get(number)
 
@@ -271,5 +271,5 @@ class Inboxes(dict[int, Inbox]):
         if not any(r.source == arrival.source for inbox in self.values() for r in inbox.posted.values()):
             return True
         if early > MOST_AHEAD_NBYTES:
-            raise OSError(f"it has sent {early} bytes of messages that this rank has not asked for")
+            raise OSError(f"it has sent {early} bytes of messages that this rank has not requested")
         return False

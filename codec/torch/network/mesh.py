@@ -281,7 +281,9 @@ class Mesh:
             if event & ~select.EPOLLOUT:
                 self._read(stripe)
         except (OSError, MemoryError) as e:
-            self._lose(stripe, e if isinstance(e, OSError) else OSError("there is no memory for its message"))
+            self._lose(
+                stripe, e if isinstance(e, OSError) else OSError("this rank has too little memory for its message")
+            )
         if stripe.ended:
             stripe.forget()
         else:
@@ -302,7 +304,7 @@ class Mesh:
         """Choose a buffer for the message whose header has arrived; return False if it must not be read yet."""
         magic, kind, number, part, index, signature, nbytes = HEADER.unpack(stripe.header)
         if magic != _MAGIC or nbytes > _MOST_NBYTES.get(kind, -1):
-            raise OSError("it has sent bytes that are no message")
+            raise OSError("it has sent bytes that are not a message")
         arrival = Arrival(stripe.peer, number, part, index, signature, nbytes, abort=kind == _ABORT)
         receive: Receive | None = None
         error: Exception | None = None

@@ -34,7 +34,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     try:
         return done.result(seconds)
     except TimeoutError:
-        raise PeerError(f"the host of the group's store does not answer within {seconds:g} s") from None
+        raise PeerError(
+            f"the host of the process group's key-value store does not answer within {seconds:g} s"
+        ) from None
 
 
 def own_store(group: Any, prefix: str, seconds: float) -> PrefixStore:

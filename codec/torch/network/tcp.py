@@ -26,7 +26,7 @@ _LONGEST_POLL = 1000.0  # maximum seconds of one poll; the limit of the system c
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _CLOSED = "the connection with rank {} is closed: make a new group"
 FORKED = (
-    "the connection belongs to the process that forked this one: make a new group here, or start processes by spawn"
+    "the connection was opened by the parent process, before fork(): make a new group here, or start processes by spawn"
 )
 
 
@@ -120,8 +120,8 @@ class PeerConnection:
             nbytes = self._await_header(None if idle else seconds)
             if nbytes > max_nbytes:
                 raise PeerError(
-                    f"rank {self.peer} sends a message of {nbytes} bytes, but max_nbytes is {max_nbytes}: receive it "
-                    "with a larger max_nbytes"
+                    f"rank {self.peer} sends a message of {nbytes} bytes, more than max_nbytes, {max_nbytes}: pass a "
+                    "larger max_nbytes"
                 )
             with self._closing_on_error():
                 message = self._read(nbytes, seconds)
@@ -182,7 +182,7 @@ class PeerConnection:
         if os.getpid() != self._pid:
             raise PeerError(FORKED)
         if not lock.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX)):
-            raise PeerError(f"another thread uses the connection with rank {self.peer}, and has not ended in time")
+            raise PeerError(f"another thread has used the connection with rank {self.peer} for longer than the timeout")
         try:
             if self._closed:
                 raise PeerError(_CLOSED.format(self.peer))
@@ -219,7 +219,7 @@ class PeerConnection:
             if self._closed:
                 raise PeerError(_CLOSED.format(self.peer))
             if deadline is not None and time.monotonic() >= deadline:
-                raise PeerError(f"rank {self.peer} does not answer in time")
+                raise PeerError(f"rank {self.peer} does not answer within the timeout")
 
     def _write(self, parts: list[memoryview], seconds: float) -> None:
         deadline, left = time.monotonic() + seconds, _PROGRESS_NBYTES
@@ -255,7 +255,7 @@ class PeerConnection:
         magic, number, nbytes = MESSAGE.unpack(self._header)
         if magic != MAGIC or number != self._nreceived % (1 << 32):
             self.close()
-            raise PeerError(f"rank {self.peer} has sent bytes that are no message: make a new group")
+            raise PeerError(f"rank {self.peer} has sent bytes that are not a message: make a new group")
         return nbytes
 
     def _read(self, nbytes: int, seconds: float) -> Array:
@@ -272,7 +272,9 @@ class PeerConnection:
                 while filled < end:
                     filled += self._read_some(found.data[filled:end], deadline)
         except MemoryError as e:
-            raise PeerError(f"there is no memory for the message of {nbytes} bytes of rank {self.peer}") from e
+            raise PeerError(
+                f"this rank has too little memory for the message of {nbytes} bytes from rank {self.peer}"
+            ) from e
         return found
 
     def _read_some(self, into: memoryview, deadline: float | None) -> int:

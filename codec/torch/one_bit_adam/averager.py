@@ -78,8 +78,8 @@ class Averager:
         """
         if self._phase.frozen:
             raise StateError(
-                "second moments are frozen, so that new parameters would not move: add them before the freeze, or give "
-                "them an optimizer of their own"
+                "parameters cannot be added after the freeze of second moments, since those of new parameters are 0 "
+                "and they would not move: add parameters before the freeze, or create another optimizer for them"
             )
         if self.link is not None:
             self.link.model.extended(parameters.named(self._optimizer))
@@ -102,7 +102,9 @@ class Averager:
                 self._steps.unsent(p, gradient)
             return f"finish, {step}"
         if buffer.is_sparse:
-            raise ArgumentError("OneBitAdam does not support sparse gradients")
+            raise ArgumentError(
+                "OneBitAdam does not support sparse gradients: use dense ones, such as torch.nn.Embedding(sparse=False)"
+            )
         if self._nonfinite or not arithmetic.is_finite(buffer):
             raise ArgumentError("a gradient holds NaN or Inf: the step is refused on all ranks", Status.NONFINITE)
         if self._phase.kind == "gradients":
@@ -128,7 +130,9 @@ class Averager:
         if kind == "local":
             return gradients
         if not all(map(arithmetic.is_finite, gradients.values())):
-            raise ArgumentError("a gradient holds NaN or Inf: this rank has not moved", Status.NONFINITE)
+            raise ArgumentError(
+                "a gradient holds NaN or Inf: the parameters of this rank are unchanged", Status.NONFINITE
+            )
         if kind == "gradients":
             return gradients
         found = {p: g.clone() for p, g in gradients.items()}
@@ -180,8 +184,8 @@ class Averager:
         if left:
             names = ", ".join(link.model.names[cast(torch.nn.Parameter, p)] for p in left[:5])
             raise StateError(
-                f"the DistributedDataParallel does not average {names}, which required no gradient when it was made: "
-                "make a new one after requires_grad_(True)"
+                f"the DistributedDataParallel does not average {names}, which required no gradient when the model was "
+                "wrapped: create a new DistributedDataParallel after requires_grad_(True)"
             )
         others = {p: g for p, g in gradients.items() if p not in link.model.names}
         return mine | self._local(kind, others)

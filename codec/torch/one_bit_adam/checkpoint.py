@@ -50,21 +50,21 @@ class HookStates:
         mine = {r: data for (r, its), data in self.ranks.items() if its == place}
         if not mine and self.ranks:
             raise StateError(
-                f"the state holds no residuals of shard {place[0]} of {place[1]}: residuals of shards belong to the "
-                "mesh that saved them; load them with as many shards"
+                f"the state has no residuals of shard {place[0]} of {place[1]}: it must be loaded with as many shards "
+                "as it was saved with"
             )
         if size == self.size and rank in mine:
             return self._unpacked(rank, mine)
         if size == self.size:
             raise StateError(
-                f"the state holds residuals of {len(mine)} of {self.size} ranks, and none of rank {rank}: load "
-                "each rank's own state, or one of all ranks, optimizer.state_dict(gather=True). A template for "
-                "torch.distributed.checkpoint must be made after optimizer.register(model)"
+                f"the state has residuals of {len(mine)} of {self.size} ranks, but none of rank {rank}: load the state "
+                "that this rank saved, or one of all ranks, optimizer.state_dict(gather=True). For "
+                "torch.distributed.checkpoint, call optimizer.register(model) before state_dict()"
             )
         if len(mine) != self.size:
             raise StateError(
-                f"the state is that of one of {self.size} ranks, and there are {size} in this group: save "
-                "optimizer.state_dict(gather=True) of all ranks, which can be loaded by any number of ranks"
+                f"the state is that of one of {self.size} ranks, but the group has {size} ranks: save the state of all "
+                "ranks, optimizer.state_dict(gather=True), which any number of ranks can load"
             )
         old = [self._unpacked(r, mine) for r in range(self.size)]
         return {kind: Hook.reshard([states[kind] for states in old], size)[rank] for kind in SENT}
@@ -75,7 +75,9 @@ class HookStates:
         except (StateError, RecursionError, KeyError) as e:
             raise StateError(f"'rank {rank} of {self.size}' of {KEY!r} is damaged: {shown(e)}") from e
         if sorted(states) != sorted(SENT):
-            raise StateError(f"'rank {rank} of {self.size}' of {KEY!r} has states of {sorted(states)}, not of {SENT}")
+            raise StateError(
+                f"'rank {rank} of {self.size}' of {KEY!r} must have the states {sorted(SENT)}, got {sorted(states)}"
+            )
         return states
 
 
@@ -83,13 +85,18 @@ def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookSta
     """Return the states of the hooks of this rank, or of all ranks if `gather`; without a link, return `waiting`."""
     if link is None:
         if gather:
-            raise StateError("register the model before the states of all ranks are gathered")
+            raise StateError(
+                "no model is registered, so that there are no ranks: call register(model) before "
+                "state_dict(gather=True)"
+            )
         return waiting
     rank, size, place = link.group.rank(), link.group.size(), link.shards.place
     if not gather:
         return HookStates(size, {(rank, place): packed({kind: link.hooks[kind].state_dict() for kind in SENT})})
     if place[1] > 1:
-        raise StateError("gather=True is for whole parameters: save shards by torch.distributed.checkpoint")
+        raise StateError(
+            "gather=True cannot be used with sharded parameters: save them by torch.distributed.checkpoint"
+        )
     gathered = {kind: link.hooks[kind].state_dict(gather=True)["ranks"] for kind in SENT}
     return HookStates(size, {(r, place): packed({kind: gathered[kind][r] for kind in SENT}) for r in range(size)})
 
@@ -173,15 +180,18 @@ class Saved:
         taken = max(counts.values(), default=0)
         if not entries and any("variance_step" in state for state in states.values()):
             raise StateError(
-                f"the state is one of OneBitAdam without its entry {KEY!r} of the first parameter group, so that the "
-                "phase and the residuals are lost: save and load all entries of optimizer.state_dict()"
+                f"the state of OneBitAdam lacks the entry {KEY!r} of the first parameter group, which has the phase "
+                "and the residuals: save and load all entries of optimizer.state_dict()"
             )
         entry = _checked_entry(entries[0]) if entries else None
         if entry is None or entry["steps"] < taken:  # torch.optim.AdamW loaded this entry, and then took more steps
             entry = {"steps": taken, "frozen": 0, "ranks": 0}
             states = {i: state | {"variance_step": counts[i]} for i, state in states.items()}
         if lacking := [i for i, state in states.items() if "variance_step" not in state]:
-            raise StateError(f"variance_step of parameter {lacking[0]} is missing: only a part of the state was loaded")
+            raise StateError(
+                f"variance_step of parameter {lacking[0]} is missing: save and load all entries of "
+                "optimizer.state_dict()"
+            )
         for group, own in zip(groups, optimizer.param_groups, strict=False):
             if "bias_correction" in own:  # a state of torch.optim.AdamW lacks this option
                 group.setdefault("bias_correction", own["bias_correction"])
@@ -195,7 +205,7 @@ def _parsed(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[str, 
     """Return copies of the groups of a state dict, and of the state of each parameter that has one."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(cast(Any, state_dict)):
         raise StateError(
-            f"the state of an optimizer has 'state' and 'param_groups', got {shown(cast(Any, state_dict))}"
+            f"the state of an optimizer must have 'state' and 'param_groups', got {shown(cast(Any, state_dict))}"
         )
     entries = cast(Mapping[str, Any], state_dict)
     try:
@@ -208,24 +218,24 @@ def _parsed(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[str, 
         _check_group(group)
     for i, state in given.items():
         if not isinstance(state, Mapping):
-            raise StateError(f"the state of parameter {i} is damaged: a dict is expected, not {shown(state)}")
+            raise StateError(f"the state of parameter {i} must be a dict, got {shown(state)}: the state is damaged")
     return groups, {i: dict(state) for i, state in given.items() if state}
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
     """Raise StateError if an option of a saved group is not supported, or has an invalid value."""
     if on := [name for name in parameters.UNSUPPORTED if not _is_flag(group.get(name), False)]:
-        raise StateError(f"the state is of an optimizer with {', '.join(on)}, which OneBitAdam does not support")
+        raise StateError(f"the state was saved by an optimizer with {', '.join(on)}, which OneBitAdam does not support")
     for name in ("foreach", "decoupled_weight_decay", "bias_correction"):
         if not _is_flag(group.get(name), False, True):
-            raise StateError(f"{name} of a saved group is True, False or None, not {shown(group.get(name))}")
+            raise StateError(f"{name} of a saved group must be True, False or None, got {shown(group.get(name))}")
     betas = group.get("betas")
     if not isinstance(betas, tuple | list) or len(cast(Any, betas)) != 2:
-        raise StateError(f"betas of a saved group are two numbers, got {shown(cast(Any, betas))}")
+        raise StateError(f"betas of a saved group must be two numbers, got {shown(cast(Any, betas))}")
     values = [(name, group.get(name), _LARGEST) for name in _NUMBERS]
     for name, value, limit in [*values, *(("betas", b, 1.0) for b in cast(Any, betas))]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < limit:
-            raise StateError(f"{name} of a saved group is {shown(value)}: a number from 0 to below {limit} is expected")
+            raise StateError(f"{name} of a saved group must be a number from 0 to below {limit}, got {shown(value)}")
 
 
 def _is_flag(value: Any, *values: bool) -> bool:
@@ -241,33 +251,42 @@ def _check_parameter(number: Any, p: torch.Tensor, state: Mapping[str, Any]) -> 
         step = -1.0
     if not (step >= 0 and step.is_integer() and step < 1 << 48):
         raise StateError(
-            f"step of parameter {number} is {shown(state.get('step'))}, no count of steps: the state is damaged"
+            f"step of parameter {number} must be a number of steps, got {shown(state.get('step'))}: the state is "
+            "damaged"
         )
     updates = state.get("variance_step", 0)
     if type(updates) is not int or not 0 <= updates <= step:
-        raise StateError(f"variance_step of parameter {number} is no count of steps: the state is damaged")
+        raise StateError(
+            f"variance_step of parameter {number} must be an int from 0 to step, got {shown(updates)}: the state is "
+            "damaged"
+        )
     for name in ("exp_avg", "exp_avg_sq"):
         x = state.get(name)
         if not isinstance(x, torch.Tensor) or x.shape != p.shape:
             found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise StateError(f"{name} of parameter {number} has shape {found}, the parameter {tuple(p.shape)}")
+            raise StateError(
+                f"{name} of parameter {number} must have the shape of the parameter, {tuple(p.shape)}, got {found}"
+            )
         if local(x).shape != local(p).shape:
             raise StateError(
-                f"{name} of parameter {number} is not sharded as the parameter: load it by torch.distributed.checkpoint"
+                f"{name} of parameter {number} must be sharded as the parameter is: load it by "
+                "torch.distributed.checkpoint"
             )
 
 
 def _checked_entry(entry: Any) -> Mapping[str, Any]:
     """Return the entry ``one_bit``; raise StateError if its version or numbers are invalid."""
     if not isinstance(entry, Mapping):
-        raise StateError(f"{KEY!r} of the state is a dict, not {type(entry).__name__}")
+        raise StateError(f"{KEY!r} of the state must be a dict, got {type(entry).__name__}")
     entries = cast(Mapping[str, Any], entry)
     if type(entries.get("version")) is not int or entries["version"] != VERSION:
-        raise StateError(f"{KEY!r} of the state has version {entries.get('version')!r}; this library reads {VERSION}")
+        raise StateError(
+            f"{KEY!r} of the state has version {entries.get('version')!r}, but this library reads version {VERSION}"
+        )
     for name, limit in (("steps", 1 << 48), ("frozen", 2), ("ranks", 1 << 30)):
         value = entries.get(name)
         if type(value) is not int or not 0 <= value < limit:
-            raise StateError(f"{name!r} in {KEY!r} of the state is {shown(value)}: the state is damaged")
+            raise StateError(f"{name!r} in {KEY!r} of the state is out of range, {shown(value)}: the state is damaged")
     return entries
 
 
@@ -278,6 +297,6 @@ def _hooks_of(entry: Mapping[str, Any]) -> HookStates:
         match = _RANK.fullmatch(str(name))
         if match and int(match[2]) == entry["ranks"]:
             if not isinstance(data, bytes):
-                raise StateError(f"{name!r} in {KEY!r} of the state is bytes, not {type(data).__name__}")
+                raise StateError(f"{name!r} in {KEY!r} of the state must be bytes, got {type(data).__name__}")
             found[int(match[1]), (int(match[3] or 0), int(match[4] or 1))] = data
     return HookStates(entry["ranks"], found)

@@ -78,17 +78,20 @@ class Settings:
 def check_spec(spec: Spec) -> None:
     """Raise SpecError unless a spec is supported for momenta."""
     if needs_optimizer(spec):
-        raise SpecError(f"spec= is for momenta, but {spec} drops bits of gradients: use it as warmup=")
+        raise SpecError(
+            f"spec= must be a spec that needs no state of an optimizer, such as Sign(group_size=1024), got {spec}: use "
+            f"{spec} as warmup="
+        )
     if not isinstance(spec, Lossless) and not spec.contraction:
-        raise SpecError(f"{spec} is no contraction, so that error feedback does not converge: use Sign")
+        raise SpecError(f"{spec} is not a contraction, so that error feedback may diverge: use Sign")
 
 
 def check_warmup(spec: Spec, group: Mapping[str, Any]) -> None:
     """Raise ArgumentError unless a spec is supported for the gradients of a parameter group in the warm-up."""
     if needs_optimizer(spec) and not arithmetic.corrects_bias(group):
         raise ArgumentError(
-            f"warmup={spec} drops bits by the step of torch.optim.Adam, which is bias-corrected: use Lossless() or "
-            "Quantize(4), or bias_correction=True"
+            f"warmup={spec} needs bias_correction=True, since it drops bits by the step of torch.optim.Adam: set it, "
+            "or use Lossless() or Quantize(4) as warmup="
         )
 
 
@@ -116,11 +119,14 @@ def check_scaler(grad_scaler: Any, model: Model, schedule: ZeroOneSchedule | Non
         return None
     if schedule is not None and schedule.max_interval > 1:
         raise ArgumentError(
-            "grad_scaler= needs communication in every step, since ranks could skip different local steps: use "
-            "ZeroOneSchedule(max_interval=1), or bfloat16 without a scaler"
+            "grad_scaler= cannot be used with local steps, since ranks could skip different ones: use "
+            "ZeroOneSchedule(max_interval=1), or bfloat16 without a GradScaler"
         )
     if model.ddp is None:
-        raise ArgumentError("grad_scaler= needs a DistributedDataParallel: scalers of ranks could skip other steps")
+        raise ArgumentError(
+            "grad_scaler= needs a DistributedDataParallel, since otherwise GradScalers of ranks could skip different "
+            "steps"
+        )
     return grad_scaler
 
 

@@ -48,11 +48,14 @@ class Model:
         own = {cast(torch.Tensor, p): name for name, p in self.module.named_parameters()}
         if own and (others := [name for name, p in new if p not in own]):
             raise ArgumentError(
-                f"the registered module lacks parameters of the optimizer: {', '.join(others[:5])}; register a module "
-                "that has them all"
+                f"the registered module lacks parameters of the optimizer: {', '.join(others[:5])}. Register a module "
+                "with all parameters of the optimizer"
             )
         if self.shards is not None and (plain := [name for name, p in new if not hasattr(p, "device_mesh")]):
-            raise ArgumentError(f"FSDP2 does not shard {', '.join(plain[:5])}: no rank would average its gradient")
+            raise ArgumentError(
+                f"FSDP2 does not shard {', '.join(plain[:5])}, whose gradients no rank would average: call fully_shard "
+                "on them"
+            )
         both = [(name, cast(torch.Tensor, p)) for p, name in self.names.items()]
         return replace(self, names=names_of([*both, *((own.get(p, name), p) for name, p in new)]))
 
@@ -76,7 +79,7 @@ def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]], group: An
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(f"register needs a DistributedDataParallel or a module, got {type(model).__name__}")
+        raise ArgumentError(f"model must be a DistributedDataParallel or a torch.nn.Module, got {type(model).__name__}")
     ddp = model if isinstance(model, DistributedDataParallel) else None
     wrapper: Any = ddp  # torch does not type its attributes
     module = cast(torch.nn.Module, model if ddp is None else wrapper.module)
@@ -84,9 +87,13 @@ def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]], group: An
     served = {p: name for name, p in module.named_parameters() if name not in ignored}
     mine = {p for _, p in named}
     if lacking := [name for p, name in served.items() if p.requires_grad and p not in mine]:
-        raise ArgumentError(f"the optimizer lacks parameters of the model: {', '.join(lacking[:5])}")
+        raise ArgumentError(
+            f"the optimizer lacks parameters of the model: {', '.join(lacking[:5])}. Pass them to OneBitAdam, too"
+        )
     if not any(p in mine for p in served):
-        raise ArgumentError("the model has none of the optimizer's parameters")
+        raise ArgumentError(
+            "the model has none of the optimizer's parameters: register the model whose parameters the optimizer has"
+        )
     others = {name: p for name, p in named if p not in served and p.requires_grad}
     if ddp is None:
         names = names_of((name, p) for p, name in served.items() if p in mine and p.requires_grad)
@@ -109,8 +116,8 @@ def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
         return None
     if mesh.ndim != 1:
         raise ArgumentError(
-            f"the parameters have a mesh of {mesh.ndim} dimensions, but OneBitAdam supports a mesh of shards only: "
-            'use fully_shard(model, mesh=mesh["shard"])'
+            f"the mesh of the parameters must have the dimension of shards only, got {mesh.ndim} dimensions: use "
+            'fully_shard(model, mesh=mesh["shard"])'
         )
     if others := [name for p, name in names.items() if meshes[p] != mesh]:
         raise ArgumentError(
@@ -133,7 +140,7 @@ def _report(others: Mapping[str, torch.Tensor], ddp: DistributedDataParallel) ->
     if alone := [name for name, p in others.items() if p not in elsewhere]:
         logger.warning(
             "OneBitAdam has %d parameters that no DistributedDataParallel averages, such as %s: this rank steps them "
-            "by its own gradients. If these differ between ranks, average them before step().",
+            "by its own gradients. If these gradients differ between ranks, average them before step().",
             len(alone),
             ", ".join(alone[:5]),
         )

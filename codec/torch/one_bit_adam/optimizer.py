@@ -248,8 +248,8 @@ class OneBitAdam(torch.optim.Adam):
             self._freeze()
         if not finite:
             raise ArgumentError(
-                f"a gradient holds NaN or Inf: this rank has not moved in the local step {phase.steps}. The step "
-                "counts: go on with the next one, as the other ranks do",
+                "a gradient holds NaN or Inf: the parameters of this rank are unchanged by the local step "
+                f"{phase.steps}, which counts nevertheless. Continue with the next step, as the other ranks do",
                 Status.NONFINITE,
             )
         return loss

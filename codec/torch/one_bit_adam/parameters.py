@@ -33,7 +33,9 @@ def gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tens
     """
     found = {p: local(p.grad) for p in of(optimizer) if p.grad is not None}
     if any(g.is_sparse for g in found.values()):
-        raise ArgumentError("OneBitAdam does not support sparse gradients")
+        raise ArgumentError(
+            "OneBitAdam does not support sparse gradients: use dense ones, such as torch.nn.Embedding(sparse=False)"
+        )
     return found
 
 
@@ -74,10 +76,10 @@ def check_group(group: Mapping[str, Any]) -> None:
     """Raise ArgumentError if a parameter or an option of a parameter group is not supported."""
     for p in cast(list[torch.Tensor], group["params"]):
         if not p.is_floating_point():
-            raise ArgumentError(f"OneBitAdam supports real parameters only, not {p.dtype}")
+            raise ArgumentError(f"parameters of OneBitAdam must be real floats, got {p.dtype}")
     if (corrects := group.get("bias_correction", True)) not in (True, False):
-        raise ArgumentError(f"bias_correction of a parameter group is True or False, got {shown(corrects)}")
+        raise ArgumentError(f"bias_correction of a parameter group must be True or False, got {shown(corrects)}")
     if on := [name for name in UNSUPPORTED if group.get(name)]:
         raise ArgumentError(f"OneBitAdam does not support {', '.join(f'{name}=True' for name in on)}")
     if isinstance(group["lr"], torch.Tensor) or isinstance(group["betas"][0], torch.Tensor):
-        raise ArgumentError("OneBitAdam needs numbers as lr and betas, not tensors")
+        raise ArgumentError("lr and betas of OneBitAdam must be numbers, got a tensor: pass float(lr)")

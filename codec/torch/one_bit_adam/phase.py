@@ -100,7 +100,9 @@ class Drift:
         try:
             drift.samples = [(int(step), float(total)) for step, total in json.loads(state)]
         except (TypeError, ValueError, OverflowError, RecursionError) as e:
-            raise StateError("'drift' of this state is no list of steps and sums in JSON: the state is damaged") from e
+            raise StateError(
+                "'drift' of this state must be a list of steps and sums in JSON: the state is damaged"
+            ) from e
         return drift
 
 
@@ -181,7 +183,8 @@ class Phase:
             )
         if still:
             warnings.warn(
-                f"{len(still)} parameters had no gradient before the freeze and will not move: numbers {still[:5]}",
+                f"{len(still)} parameters had no gradient before the freeze, and will not move any more: those with "
+                f"indices {still[:5]}",
                 stacklevel=6,  # the caller of step()
             )
 
@@ -190,8 +193,8 @@ class Phase:
         if not synchronized:
             interval = self._schedule.max_interval if self._schedule else 1
             raise StateError(
-                f"step {self.steps} was local, so that parameters of ranks differ: call finish() on all ranks "
-                f"before, or save after a step that is a multiple of {interval}"
+                f"the state cannot be saved now, because step {self.steps} was local and parameters of ranks differ: "
+                f"call finish() on all ranks first, or save after a step that is a multiple of {interval}"
             )
 
     def loaded(self, steps: int, frozen: bool, refreshed: bool, drift: Any) -> "Phase":
@@ -214,7 +217,9 @@ class Phase:
             The checkpoint is damaged; or it is of 0/1 Adam before the freeze, and there is no schedule.
         """
         if self._schedule is None and not refreshed and not frozen:
-            raise StateError("the state is one of 0/1 Adam before its freeze: load it with a ZeroOneSchedule")
+            raise StateError(
+                "the state was saved by 0/1 Adam before its freeze: pass a ZeroOneSchedule as freeze_step="
+            )
         phase = copy(self)
         early = self._schedule is not None and steps < self._schedule.freeze_step
         phase.steps, phase.frozen, phase.drift = steps, frozen and not early, self.drift.loaded(drift)

@@ -28,7 +28,7 @@ def endpoint_for(group: Any, timeout: timedelta | None) -> Endpoint:
     """
     key = key_of(group)
     if _compat.rank_not_in_group(key):
-        raise ArgumentError("this rank is not of the group")
+        raise ArgumentError("this rank is not in the group: call this function only on ranks of the group")
     return endpoint_of(key, None if timeout is None else timeout.total_seconds())
 
 
@@ -60,7 +60,7 @@ def check_ranks(
     if not found or len(set(found)) != len(found):
         raise ArgumentError(f"{name} must be one or more different ranks, got {shown(given)}")
     if both := set(found) & set(other):
-        raise ArgumentError(f"rank {min(both)} is a server and a worker: name it once")
+        raise ArgumentError(f"a rank must be either a server or a worker, but rank {min(both)} is both")
     if member is not None and (endpoint.rank in found) != member:
         what = "must be" if member else "must not be"
         raise ArgumentError(f"this rank, {endpoint.rank}, {what} one of {name}, {shown(found)}")

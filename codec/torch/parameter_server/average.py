@@ -50,7 +50,9 @@ def terngrad(
     for name in names:
         scale, gradient = scales[name], gradients[name].detach().cpu()
         if not isfinite(scale) or scale < mine[name]:
-            raise FrameError(f"the shared scale of {name!r} is {scale}; the magnitude here is {mine[name]}")
+            raise FrameError(
+                f"the shared scale of {name!r} must be at least the magnitude on this rank, {mine[name]}, got {scale}"
+            )
         if spec.clip is not None:
             gradient = gradient.clamp(-scale, scale)
         how = replace(spec, clip=None, scale=scale)

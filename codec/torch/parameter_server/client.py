@@ -91,7 +91,10 @@ class ParameterClient:
         """
         keys = [_key_of(name, of) for name, of in parameters.items()]
         if wrong := [key.name for key in keys if key.name.startswith(INTERNAL)]:
-            raise ArgumentError(f"the name {wrong[0]!r} begins with a zero byte, as only names of the library do")
+            raise ArgumentError(
+                "the name of a key must not begin with a zero byte, which is reserved for the library, got "
+                f"{wrong[0]!r}"
+            )
         with self._call():
             self._session.register(keys)
             self._session.devices |= {n: of.device for n, of in parameters.items() if isinstance(of, torch.Tensor)}
@@ -159,7 +162,7 @@ class ParameterClient:
         if reduce not in REDUCES:
             raise ArgumentError(f"reduce must be one of {', '.join(map(repr, REDUCES))}, got {shown(reduce)}")
         if len(set(names)) != len(names):
-            raise ArgumentError("a key is named twice")
+            raise ArgumentError("keys must not contain the same key twice")
         with self._call():
             (values,) = self._session.round(self._session.pull(step, names, reduce))
             return self._session.decoded(values, names, reduce)
@@ -208,7 +211,7 @@ class ParameterClient:
         step, spec = _step(step), plain_spec(spec)
         require_feedback(spec, "push frames of codec.encode(residual=, feedback=True), and pull their mean")
         if isinstance(spec, Ternary) and spec.scale is not None:
-            raise SpecError("workers agree on the scale themselves: leave out scale=")
+            raise SpecError(f"the workers agree on a scale: leave scale={spec.scale} out")
         with self._call():
             try:
                 dense = {name: self._session.tensor_of(name, gradient) for name, gradient in gradients.items()}
@@ -216,7 +219,8 @@ class ParameterClient:
                     self._session.check(name, gradient)
                     if not gradient.is_floating_point():
                         raise ArgumentError(
-                            f"{name!r} is {gradient.dtype}, which has no mean: push it, and pull its max"
+                            f"{name!r} is {gradient.dtype}, and a mean needs floats: push it, and pull it with "
+                            'reduce="max"'
                         )
                 if isinstance(spec, Ternary):
                     found = terngrad(self._session, step, dense, spec)
@@ -288,7 +292,7 @@ def _key_of(name: Any, of: Any) -> Key:
         raise ArgumentError(f"a key must be a str of 1 to {MAX_NAME_NBYTES} bytes, got {shown(name)}")
     if isinstance(of, torch.Tensor):
         if of.dtype not in DTYPES:
-            raise ArgumentError(f"{name!r} is {of.dtype}; keys are {', '.join(DTYPES.values())}")
+            raise ArgumentError(f"the dtype of {name!r} must be one of {', '.join(DTYPES.values())}, got {of.dtype}")
         return Key(name, DTYPES[of.dtype], tuple(of.shape))
     try:
         shape = tuple(whole("a dimension", size, 0, 1 << 40) for size in of)

@@ -163,7 +163,7 @@ def read_request(message: Array) -> Request:
     reader = _Reader(message)
     kind, argument, zero, count, step = reader.unpack(_REQUEST)
     if zero or not 0 <= step < MAX_STEP:
-        raise FrameError(f"a request has the step {step}; steps are 0 to {MAX_STEP - 1}")
+        raise FrameError(f"the step of a request must be from 0 to {MAX_STEP - 1}, got {step}")
     keys, ids, frames = [], [], []
     if kind == INIT:
         keys = [_read_key(reader) for _ in range(count)]
@@ -174,9 +174,9 @@ def read_request(message: Array) -> Request:
         if kind == PUSH:
             frames = [reader.take(nbytes) for nbytes in reader.numbers("<u8", count)]
         elif argument >= len(REDUCES):
-            raise FrameError(f"a request asks for the reduction {argument}, which does not exist")
+            raise FrameError(f"the reduction of a request must be below {len(REDUCES)}, got {argument}")
     elif kind not in (ABANDON, CLOSE):
-        raise FrameError(f"a request is of kind {kind}, which does not exist")
+        raise FrameError(f"a request has the unknown kind {kind}")
     reader.end()
     return Request(kind, argument, step, keys, ids, frames)
 
@@ -184,7 +184,7 @@ def read_request(message: Array) -> Request:
 def _read_key(reader: _Reader) -> Key:
     nbytes, dtype, rank = reader.unpack(_KEY)
     if dtype not in _DTYPE_NAMES or rank > _MAX_RANK or not 0 < nbytes <= MAX_NAME_NBYTES:
-        raise FrameError(f"a key has a name of {nbytes} bytes, dtype {dtype} and rank {rank}, which cannot be")
+        raise FrameError(f"a key with a name of {nbytes} bytes, dtype {dtype} and {rank} dimensions is not valid")
     shape = tuple(reader.numbers("<u8", rank))
     if max(shape, default=0) > _MAX_DIMENSION:
         raise FrameError(f"a key has a dimension of {max(shape)}; the maximum is {_MAX_DIMENSION}")
@@ -228,7 +228,7 @@ def _read_status(reader: _Reader, server: int, count: int) -> None:
             raise PeerError(text, Status.NONFINITE)
         raise _ERRORS[min(status, len(_ERRORS)) - 1](text)
     if found != count:
-        raise FrameError(f"server {server} replies for {found} keys instead of {count}")
+        raise FrameError(f"server {server} has sent a reply for {found} keys, but {count} were requested")
 
 
 def read_ids(message: Array, server: int, count: int) -> list[int]:

@@ -156,7 +156,7 @@ class ParameterServer:
             No worker is left, and none has closed its client: all were lost, or did not connect within the timeout.
         """
         if self._finished:
-            raise codec.StateError("serve() has ended: make a new ParameterServer")
+            raise codec.StateError("serve() has ended, and cannot be called again: create a new ParameterServer")
         threads = [
             threading.Thread(target=self._serve_worker, args=(w,), name=f"codec, worker {w}", daemon=True)
             for w in self._workers
@@ -176,7 +176,7 @@ class ParameterServer:
             thread.join()
         if "closed" not in self._steps.state.values():
             reasons = "; ".join(f"worker {w} {reason}" for w, reason in self._steps.reasons.items())
-            raise PeerError(f"no worker is left: {reasons or 'none has connected in time'}")
+            raise PeerError(f"no worker is left: {reasons or 'none has connected within the timeout'}")
 
     def stats(self) -> ServerStats:
         """Return the totals so far. Any thread may call this, even during :meth:`serve`."""
@@ -308,6 +308,8 @@ def _reduced(frames: Sequence[Array], key: Key, reduce: str) -> tuple[bytes, byt
 def _largest(frames: Sequence[Array], key: Key, reduce: str) -> bytes:
     """Return a lossless frame of the elementwise maximum of frames of integers."""
     if reduce != "max":
-        raise SpecError(f"integers have no mean in {key.dtype}: pull their maximum, or push floats")
+        raise SpecError(
+            f"{messages.label(key.name)} is {key.dtype}, and a mean needs floats: pull the maximum, or push floats"
+        )
     values = [codec.decode(frame) for frame in frames]
     return bytes(codec.encode(np.maximum.reduce(values)))

@@ -64,9 +64,7 @@ class Session:
         if not isinstance(value, int | float):
             return value
         if key.shape:
-            raise ArgumentError(
-                f"{name!r} has the shape {key.shape}, got the number {value}: numbers need the shape ()"
-            )
+            raise ArgumentError(f"{name!r} must be a tensor of shape {key.shape}, got the number {value}")
         if not dtype.is_floating_point and not _holds(dtype, value):
             raise ArgumentError(f"{name!r} is {key.dtype}, which cannot hold {value}")
         return torch.tensor(value, dtype=dtype, device="cpu")

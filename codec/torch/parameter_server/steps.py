@@ -58,14 +58,14 @@ class _Step:
 def _check_keys(keys: Collection[int]) -> None:
     """Raise StateError if there are no keys, because a step without keys would never end."""
     if not keys:
-        raise StateError("the request names no key")
+        raise StateError("the request must name at least one key")
 
 
 def _abandoned(worker: int, number: int, *, nonfinite: bool) -> PeerError:
     """Return the error that is reported to other workers in a step that a worker has abandoned."""
     text = f"worker {worker} has abandoned step {number}"
     if nonfinite:
-        return PeerError(f"{text}: it has NaN or Inf", Status.NONFINITE)
+        return PeerError(f"{text}, because its tensor holds NaN or Inf", Status.NONFINITE)
     return PeerError(f"{text} because of an error")
 
 
@@ -170,7 +170,7 @@ class Steps:
             step = self._joined(worker, number)
             for key in frames:
                 if key in step.entries and worker in step.entries[key].pushed:
-                    raise StateError(f"worker {worker} has pushed {names(key)} in step {number} before")
+                    raise StateError(f"worker {worker} has already pushed {names(key)} in step {number}")
             for key, frame in frames.items():
                 entry = step.entries.setdefault(key, Entry())
                 entry.frames[worker] = frame
@@ -207,11 +207,11 @@ class Steps:
                 entry = step.entries.get(key) if step is not None else None
                 if entry is None or worker not in entry.pushed:
                     raise StateError(
-                        f"worker {worker} pulls {names(key)} in step {number} before it has pushed it: push first, "
+                        f"worker {worker} pulls {names(key)} in step {number}, but has not pushed it: push first, "
                         "since all workers contribute to the value"
                     )
                 if worker in entry.pulled:
-                    raise StateError(f"worker {worker} has pulled {names(key)} in step {number} before")
+                    raise StateError(f"worker {worker} has already pulled {names(key)} in step {number}")
             assert step is not None  # there is at least one key, for which the loop raises if there is no step
             entries = [step.entries[key] for key in keys]
             while missing := self._missing(step, entries):
@@ -272,15 +272,15 @@ class Steps:
         if worker in step.gone:
             raise StateError(f"{step.gone[worker]} in step {number}: take part from a later step on")
         if worker in step.left:
-            raise StateError(f"worker {worker} has gone on to later steps than {number}")
+            raise StateError(f"worker {worker} no longer takes part in step {number}, because it has begun later steps")
         return step
 
     @staticmethod
     def _check_expected(step: _Step, worker: int) -> None:
         if worker not in step.expected:
             raise StateError(
-                f"step {step.number} has begun without worker {worker}, which did not take part then: take part from a "
-                "later step on"
+                f"step {step.number} has begun without worker {worker}, which had not connected or was late then: take "
+                "part from a later step on"
             )
 
     def _joined(self, worker: int, number: int) -> _Step:

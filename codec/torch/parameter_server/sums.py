@@ -78,15 +78,19 @@ def decode_average(value: Array, shape: tuple[int, ...], dtype: torch.dtype, sca
     """
     n = prod(shape)
     if value.nbytes < _HEAD.size:
-        raise FrameError(f"a sum of codes has {value.nbytes} bytes; its head alone has {_HEAD.size}")
+        raise FrameError(
+            f"a sum of codes must have at least {_HEAD.size} bytes, the size of its head, got {value.nbytes}"
+        )
     terms, found, form = _HEAD.unpack(value[: _HEAD.size].tobytes())
     if not 0 < terms <= _MOST_TERMS or not isfinite(found) or found < 0 or form not in (_FRAME, _PACKED):
-        raise FrameError(f"a sum of codes has {terms} terms, the scale {found} and form {form}, which cannot be")
+        raise FrameError(f"a sum of codes with {terms} terms, scale {found} and form {form} is not valid")
     if scale is not None and found != scale and n:
-        raise FrameError(f"a sum of codes has the scale {found}; the workers have agreed on {scale}")
+        raise FrameError(f"a sum of codes has the scale {found}, but the workers have agreed on {scale}")
     sums = _unpack(value[_HEAD.size :], n, terms, form)
     if n and (int(sums.min()) < -terms or int(sums.max()) > terms):
-        raise FrameError(f"the largest sum of {terms} ternary codes is {terms}; the server has sent larger ones")
+        raise FrameError(
+            f"a sum of {terms} ternary codes must be from -{terms} to {terms}, but the server has sent larger ones"
+        )
     mean = np.empty(n, np.float32)
     with np.errstate(over="ignore"):
         np.multiply(sums, np.float64(found) / terms, out=mean, casting="same_kind")
@@ -99,14 +103,14 @@ def _unpack(body: Array, n: int, terms: int, form: int) -> Array:
         try:
             codec.decode(body, out=sums)
         except codec.ArgumentError as e:
-            raise FrameError(f"the sums of codes are no frame of {n} integers: {e}") from None
+            raise FrameError(f"the sums of codes are not a frame of {n} integers: {e}") from None
         return sums
     bits = bits_per_sum(terms)
     if body.nbytes != -(-n * bits // 8):
-        raise FrameError(f"{n} sums of {bits} bits have {-(-n * bits // 8)} bytes, not {body.nbytes}")
+        raise FrameError(f"{n} sums of {bits} bits must have {-(-n * bits // 8)} bytes, got {body.nbytes}")
     found = np.unpackbits(body, bitorder="little")
     if found[n * bits :].any():
-        raise FrameError("bits behind the last sum are not 0")
+        raise FrameError("the bits after the last sum must be 0")
     digits = np.zeros((n, 4), np.uint8)
     digits[:, : -(-bits // 8)] = np.packbits(found[: n * bits].reshape(n, bits), axis=1, bitorder="little")
     return digits.view("<u4").reshape(-1).astype(np.int32) - terms

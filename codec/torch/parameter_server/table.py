@@ -65,7 +65,10 @@ class Table:
             internal = self._internal + sum(name.startswith(INTERNAL) for name in new)
             most = max(internal, len(self._keys) + len(new) - internal)
             if most > self._max_keys:
-                raise ArgumentError(f"{most} keys are more than the {self._max_keys} that this server allows")
+                raise ArgumentError(
+                    f"there would be {most} keys; the maximum of this server is {self._max_keys}: create it with a "
+                    "larger max_keys="
+                )
             self._internal = internal
             for name, key in new.items():
                 self._numbers[name] = len(self._keys)
@@ -76,7 +79,7 @@ class Table:
     def key(self, number: int) -> Key:
         """Return the key with a number; raise StateError if there is none."""
         if number >= len(self._keys):
-            raise StateError(f"key number {number} is not initialized: call init first")
+            raise StateError(f"key number {number} is not initialized: call init() first")
         return self._keys[number]
 
     def name(self, number: int) -> str:

@@ -73,7 +73,7 @@ def _attempts(stages: Sequence[CompressedStage], limit: int) -> "Iterator[Attemp
         attempt = Attempt(stages, number, limit)
         yield attempt
         if not attempt.ended:
-            raise StateError("an attempt was not used: write `with attempt:` around schedule.step()")
+            raise StateError("the attempt was not entered: write `with attempt:` around schedule.step()")
         if not attempt.refused:
             return
 
@@ -90,7 +90,7 @@ class Attempt:
 
     def __enter__(self) -> "Attempt":
         if self._snapshot is not None:
-            raise StateError("an attempt can be entered once")
+            raise StateError("an attempt can be entered only once: take the next one from attempts()")
         for t in self._traffic:
             t.check_usable()
         if not all(t.agreed for t in self._traffic):
@@ -134,8 +134,10 @@ class Attempt:
         for rank, other in enumerate(self._exchange(mine)):
             if other != mine:
                 raise ArgumentError(
-                    f"rank {rank} has stages of {other[:500].decode(errors='replace')}, this rank of {mine.decode()}: "
-                    'versions, numbers of stages, kinds of activations, first, budget, dtype and "auto" must be equal'
+                    f"the settings of stages must be equal on all ranks, but rank {rank} has "
+                    f"{other[:500].decode(errors='replace')}, and this rank {mine.decode()}: check the versions of "
+                    "codec, "
+                    'the number of stages, activations=, first, budget, dtype, and where "auto" is used'
                 )
         for t in self._traffic:
             t.agreed = True
@@ -165,7 +167,7 @@ class Attempt:
         rank, report = next(((i, r) for i, r in enumerate(reports) if r.error), (0, reports[0]))
         if all(r.repeatable and not r.last for r in reports):
             self.refused = True
-            logger.warning("a training step is repeated: rank %d: %s", rank, report.error)
+            logger.warning("a training step is repeated, because rank %d has failed: %s", rank, report.error)
         elif self._notes.error is not None:
             raise self._notes.error
         else:
@@ -174,6 +176,6 @@ class Attempt:
 
 def _check_stages(stages: Sequence[Any]) -> None:
     if not stages or not all(isinstance(s, CompressedStage) for s in stages):
-        raise ArgumentError(f"attempts() takes the stages of this rank, got {shown(stages)}")
+        raise ArgumentError(f"attempts() takes one or more CompressedStage of this rank, got {shown(stages)}")
     if len({id(s.group) for s in stages}) > 1 or len({s.stage_index for s in stages}) < len(stages):
-        raise ArgumentError("attempts() takes different stages of one group")
+        raise ArgumentError("the stages of attempts() must be different ones with the same process group")

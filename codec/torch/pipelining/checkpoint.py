@@ -29,14 +29,16 @@ def load(ends: Sequence[End], saved: Any) -> None:
     """
     state = cast(Mapping[Any, Any], saved if isinstance(saved, Mapping) else {})
     if state.get("version") != _VERSION or not isinstance(state.get("edges"), Mapping):
-        raise StateError("this is not the state dict of a CompressedStage")
+        raise StateError("the state must be one that CompressedStage.state_dict() returned, of the same version")
     edges: Mapping[Any, Any] = state["edges"]
     if set(edges) != {_name(end) for end in ends}:
-        raise StateError(f"this state is of edges {sorted(edges)}, the stage has {sorted(map(_name, ends))}")
+        raise StateError(
+            f"the state is of edges {sorted(edges)}, but the stage has the edges {sorted(map(_name, ends))}"
+        )
     for end in ends:
         states: Any = edges[_name(end)]
         if not isinstance(states, list) or not 0 < len(cast(list[Any], states)) <= MOST_TENSORS:
-            raise StateError("this is not the state dict of a CompressedStage")
+            raise StateError("the state must be one that CompressedStage.state_dict() returned, of the same version")
         for i, each in enumerate(cast(list[Any], states)):
             end.delta(i).load_state_dict(each)
 

@@ -61,7 +61,7 @@ class End:
     def delta(self, index: int) -> ActivationDelta:
         """Return the ActivationDelta of the `index`-th tensor; the first call creates it."""
         if index >= MOST_TENSORS:
-            raise ArgumentError(f"a stage may have {MOST_TENSORS} outputs, not more")
+            raise ArgumentError(f"a stage has too many outputs; the maximum is {MOST_TENSORS}")
         while len(self._deltas) <= index:
             self._deltas.append(self._new_delta(len(self._deltas)))
             if self._specs.auto is not None:
@@ -229,7 +229,7 @@ class End:
             return bytes(codec.encode(t, LOSSLESS, options=self._options))
         message = bytes(self.delta(index).encode_gradient(t, options=self._options))
         if parse(np.frombuffer(message, np.uint8)).head.kind == DeltaKind.POISON:
-            raise ArgumentError(f"the gradient of edge {self.edge} has NaN or Inf", Status.NONFINITE)
+            raise ArgumentError(f"the gradient of edge {self.edge} holds NaN or Inf", Status.NONFINITE)
         return message
 
     def _check_shapes(self, kind: Kind, outputs: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> None:
@@ -237,16 +237,16 @@ class End:
         for output, shape in zip(outputs, shapes, strict=True):
             if output.shape != shape:
                 raise ArgumentError(
-                    f"edge {self.edge} has sent {kind.name.lower()} of shape {shape} where {tuple(output.shape)} is "
-                    "expected: gradients have the shape of the activations, and activations the number of dimensions "
-                    "of the first ones"
+                    f"the {kind.name.lower()} of edge {self.edge} must have shape {tuple(output.shape)}, got {shape}: "
+                    "gradients must have the shape of the activations, and activations as many dimensions as the first "
+                    "ones"
                 )
 
     def _samples_of(self, part: memoryview, expected: Ids | None) -> Ids:
         found: Ids = parse(np.frombuffer(part, np.uint8)).samples.tolist()
         if expected is not None and found and found != expected:
             raise ArgumentError(
-                f"stage {self.edge} has sent samples {shown_samples(found)}, but stage {self.edge + 1} was given "
+                f"stage {self.edge} has sent samples {shown_samples(found)}, but stage {self.edge + 1} has the "
                 f"sample_ids {shown_samples(expected)}: pass the same ids on all ranks, or on the first stage only"
             )
         return found

@@ -77,7 +77,7 @@ def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> Contents:
         The message has another kind, micro-batch, run or number of tensors.
     """
     if len(message) < HEAD.size:
-        raise FrameError(f"not a pipeline message: it has {len(message)} bytes")
+        raise FrameError(f"not a pipeline message: it has {len(message)} bytes, and its head alone {HEAD.size}")
     magic, version, found, count, chunk, run, stored = HEAD.unpack_from(message)
     if magic != MAGIC or version != VERSION:
         raise FrameError("not a pipeline message of version 1")
@@ -90,9 +90,9 @@ def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> Contents:
         return Contents(shapes, None)
     if (found, chunk, run, count) != (kind, *place, tensors):
         raise StateError(
-            f"a message of kind {found}, micro-batch {chunk}, run {run} with {count} tensors arrived where kind "
-            f"{int(kind)}, micro-batch {place.chunk}, run {place.run} with {tensors} are expected: all ranks must run "
-            "the same schedule the same number of times"
+            f"a message of kind {found}, micro-batch {chunk}, run {run} with {count} tensors has arrived, but kind "
+            f"{int(kind)}, micro-batch {place.chunk}, run {place.run} with {tensors} tensors is expected: all ranks "
+            "must run the same schedule the same number of times"
         )
     parts: list[memoryview] = []
     for nbytes, _ in records:
@@ -113,7 +113,7 @@ def _records(message: bytes, count: int) -> tuple[list[tuple[int, Shape]], int]:
         nbytes, dimensions = RECORD.unpack_from(message, at) if at + RECORD.size <= len(message) else (0, len(message))
         at += RECORD.size
         if dimensions > min(_MOST_DIMENSIONS, (len(message) - at) // _DIMENSION.size):
-            raise FrameError("not a pipeline message of version 1: it ends in its envelope")
+            raise FrameError("not a pipeline message of version 1: it ends before its first tensor")
         found.append((nbytes, struct.unpack_from(f"<{dimensions}Q", message, at)))
         at += _DIMENSION.size * dimensions
     return found, at

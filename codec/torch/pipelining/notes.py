@@ -105,4 +105,4 @@ def report_of(data: bytes, rank: int) -> Report:
             checked(d["auto"]) if "auto" in d else None,
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as e:
-        raise PeerError(f"rank {rank} has sent no valid report of its step: {e}") from e
+        raise PeerError(f"the report of the step that rank {rank} has sent is not valid: {e}") from e

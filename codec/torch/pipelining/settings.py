@@ -85,7 +85,7 @@ def specs_of(forward: Any, backward: Any, deltas: Deltas | None) -> Specs:
     if not given:
         return Specs(plain_spec(forward), plain_spec(backward), deltas)
     if len(given) > 1:
-        raise ArgumentError(f"forward= and backward= must have one choice, got {autos[0]} and {autos[1]}")
+        raise ArgumentError(f"forward= and backward= must have the same Auto, got {autos[0]} and {autos[1]}")
     (chosen,) = given
     levels = bits_of("small" if chosen.quality is None else chosen.quality)
     forwards = [pair[0] if autos[0] else plain_spec(forward) for pair in levels]

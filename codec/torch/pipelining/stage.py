@@ -101,8 +101,8 @@ class CompressedStage(PipelineStage):
         check_timeout(settings_of(options).timeout)
         if isinstance(submodule, DistributedDataParallel | FSDPModule):
             raise ArgumentError(
-                f"the module of a stage must not be wrapped, got {type(submodule).__name__}: it would send gradients "
-                "before all stages have succeeded. Send them after the step, as docs/methods/pipelines.md shows"
+                f"the module of a stage must not be wrapped, got {type(submodule).__name__}, which sends gradients "
+                "before all stages have succeeded: send gradients after the step, as docs/methods/pipelines.md shows"
             )
         super().__init__(submodule, stage_index, num_stages, torch.device(device), **stage_arguments)
         _compat.check_stage(self)

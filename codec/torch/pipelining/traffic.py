@@ -109,7 +109,8 @@ class Traffic:
             known = self.notes.ids.setdefault(chunk, ids)  # another stage of this rank may have received the ids
             if known != ids:
                 raise ArgumentError(
-                    f"sample_ids of micro-batch {chunk} are {ids[:5]} after {known[:5]} at another stage"
+                    f"sample_ids of micro-batch {chunk} must be equal at all stages of this rank, got {ids[:5]} and "
+                    f"{known[:5]}"
                 )
         except ArgumentError as e:
             self.notes.add(e, self.index)
@@ -232,7 +233,9 @@ class Traffic:
     def check_usable(self) -> None:
         """Raise PeerError if the stage was abandoned."""
         if self._broken:
-            raise PeerError("an earlier step was interrupted: make a new group and new stages")
+            raise PeerError(
+                "an earlier step was interrupted, so that the stages cannot be used: make a new group and new stages"
+            )
 
     def _note(self, error: CodecError | Aborted, end: End) -> None:
         """Record an error for the end of the attempt; the schedule must continue, since neighbours wait for messages.
@@ -244,7 +247,7 @@ class Traffic:
             return
         self.abandon()
         if isinstance(error, Aborted):
-            raise PeerError(f"a neighbour of stage {self.index} has failed") from error
+            raise PeerError(f"a stage beside stage {self.index} has failed: make a new group and new stages") from error
         raise error
 
     def _end(self, *, outgoing: bool) -> End:

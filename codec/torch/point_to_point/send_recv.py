@@ -165,7 +165,7 @@ class Link:
     def __init__(self, peer: int, group: Any, tag: int, options: CallOptions | None) -> None:
         route = _route("Link", "peer", peer, group, tag, options)
         if route is None:
-            raise ArgumentError("this rank is not of the group")
+            raise ArgumentError("this rank is not in the group: call this function only on ranks of the group")
         self._pair, self._seconds = route.pair, route.seconds
 
     def send(self, data: bytes) -> Work:
@@ -267,7 +267,7 @@ class _Pair:
         deadline = time.monotonic() + seconds
         self._endpoint.check_process()
         if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            raise PeerError(f"rank {self._peer} has not connected in time")
+            raise PeerError(f"rank {self._peer} has not connected within the timeout")
         try:
             if self._connection is None and not self._closed:
                 left = max(0.001, deadline - time.monotonic())
@@ -299,7 +299,7 @@ def _route(call: str, name: str, peer: Any, group: Any, tag: Any, options: CallO
     endpoint = endpoint_of(key, None if timeout is None else timeout.total_seconds())
     peer = whole(name, peer, 0, endpoint.size - 1)
     if peer == endpoint.rank:
-        raise ArgumentError(f"{name} is this rank, {peer}: name another rank of the group")
+        raise ArgumentError(f"{name} must be another rank of the group, got this rank, {peer}")
     with endpoint.lock:
         pair = endpoint.pairs.get((peer, tag))
         if pair is None:

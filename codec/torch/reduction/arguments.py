@@ -82,7 +82,10 @@ def plain_spec(spec: Any) -> Spec:
     """
     plain, bound_spec = _resolved(spec)
     if bound_spec is not None:
-        raise ArgumentError(f"{shown(bound_spec)} is bound to one step of an optimizer: pass {shown(plain)}")
+        raise ArgumentError(
+            f"spec must not be bound to an optimizer, whose state changes in each step, got {shown(bound_spec)}: pass "
+            f"{shown(plain)}"
+        )
     return plain
 
 
@@ -94,7 +97,7 @@ def unwrapped(tensor: Any) -> tuple[Any, Records | None]:
     if tensor.dtype is not None and isinstance(inner, torch.Tensor):
         dtype: torch.dtype = getattr(torch, tensor.dtype)
         if inner.element_size() != dtype.itemsize:
-            raise ArgumentError(f"a view of {inner.dtype} as {tensor.dtype}: their values differ in size")
+            raise ArgumentError(f"{inner.dtype} cannot be viewed as {tensor.dtype}, whose values have another size")
         inner = inner.view(dtype)
     return inner, tensor.segments
 
@@ -173,9 +176,12 @@ def _flattened(spec: BoundSpec, *, on_device: bool) -> BoundSpec:
 def check_dense(tensor: Any) -> None:
     """Raise ArgumentError unless `tensor` is a dense tensor whose memory contains its values."""
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"not a torch tensor: {type(tensor).__name__}")
+        raise ArgumentError(f"a tensor must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_neg():
-        raise ArgumentError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
+        raise ArgumentError(
+            f"a tensor must be dense and not lazily negated, got layout {tensor.layout} on {tensor.device}: pass "
+            ".to_dense(), or .clone()"
+        )
 
 
 def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
@@ -184,7 +190,7 @@ def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
     check_dense(small)
     have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
     if have != want or dtype != other:
-        raise ArgumentError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
+        raise ArgumentError(f"the larger tensor must have {want} values of {other}, got {have} of {dtype}")
 
 
 def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") -> None:
@@ -212,11 +218,13 @@ def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") 
     check_dense(tensor)
     if tensor.dtype != dtype or tensor.numel() != n:
         raise ArgumentError(
-            f"{name} must have {n} values of {dtype}, to go with the tensor; it has {tensor.numel()} of {tensor.dtype}"
+            f"{name} must have {n} values of {dtype} for this tensor, got {tensor.numel()} of {tensor.dtype}"
         )
     check_storage(tensor, tensor.device.type)
     if n and not tensor.data_ptr():
-        raise ArgumentError(f"{name} is a {type(tensor).__name__} without memory: pass what holds its values")
+        raise ArgumentError(
+            f"{name} is a {type(tensor).__name__} without memory of its own: pass the tensor that holds its values"
+        )
     if _overlaps(tensor):
         raise ArgumentError(
             f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, so that values may share memory: "

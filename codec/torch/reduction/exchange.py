@@ -202,7 +202,7 @@ class Slots:
                 theirs, found[o] = heads.unpack(body, len(bounds[o]), o)
                 largest = max(largest, theirs)
             if largest > self._most:
-                raise PeerError(f"a rank reports a frame of {largest} bytes, but at most {self._most} are possible")
+                raise PeerError(f"a rank reports a frame of {largest} bytes; the maximum is {self._most}")
         return [found[rank] for rank in range(part.size)], largest
 
     def _arriving(self, slots: torch.Tensor, pieces: Pieces, announced: Sequence[Sequence[Announced]]) -> _Arrived:
@@ -235,10 +235,13 @@ class Slots:
     def _check(self, rank: int, each: Announced, piece: Piece, most: int) -> None:
         """Check the size and the head that a rank has announced for a frame of a piece."""
         if each.nbytes > most:
-            raise FrameError(f"rank {rank} sends a frame of {each.nbytes} bytes, but at most {most} are possible")
+            raise FrameError(f"rank {rank} sends a frame of {each.nbytes} bytes; the maximum is {most}")
         self._r.check_frame(each.head, piece)
         if heads.head_nbytes(each.head) != len(each.head):
-            raise FrameError(f"rank {rank} sends a head of {len(each.head)} bytes, which its header contradicts")
+            raise FrameError(
+                f"rank {rank} sends a head of {len(each.head)} bytes, but its header needs "
+                f"{heads.head_nbytes(each.head)}"
+            )
 
     def _read(self, slots: torch.Tensor, nbytes: int) -> Array:
         """Request copies of the first `nbytes` bytes of each frame; return an array that is valid after `settle`."""
@@ -264,7 +267,9 @@ def _check_arrived(first: Array, announced: Sequence[Sequence[Announced]]) -> No
             if not nbytes:
                 raise NoFrameError(rank)
             if nbytes != each.nbytes or not heads.is_like(first[rank, c, _BEFORE:], each.head):
-                raise FrameError(f"rank {rank} sends a frame whose header is not that of its spec and shape")
+                raise FrameError(
+                    f"rank {rank} sends a frame whose size or header differs from those that it has announced"
+                )
 
 
 def _slot_nbytes(nbytes: int) -> int:

@@ -58,17 +58,17 @@ def unpack(body: Array, count: int, rank: int) -> tuple[int, list[Announced]]:
     """
     begin = numbers_nbytes(1 + _FIELDS * count)
     if len(body) < begin:
-        raise FrameError(f"rank {rank} sends {len(body)} bytes about {count} frames, at least {begin} are needed")
+        raise FrameError(f"rank {rank} announces {count} frames in {len(body)} bytes, but at least {begin} are needed")
     largest, *fields = unpack_numbers(body[:begin])
     row: list[Announced] = []
     for i in range(0, len(fields), _FIELDS):
         nbytes, head_nbytes, complete = fields[i : i + _FIELDS]
         if not 0 <= head_nbytes <= min(nbytes, len(body) - begin):
-            raise FrameError(f"rank {rank} sends a head of {head_nbytes} bytes, of a frame of {nbytes}")
+            raise FrameError(f"rank {rank} announces a head of {head_nbytes} bytes for a frame of {nbytes} bytes")
         row.append(Announced(nbytes, body[begin : begin + head_nbytes], complete=complete == 1))
         begin += head_nbytes
     if begin != len(body):
-        raise FrameError(f"rank {rank} sends {len(body)} bytes about {count} frames, {begin} are needed")
+        raise FrameError(f"rank {rank} announces {count} frames in {len(body)} bytes, but {begin} are needed")
     return largest, row
 
 

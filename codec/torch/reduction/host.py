@@ -268,11 +268,14 @@ class Reduction:
         """Raise FrameError unless a frame has the agreed codec, parameters and dtype, and the shape of a piece."""
         info = read_header(view_bytes(frame))
         if _codec_of(info.spec) != self._codec:
-            raise FrameError(f"a rank has sent a frame by {codec.inspect(frame).spec}, but {self.spec} was agreed upon")
+            raise FrameError(
+                f"a rank has sent a frame of {codec.inspect(frame).spec}, but the ranks have agreed on {self.spec}"
+            )
         if info.dtype != DTYPES[self.dtype] or info.rank != 1 or info.n != piece.n:
             found = codec.inspect(frame)
             raise FrameError(
-                f"a rank has sent a frame of {found.dtype} {found.shape}, but {self.dtype} ({piece.n},) was agreed upon"
+                f"a rank has sent a frame of {found.dtype} {found.shape}, but the ranks have agreed on {self.dtype} "
+                f"({piece.n},)"
             )
 
     @functools.cached_property

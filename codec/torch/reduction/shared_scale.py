@@ -25,11 +25,13 @@ _Part = tuple[int, int, int]  # begin and end of values that share a scale; numb
 def check(spec: Spec, op: str) -> None:
     """Raise SpecError or ArgumentError unless ranks can share the scales of a reduction."""
     if not isinstance(spec, Ternary):
-        raise SpecError(f"only values of Ternary have a scale that ranks can share, not those of {spec}")
+        raise SpecError(f'spec must be Ternary for algorithm="shared_scale", got {spec}')
     if spec.scale is not None:
-        raise SpecError("ranks find out themselves which scale they share: leave out scale=")
+        raise SpecError(
+            f'leave scale={spec.scale} out with algorithm="shared_scale", in which the ranks agree on the scale'
+        )
     if op == "max":
-        raise ArgumentError('algorithm="shared_scale" sums values: op must be a sum or a mean, got a maximum')
+        raise ArgumentError('op must be a sum or a mean for algorithm="shared_scale", got a maximum')
 
 
 async def shared_scale(part: Part, r: Reduction) -> Values:
@@ -149,7 +151,7 @@ class _Shared(Reduction):
         packed = np.empty(count, dtype)
         Reduction(packed, dtype, Lossless(), "sum", 0).decode(frame, Piece(0, count, None), packed)
         if (packed >= self._base**self._digits).any():
-            raise FrameError("a rank has sent impossible sums of ternary values")
+            raise FrameError("a rank has sent sums of ternary values that are out of range")
         digits = np.empty((count, self._digits), dtype)
         for column in digits.T[::-1]:
             packed, digit = packed // self._base, packed

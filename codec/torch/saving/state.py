@@ -69,7 +69,10 @@ def pack_state(state: Any, spec: SpecLike = "lossless") -> Any:
 
     def keep(path: Path, x: Mapping[Any, Any]) -> None:
         if _KEY in x:
-            raise ArgumentError(f"{_shown(path)} has a key {_KEY!r}, as packed tensors have: pack a state once")
+            raise ArgumentError(
+                f"{_shown(path)} has the key {_KEY!r} of a packed tensor: the state is already packed, and is packed "
+                "only once"
+            )
 
     return _mapped(state, (), pack, keep)
 
@@ -118,7 +121,7 @@ def unpack_state(state: Any, *, max_nbytes: int | None = None) -> Any:
             return None
         frame = x[_KEY]
         if len(x) != 1 or not isinstance(frame, torch.Tensor) or frame.dtype != torch.uint8 or frame.dim() != 1:
-            raise FrameError(f"{_shown(path)} has a key {_KEY!r} that is not a frame")
+            raise FrameError(f"{_KEY!r} of {_shown(path)} must be a tensor with the bytes of a frame")
         if frame.data_ptr() not in unpacked:
             try:
                 tensor = codec.decode(frame.cpu(), like=_HOST, max_nbytes=max_nbytes)

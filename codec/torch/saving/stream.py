@@ -116,7 +116,9 @@ class _Reader(io.RawIOBase):
         frame = self._read(len(_END))  # header of a frame that holds a vector
         info = codec.inspect(frame)
         if info.tensor_nbytes > _CHUNK or info.nbytes > _LARGEST_FRAME or len(info.shape) != 1:
-            raise LimitError(f"a frame of a checkpoint holds at most {_CHUNK} bytes as a vector; it has {info.shape}")
+            raise LimitError(
+                f"a frame of a checkpoint must hold a vector of at most {_CHUNK} bytes, got shape {info.shape}"
+            )
         frame += self._read(info.nbytes - len(frame))
         values: Any = np.empty(info.shape, f"u{info.tensor_nbytes // info.n}" if info.n else "u1")
         try:
@@ -152,7 +154,9 @@ class FrameStream(StreamTransformExtension):
     def from_descriptor(version: str) -> "FrameStream":
         """Return the extension for a stream version; raise ArgumentError if this library does not support it."""
         if version != _VERSION:
-            raise ArgumentError(f"the checkpoint has streams of version {version!r}, this library reads {_VERSION!r}")
+            raise ArgumentError(
+                f"the checkpoint has streams of version {version!r}, but this library reads version {_VERSION!r}"
+            )
         return FrameStream()
 
     def get_descriptor(self) -> str:

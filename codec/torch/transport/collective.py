@@ -214,7 +214,7 @@ class Collective:
             cause = Cause.unpack(self._inbox.aborts[source])
             if not (OTHER_RANK <= cause.status <= DIFFERS and 0 <= cause.rank < self.size):
                 self.mesh.close()
-                return PeerError(f"rank {source} reports the status {cause.status}, which cannot be: make a new group")
+                return PeerError(f"rank {source} reports the unknown status {cause.status}: make a new group")
             if cause.status != DIFFERS:
                 self._cause = cause
                 return cause.error()

@@ -69,7 +69,7 @@ class DeviceTransfer:
     def connect(self, group: Any, usable: Sequence[Sequence[int]]) -> None:
         """Connect the GPUs of all ranks, unless `usable`, by rank, has [0] for a rank that cannot encode on its GPU."""
         if [0] in usable:
-            logger.info("rank %d cannot encode on its GPU: frames cross to host memory", usable.index([0]))
+            logger.info("rank %d cannot encode on its GPU: all ranks send frames from host memory", usable.index([0]))
             return
         self._pg = connect_nccl(group)
         self._abort = weakref.finalize(self, _abort, self._pg)
@@ -161,7 +161,9 @@ class DeviceTransfer:
             while not done():
                 self._mesh.check_open()  # NCCL does not notice a lost rank
                 if time.monotonic() > end:
-                    raise PeerError(f"frames from other GPUs did not arrive within {self._timeout}")
+                    raise PeerError(
+                        f"frames from other GPUs did not arrive within the timeout, {self._timeout}: make a new group"
+                    )
                 time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
@@ -180,7 +182,7 @@ def _as_peer_errors() -> Generator[None]:
     except PeerError:
         raise
     except RuntimeError as e:
-        raise PeerError(f"a rank is gone or does not answer: {e}") from e
+        raise PeerError(f"a rank is gone or does not answer: {e}; make a new group") from e
 
 
 def _abort(pg: Any) -> None:

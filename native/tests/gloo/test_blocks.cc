@@ -147,7 +147,7 @@ std::string spoilt(Rank &me)
 				blocks.encode(x.data());
 			}
 			reduce(blocks, context, how);
-			thrown<PeerError>([&] { blocks.decode(x.data()); }, "given up");
+			thrown<PeerError>([&] { blocks.decode(x.data()); }, "has sent no element");
 
 			for (size_t at : {0, 9, 20, 60, 100}) {
 				Blocks::Options options(context);
@@ -172,7 +172,7 @@ std::string spoilt(Rank &me)
 				if (me.rank == 1)
 					thrown<FrameError>([&] { blocks.decode(x.data()); });
 				else
-					thrown<PeerError>([&] { blocks.decode(x.data()); }, "given up");
+					thrown<PeerError>([&] { blocks.decode(x.data()); }, "has sent no element");
 			}
 
 			/* the next reduction succeeds */

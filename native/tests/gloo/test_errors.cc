@@ -412,7 +412,7 @@ std::string other_wish(Rank &me)
 					else
 						call.run(group);
 				},
-				"asks for something else");
+				"has begun another collective, or passed other arguments");
 			check_unharmed(group, me, call);
 		} catch (const std::exception &e) {
 			throw std::logic_error("wish " + std::to_string(i) + ": " + e.what());
@@ -675,8 +675,10 @@ std::string books(Rank &me)
 		EXPECT(group.sent_nbytes() - before != 2 * with_a); /* codebook B gives frames of another size */
 		/* ranks encode with different codebooks */
 		const codec_codebook &mine = me.rank == WRONG ? b : a;
-		thrown<PeerError>([&] { reduce(&mine, {a, b}); }, "asks for something else");
-		thrown<PeerError>([&] { reduce(me.rank == WRONG ? nullptr : &a, {a, b}); }, "asks for something else");
+		thrown<PeerError>([&] { reduce(&mine, {a, b}); },
+				  "has begun another collective, or passed other arguments");
+		thrown<PeerError>([&] { reduce(me.rank == WRONG ? nullptr : &a, {a, b}); },
+				  "has begun another collective, or passed other arguments");
 		/* frames name book A, which no receiver knows: every rank has its own error */
 		EXPECT(thrown<ArgumentError>([&] { reduce(&a, {b}); }) == CODEC_UNKNOWN_CODEBOOK);
 		/* one receiver does not know book A */

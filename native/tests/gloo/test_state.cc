@@ -201,7 +201,7 @@ std::string by_users_metric(Rank &me)
 		x = before;
 		options.metric = me.rank == 1 ? nullptr : options.metric;
 		thrown<PeerError>([&] { group.allreduce(x.data(), N_VALUES, CODEC_FLOAT32, spec, options); },
-				  "asks for something else");
+				  "has begun another collective, or passed other arguments");
 	}
 	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";

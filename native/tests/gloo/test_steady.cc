@@ -116,7 +116,8 @@ std::string differ(Rank &me)
 				}
 				const Call &mine = CALLS[me.rank == WRONG ? b : a];
 				soon([&] {
-					thrown<PeerError>([&] { mine.run(group, me); }, "asks for something else");
+					thrown<PeerError>([&] { mine.run(group, me); },
+							  "has begun another collective, or passed other arguments");
 				});
 				EXPECT(!group.closed());
 			} catch (const std::exception &e) {
@@ -222,8 +223,9 @@ std::string renew(Rank &me)
 					if (differ) {
 						const Call &mine = CALLS[(i + (me.rank == WRONG)) % CALLS.size()];
 
-						thrown<PeerError>([&] { mine.run(*group, me); },
-								  "asks for something else");
+						thrown<PeerError>(
+							[&] { mine.run(*group, me); },
+							"has begun another collective, or passed other arguments");
 					}
 					if (all || me.rank == WRONG)
 						group = std::make_unique<Group>(context);
@@ -264,7 +266,7 @@ void work(const std::shared_ptr<::gloo::Context> &context, const Rank &me, uint3
 
 		if (differs && i % 3 == 2)
 			thrown<PeerError>([&] { CALLS[me.rank == WRONG ? b : a].run(group, me); },
-					  "asks for something else");
+					  "has begun another collective, or passed other arguments");
 		else
 			EXPECT(CALLS[a].run(group, me) == wanted[a]);
 	}

@@ -30,7 +30,7 @@ def test_compiled_function_is_one_graph():
 
 def test_spec_made_inside_of_a_compiled_function_is_refused():
     compiled = torch.compile(lambda x: codec.torch.encode(x, codec.Quantize(4)), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="make the spec outside of the compiled function"):
+    with pytest.raises(Exception, match="cannot be created inside of a compiled function"):
         compiled(X)
 
 

@@ -38,7 +38,7 @@ def _lost(rank, size, how, path):
     took = time.monotonic() - begin
     assert torch.equal(t, before)
     group.abort()
-    with pytest.raises(codec.PeerError, match="make a new one"):
+    with pytest.raises(codec.PeerError, match="make a new group"):
         group.allreduce([t], dist.AllreduceOptions())
     left = [r for r in range(size) if r != 1]
     again = codec.torch.ProcessGroup(dist.PrefixStore("again", store), left.index(rank), len(left), timeout)

@@ -123,7 +123,7 @@ def _lacking(rank, size):
     model = wrapped(EqualLayers())
     optimizer = torch.optim.SGD(model.module.layers[:3].parameters(), 0.1)
     codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer).register(model)
-    with pytest.raises(codec.ArgumentError, match=r"does not have layers\.3\.weight"):
+    with pytest.raises(codec.ArgumentError, match=r"lacks the parameters layers\.3\.weight"):
         model(torch.ones(4, 64)).sum().backward()
 
 
@@ -173,8 +173,8 @@ def test_wrong_arguments_are_rejected():
     for bad in ("foo", 5, []):
         with pytest.raises(codec.ArgumentError, match="algorithm must be"):
             codec.torch.ddp_hook(options=codec.options(algorithm=bad))
-    with pytest.raises(codec.ArgumentError, match="a DistributedDataParallel, not for Sequential"):
+    with pytest.raises(codec.ArgumentError, match="a DistributedDataParallel, got Sequential"):
         again.register(torch.nn.Sequential())
     for bad in (None, [1], {"worker": 1}):
-        with pytest.raises(codec.StateError, match=r"a hook|not a state"):
+        with pytest.raises(codec.StateError, match=r"a hook|has no 'version'"):
             again.load_state_dict(bad)

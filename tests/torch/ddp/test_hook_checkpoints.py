@@ -43,15 +43,15 @@ def _checked(rank, size):
     for wrong, match in [
         (other, rf"to rank {(rank + 1) % size} of {size}.*this is rank {rank} of {size}.*reshard"),
         (three[0], r"reshard"),
-        ({"version": 1, "ranks": three}, r"3 ranks, and there are 2.*reshard"),
-        ({**state, "worker": renamed}, r"model does not have: 8\.weight, 9\.weight"),
+        ({"version": 1, "ranks": three}, r"3 ranks, but the group has 2.*reshard"),
+        ({**state, "worker": renamed}, r"model lacks: 8\.weight, 9\.weight"),
         ({**state, "worker": longer}, r"has \d+ values"),
-        ({**state, "steps": -1}, r"after -1 steps is impossible"),
-        ({**state, "sparse": "{}"}, r"not a list of names"),
-        ({**state, "buckets": "[1]"}, r"not a list of names"),
+        ({**state, "steps": -1}, r"damaged: it names rank . of 2 ranks, after -1 steps"),
+        ({**state, "sparse": "{}"}, r"must be a list of names"),
+        ({**state, "buckets": "[1]"}, r"must be a list of names"),
         ({k: v for k, v in state.items() if k != "server"}, r"lacks \['server'\]"),
         ({**state, "refresher": {}}, r"\['refresher'\] in excess"),
-        ("x", r"is a dict, not str"),
+        ("x", r"must be a dict, got str"),
     ]:
         with pytest.raises(codec.StateError, match=match):
             hook.load_state_dict(wrong)
@@ -64,9 +64,9 @@ def _checked(rank, size):
         late.load_state_dict(wrong)
         with pytest.raises(codec.StateError, match=r"reshard|does not have"):
             late.register(model)
-    with pytest.raises(codec.StateError, match="register the hook before"):
+    with pytest.raises(codec.StateError, match="register it before"):
         codec.torch.ddp_hook(SIGN).load_state_dict(everyones)
-    with pytest.raises(codec.StateError, match="register the hook before"):
+    with pytest.raises(codec.StateError, match="register it before"):
         codec.torch.ddp_hook(SIGN).state_dict(gather=True)
 
 
@@ -236,7 +236,7 @@ def test_reshard_refuses_incomplete_states():
     of = [{**state, "rank": rank, "world_size": 3} for rank in range(3)]
     assert [s["rank"] for s in hook.reshard(of, 2)] == [0, 1]
     for bad in (of[:2], of[::-1]):
-        with pytest.raises(codec.StateError, match="give the states of all"):
+        with pytest.raises(codec.StateError, match="pass the states of all"):
             hook.reshard(bad, 2)
     for bad in (0, True, 1 << 62):
         with pytest.raises(codec.ArgumentError, match="world_size"):

@@ -201,7 +201,7 @@ def test_ranks_agree_on_the_status_of_nan():
 def _returning(rank, size):
     model = wrapped()
     codec.torch.ddp_hook(transform=lambda buffer, gradients: buffer * 2).register(model)
-    with pytest.raises(codec.ArgumentError, match="return None; it returned"):
+    with pytest.raises(codec.ArgumentError, match="it returned"):
         step_of(model, rank, lambda m, rank: _loss(m, rank, 0))
 
 

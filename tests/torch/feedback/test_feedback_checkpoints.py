@@ -55,7 +55,7 @@ def _resharded(rank, size, states, op):
     feedback = codec.torch.Feedback(codec.Sign(group_size=128))
     feedback.load_state_dict(states[0])  # saved by rank 0 of 4
     x = torch.zeros(4000)
-    with pytest.raises(codec.StateError, match=r"rank 0 of 4, and this is rank"):
+    with pytest.raises(codec.StateError, match=r"rank 0 of 4, but this is rank"):
         reduce(codec.view(x, segments={"a": (40, 100)}), feedback, op=op)
     feedback.load_state_dict(codec.torch.Feedback.reshard(states, size)[rank])
     held = corrections(states, op)

@@ -118,9 +118,9 @@ def _refused(rank, size):
         ({"op": "max"}, codec.ArgumentError, "maximum"),
         ({"feedback": torch.zeros(N)}, codec.ArgumentError, r"must be a codec\.torch\.Feedback, None or False, got"),
         ({"feedback": True}, codec.ArgumentError, "got True"),
-        ({"feedback": of_sums}, codec.ArgumentError, "residuals of a sum, and op is a mean"),
+        ({"feedback": of_sums}, codec.ArgumentError, "residuals for op 'sum', but the op is 'mean'"),
         ({"feedback": shorter}, codec.ArgumentError, "the tensor has 40000 values, but its residual has 100"),
-        ({"segments": {"a": (5,)}}, codec.ArgumentError, "40000 values, but its segments only 5"),
+        ({"segments": {"a": (5,)}}, codec.ArgumentError, "40000 values, but its segments have 5"),
         ({"segments": {"a": (N + 5,)}}, codec.ArgumentError, "segment"),
     ]
     usual = {"feedback": feedback, "op": "mean", "spec": codec.Quantize(4)}
@@ -186,7 +186,7 @@ def _cancelled(rank, size):
         work = codec.torch.all_reduce(x, op="mean", feedback=feedback, group=first, async_op=True)
         while feedback._change is None:
             time.sleep(0.001)
-        with pytest.raises(codec.StateError, match="another group"):
+        with pytest.raises(codec.StateError, match="another collective in flight"):
             codec.torch.all_reduce(gradient(rank, 1), op="mean", feedback=feedback, group=second)
         with pytest.raises(codec.StateError, match="in flight"):
             feedback.load_state_dict(feedback.state_dict())

@@ -219,7 +219,7 @@ def _refused_states(rank, size):
     mine = good[f"rank {rank}"]
     other = {"calls": 0, "residuals": {"nobody": torch.zeros(5)}}
     wrong = [
-        ({k: v for k, v in good.items() if k != f"rank {rank}"}, "one file for each rank"),
+        ({k: v for k, v in good.items() if k != f"rank {rank}"}, "load the state that this rank saved"),
         (good | {"world_size": 3}, "3 ranks"),
         (good | {"version": 2}, "version"),
         ({}, "state dict"),

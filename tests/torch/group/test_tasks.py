@@ -208,7 +208,7 @@ def test_deadline_moves_with_the_progress_of_the_awaited_rank():
     assert task.deadline(5) == begin + 1010
     task.expire()
     assert task.step()
-    with pytest.raises(codec.PeerError, match="rank 1 is gone or does not answer in time"):
+    with pytest.raises(codec.PeerError, match="rank 1 is gone or does not answer within the timeout"):
         task.work.result()
 
 

@@ -75,32 +75,32 @@ def _refusals(rank, size):
     key = next(k for k in worker if k.startswith("3.weight"))
     longer = {"3.weight[0:9999]" if k == key else k: torch.zeros(9999) if k == key else x for k, x in worker.items()}
     wrong = [
-        (None, "is a dict"),
-        ({}, "missing or extra"),
-        (changed("anchors", drop=True), "'anchors' is missing or extra"),
-        (changed("extra", to=1), "'extra' is missing or extra"),
+        (None, "must be a dict"),
+        ({}, "missing or unknown"),
+        (changed("anchors", drop=True), "'anchors' is missing or unknown"),
+        (changed("extra", to=1), "'extra' is missing or unknown"),
         (changed("version", to=2), "version 2"),
-        (changed("rank", to=1 - rank), f"rank {1 - rank} of 2, and this is rank {rank} of 2"),
+        (changed("rank", to=1 - rank), f"rank {1 - rank} of 2, but this is rank {rank} of 2"),
         (changed("world_size", to=3), "synchronize(exact=True)"),
         (changed("steps", to=-1), "damaged"),
         (changed("steps", to="8"), "'steps'"),
         (changed("apart", to=2), "damaged"),
-        (changed("fragments", to=1), "1 fragments, LocalSteps has 2"),
-        (changed("anchors", to=[]), "'anchors' of the state is a dict"),
-        (changed("anchors", "3.weight", drop=True), "other parameters than the model, such as '3.weight'"),
-        (changed("anchors", "9.weight", to=weight), "such as '9.weight'"),
-        (changed("anchors", "3.weight", to=weight.T[:5]), "shape and dtype"),
-        (changed("anchors", "3.weight", to=weight.double()), "shape and dtype"),
+        (changed("fragments", to=1), "1 fragments, but LocalSteps has fragments=2"),
+        (changed("anchors", to=[]), "'anchors' of the state must be a dict"),
+        (changed("anchors", "3.weight", drop=True), "only one of both has '3.weight'"),
+        (changed("anchors", "9.weight", to=weight), "only one of both has '9.weight'"),
+        (changed("anchors", "3.weight", to=weight.T[:5]), "must have shape"),
+        (changed("anchors", "3.weight", to=weight.double()), "must have shape"),
         (changed("anchors", "3.weight", to=weight * torch.nan), "NaN or Inf"),
         (changed("anchors", "3.weight", to="text"), "'text'"),
-        (changed("residuals", to={}), "it has no 'version'"),
+        (changed("residuals", to={}), "has no 'version'"),
         (changed("residuals", "worker", to=longer), "residual of 9999 values of '3.weight'"),
         (changed("residuals", "rank", to=1 - rank), "belong to another rank"),
-        (changed("outer", to={}), "no state of an outer optimizer"),
-        (changed("outer", "state", 0, "momentum_buffer", to=torch.ones(2, 2)), "no state of an outer optimizer"),
-        (changed("outer", "state", 99, to={}), "no state of an outer optimizer"),
+        (changed("outer", to={}), "lacks the state of an outer optimizer"),
+        (changed("outer", "state", 0, "momentum_buffer", to=torch.ones(2, 2)), "lacks the state of an outer optimizer"),
+        (changed("outer", "state", 99, to={}), "lacks the state of an outer optimizer"),
         (changed("pending", "fragment", to=2), "fragment 2 of 2"),
-        (changed("pending", "mean", drop=True), "'pending' of the state has the entries"),
+        (changed("pending", "mean", drop=True), "'pending' of the state must have the entries"),
         (changed("pending", "mine", to=torch.ones(3)), "'mine' of 'pending'"),
     ]
     found = []
@@ -156,5 +156,5 @@ def test_ranks_that_load_states_of_different_steps_raise(pool):
     (errors, a), (_, b) = pool.run(_different_steps)
     for kind, text in errors:
         assert kind == "PeerError"
-        assert "rank 1 has taken 4 steps and 1 synchronizations, rank 0 3 and 0" in text
+        assert "rank 1 is at step 4, synchronization 1, and rank 0 at step 3, synchronization 0" in text
     assert a == b

@@ -136,7 +136,10 @@ def frozen(rank):
         ({"fragments": 2}, "rank 1 has fragments=2, not the fragments=1"),
         ({"delay": 2}, "rank 1 has delay=2, not"),
         ({"outer": lambda p: torch.optim.SGD(p, lr=0.7)}, "rank 1 has outer='SGD"),
-        ({"model": narrow}, "rank 1 has other parameters: ['3.weight', [39, 40], 'torch.float32'] in place of"),
+        (
+            {"model": narrow},
+            "rank 1 has other parameters: ['3.weight', [39, 40], 'torch.float32'] in place of",
+        ),
         ({"model": frozen}, "rank 1 has 7 parameters, not the 8 of rank 0"),
     ],
     ids=lambda x: str(list(x)) if isinstance(x, dict) else "",
@@ -158,7 +161,7 @@ def sgd(parameters):
     [
         ({"every": 0}, "ArgumentError: every must be an int from 1 to 1099511627776, got 0"),
         ({"fragments": 20}, "ArgumentError: fragments must be an int from 1 to 10, got 20"),
-        ({"fragments": 9}, "ArgumentError: fragments=9, but the model has 8 parameters"),
+        ({"fragments": 9}, "ArgumentError: fragments=9 cannot be made of 8 parameters"),
         ({"fragments": 5, "delay": 3}, "ArgumentError: delay must be an int from 0 to 2, got 3"),
         ({"spec": codec.Truncate()}, "SpecError: spec=Truncate"),
         ({"spec": "none"}, "SpecError"),
@@ -182,17 +185,21 @@ def _models(rank, size):
     meta = nn.Linear(3, 3, device="meta")
     complex_ = nn.Linear(3, 3, dtype=torch.complex64)
     cases = [
-        (DistributedDataParallel(net()), adam(model), "DistributedDataParallel averages gradients in every step"),
+        (
+            DistributedDataParallel(net()),
+            adam(model),
+            "DistributedDataParallel, which averages gradients in every step",
+        ),
         ([model], adam(model), "model must be a torch.nn.Module"),
         (model, "adam", "optimizer must be a torch.optim.Optimizer"),
         (
             model,
             torch.optim.SGD([*model.parameters(), extra]),
-            "the optimizer has 1 parameters that the model does not",
+            "the optimizer has 1 parameters that the model lacks",
         ),
-        (model, adam(net()), "parameters that the model does not have"),
+        (model, adam(net()), "parameters that the model lacks"),
         (frozen, adam(frozen), "no parameter that requires a gradient"),
-        (meta, adam(meta), "parameter 'weight' is torch.float32 on meta"),
+        (meta, adam(meta), "parameter 'weight' must be dense and real, and not on meta"),
         (complex_, adam(complex_), "parameter 'weight' is torch.complex64"),
     ]
     found = []

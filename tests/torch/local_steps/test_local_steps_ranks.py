@@ -182,7 +182,7 @@ def _refused_change(rank, size):
 def test_wrong_groups_are_refused():
     (first, a), (second, b) = run_ranks(2, _refused_change)
     assert [kind for kind, _ in first + second] == ["ArgumentError"] * 3
-    assert "this rank is not in the group" in second[1][1]
+    assert "this rank is not in group=" in second[1][1]
     assert a == b
 
 

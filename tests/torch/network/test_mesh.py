@@ -141,7 +141,7 @@ def test_rank_that_floods_a_waiting_one_is_lost(hand, monkeypatch):
     peer.sendall(b"".join(packed(9, b"", index=i) for i in range(300)))
     error = outcome(awaited)
     assert isinstance(error, codec.PeerError)
-    assert "not asked for" in str(error)
+    assert "not requested" in str(error)
 
 
 def test_many_small_early_messages_take_linear_time(hand):

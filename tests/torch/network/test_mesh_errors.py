@@ -128,7 +128,7 @@ def test_bytes_that_are_no_message_are_a_lost_rank(hand, bytes_):
     peer.sendall(bytes_)
     error = outcome(receive)
     assert isinstance(error, codec.PeerError)
-    assert "no message" in str(error)
+    assert "not a message" in str(error)
 
 
 def test_paused_connection_that_breaks_is_noticed_once(hand, monkeypatch):
@@ -163,7 +163,7 @@ def test_failed_connecting_closes_the_connections_that_were_made(monkeypatch):
     a, b = tcp_pair()
 
     def accept(peer, tag, seconds):
-        raise codec.PeerError(f"rank {peer} has not connected in time")
+        raise codec.PeerError(f"rank {peer} has not connected within the timeout")
 
     connection = SimpleNamespace(detach=lambda: a)
     endpoint = SimpleNamespace(connect=lambda peer, tag, seconds: connection, accept=accept)

@@ -67,7 +67,7 @@ def _loaded(rank, size, saved):
     model.module.load_state_dict(parameters)
     optimizer = optimizer_of(model).register(model, options=OPTIONS)
     before = plain(optimizer.state_dict())
-    with pytest.raises(codec.StateError, match=r"one of 4 ranks, and there are 2.*gather=True"):
+    with pytest.raises(codec.StateError, match=r"one of 4 ranks, but the group has 2.*gather=True"):
         optimizer.load_state_dict(alone)
     assert plain(optimizer.state_dict()) == before
     optimizer.load_state_dict(state)
@@ -192,11 +192,11 @@ def test_wrong_states_are_refused_and_change_nothing():
         ("x", "has 'state' and 'param_groups'"),
         ({}, "has 'state' and 'param_groups'"),
         ({"state": {}, "param_groups": 5}, "damaged"),
-        (shape, r"exp_avg_sq of parameter 0 has shape \(3,\), the parameter \(30, 20\)"),
+        (shape, r"exp_avg_sq of parameter 0 must have the shape of the parameter, \(30, 20\), got \(3,\)"),
         (amsgrad, "amsgrad"),
         (groups, "does not fit"),
-        (without_entry, "without its entry 'one_bit'"),
-        (no_dict, "is a dict, not int"),
+        (without_entry, "lacks the entry 'one_bit'"),
+        (no_dict, "must be a dict, got int"),
         (with_entry(good, version=None), "version None"),
         *((with_entry(good, frozen=x), "'frozen'") for x in (None, 2, True, "1")),
         *((with_entry(good, steps=x), "'steps'") for x in (None, -1, 5.0)),
@@ -281,14 +281,14 @@ def _parts_missing(rank, size):
     del lost["param_groups"][0]["one_bit"]
     before = plain(optimizer.state_dict())
     for wrong, match in [
-        (part, "only a part of the state"),
+        (part, "variance_step of parameter"),
         (lost, "residuals are lost"),
         (with_entry(own, **{mine: None}), f"none of rank {rank}: load"),
         (with_entry(own, **{mine: None, other: data}), f"none of rank {rank}: load"),
         (with_entry(own, **{mine: good["param_groups"][0]["one_bit"][other]}), f"belong to rank {1 - rank}"),
         (with_entry(own, ranks=3), "that of one of 3 ranks"),
         *((with_entry(own, **{mine: data[:n]}), "is damaged") for n in (0, 7, 8, 100, len(data) - 1)),
-        (with_entry(own, **{mine: b"\x02" + bytes(7) + b"{}"}), r"damaged|has states of \[\]"),
+        (with_entry(own, **{mine: b"\x02" + bytes(7) + b"{}"}), r"damaged|must have the states .*, got \[\]"),
         (with_entry(own, **{mine: (10**5).to_bytes(8, "little") + b"[" * 10**5}), "is damaged"),
     ]:
         with pytest.raises(codec.StateError, match=match):

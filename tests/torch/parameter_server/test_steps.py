@@ -54,7 +54,7 @@ def test_requests_without_keys_begin_no_step():
     for call in (push, pull):
         with pytest.raises(codec.StateError, match="names no key"):
             call(steps, 1, 0, keys=())
-    with pytest.raises(codec.StateError, match="before it has pushed"):
+    with pytest.raises(codec.StateError, match="but has not pushed"):
         pull(steps, 1, 0)
     assert steps.in_flight() == 0
 

@@ -78,7 +78,7 @@ def test_shapes_that_do_not_fit_the_message_are_refused(dimensions):
     start = WHOLE[:20]
     table = struct.pack("<2Q", 10, dimensions)
     crc = struct.pack("<I", zlib.crc32(start + bytes(4) + table))
-    with pytest.raises(codec.FrameError, match="ends in its envelope"):
+    with pytest.raises(codec.FrameError, match="ends before its first tensor"):
         read(start + crc + table + bytes(1000))
 
 

@@ -134,7 +134,7 @@ def _too_long(rank, size):
         codec.torch.send(b"long message", 1, tag=7)
         codec.torch.send(b"next", 1, tag=7)
         return None
-    with pytest.raises(codec.PeerError, match="12 bytes, but max_nbytes is 11"):
+    with pytest.raises(codec.PeerError, match="12 bytes, more than max_nbytes, 11"):
         codec.torch.recv(0, tag=7, max_nbytes=11)
     return codec.torch.recv(0, tag=7, max_nbytes=12), codec.torch.recv(0, tag=7, max_nbytes=12)
 
@@ -145,10 +145,10 @@ def test_message_above_max_nbytes_can_be_received_later(ranks):
 
 def _late(rank, size):
     if rank == 0:
-        with pytest.raises(codec.PeerError, match="in time"):
+        with pytest.raises(codec.PeerError, match="within the timeout"):
             codec.torch.recv(1, tag=8, options=within(0.05))  # times out: the sender has not connected yet
         dist.barrier()
-        with pytest.raises(codec.PeerError, match="in time"):
+        with pytest.raises(codec.PeerError, match="within the timeout"):
             codec.torch.recv(1, tag=8, options=within(0.05))  # times out: connected, but no message yet
         dist.barrier()
         return codec.torch.recv(1, tag=8)
@@ -244,7 +244,7 @@ def _forked(rank, size):
 def test_forked_process_cannot_use_connections(ranks):
     ranks.new_group()
     for text, received in ranks.run(_forked):
-        assert "forked" in text
+        assert "fork()" in text
         assert received == b"parent again"
 
 

@@ -65,7 +65,7 @@ def test_frames_of_other_kinds_are_refused():
     for frame in (b"", b"abc" * 100, codec.encode(np.zeros((3, 3))), codec.encode(np.zeros(2 << 20)), delta):
         with pytest.raises(codec.FrameError):
             read(frame)
-    with pytest.raises(codec.ArgumentError, match="streams of version '2', this library reads '1'"):
+    with pytest.raises(codec.ArgumentError, match="streams of version '2', but this library reads version '1'"):
         stream.FrameStream.from_descriptor("2")
 
 

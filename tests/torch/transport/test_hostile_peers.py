@@ -349,7 +349,7 @@ def _flooded(rank, size):
     limit, inbox.MOST_AHEAD_NBYTES = inbox.MOST_AHEAD_NBYTES, 8 << 20
     early, inbox.MOST_EARLY_NBYTES = inbox.MOST_EARLY_NBYTES, 4 << 20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(codec.PeerError, match="not asked for"):
+    with pytest.raises(codec.PeerError, match="not requested"):
         gathered()()
     inbox.MOST_AHEAD_NBYTES, inbox.MOST_EARLY_NBYTES = limit, early
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak

@@ -150,9 +150,10 @@ public:
 				detail::Reduction r = reduction(values, n, dtype, spec, options);
 
 				if ((r.residual || r.sums_residual) && chosen(options, r) == Algorithm::ring)
-					throw ArgumentError(
-						CODEC_BAD_ARGUMENT,
-						"a ring has no error feedback: its frames hold other ranks' values");
+					throw ArgumentError(CODEC_BAD_ARGUMENT,
+							    "a ring has no error feedback, because each rank encodes "
+							    "sums of other ranks' values: use "
+							    "two_shot or all_gather");
 				if (chosen(options, r) == Algorithm::blocks)
 					check_blocks(options, r);
 				if (chosen(options, r) != Algorithm::raw)
@@ -243,9 +244,9 @@ private:
 	size_t of_all(size_t n, const void *out) const
 	{
 		if (!out && n)
-			throw ArgumentError(CODEC_BAD_ARGUMENT, "no memory for the result");
+			throw ArgumentError(CODEC_BAD_ARGUMENT, "the destination of the result must not be null");
 		if (n > SIZE_MAX / sizeof(float) / channel_.size)
-			throw ArgumentError(CODEC_BAD_SHAPE, "there is no memory for as many values");
+			throw ArgumentError(CODEC_BAD_SHAPE, "the result has more values than memory can hold");
 		return n * channel_.size;
 	}
 
@@ -254,9 +255,9 @@ private:
 				    const Options &options)
 	{
 		if (dtype != CODEC_FLOAT32 && dtype != CODEC_BFLOAT16 && dtype != CODEC_FLOAT16)
-			throw ArgumentError(CODEC_BAD_DTYPE, "only float32, bfloat16 and float16 can be reduced");
+			throw ArgumentError(CODEC_BAD_DTYPE, "dtype must be float32, bfloat16 or float16");
 		if (!values && n)
-			throw ArgumentError(CODEC_BAD_ARGUMENT, "no tensor");
+			throw ArgumentError(CODEC_BAD_ARGUMENT, "the tensor must not be null");
 		if (spec.codec == CODEC_DELTA)
 			throw SpecError(CODEC_BAD_SPEC, "CODEC_DELTA needs a base, which collectives do not have: use "
 							"CODEC_LOSSLESS for exact results");
@@ -322,17 +323,19 @@ private:
 	{
 		if (options.algorithm != Algorithm::automatic || options.out || options.sums_residual ||
 		    !options.segments.empty())
-			throw ArgumentError(CODEC_BAD_ARGUMENT,
-					    "only an all-reduce takes an algorithm, segments, out and sums_residual");
+			throw ArgumentError(
+				CODEC_BAD_ARGUMENT,
+				"algorithm, segments, out and sums_residual of Options are for all-reduces only");
 	}
 
 	static void check_blocks(const Options &options, const detail::Reduction &r)
 	{
 		if (!is_fixed_rate(r.spec))
-			throw SpecError(CODEC_BAD_SPEC, "frames of this codec differ in size: they cannot be elements");
+			throw SpecError(CODEC_BAD_SPEC,
+					"blocks need a codec of fixed rate: the size of this codec's frames varies");
 		if (options.sums_residual || !options.segments.empty())
 			throw ArgumentError(CODEC_BAD_ARGUMENT,
-					    "blocks have no segments, and no error feedback of sums");
+					    "Options::segments and Options::sums_residual cannot be used with blocks");
 	}
 
 	/*
@@ -543,7 +546,8 @@ private:
 			if (!request.able)
 				throw PeerError(detail::Channel::name(rank) + " could not begin: nothing was changed");
 			if (request.signature != signature)
-				throw PeerError(detail::Channel::name(rank) + " asks for something else than " +
+				throw PeerError(detail::Channel::name(rank) +
+						" has begun another collective, or passed other arguments, than " +
 						detail::Channel::name(channel_.rank) + ": nothing was changed");
 		}
 	}
@@ -571,7 +575,7 @@ private:
 		if (error)
 			std::rethrow_exception(error);
 		if (verdict.outcome != Outcome::success)
-			throw PeerError("a rank has lost another one: nothing was changed");
+			throw PeerError("a rank has lost another rank: nothing was changed");
 	}
 
 	/* Return the outcome to report to the other ranks for `error`; success if it is null. */

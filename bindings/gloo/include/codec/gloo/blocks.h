@@ -79,7 +79,8 @@ public:
 		size_t nbytes;
 
 		if (!is_fixed_rate(spec))
-			throw SpecError(CODEC_BAD_SPEC, "frames of this codec differ in size: they cannot be elements");
+			throw SpecError(CODEC_BAD_SPEC,
+					"blocks need a codec of fixed rate: the size of this codec's frames varies");
 		/*
 		 * the bound is the exact size of an element, which has no segments; the last element may be shorter,
 		 * but its frame is not larger
@@ -191,7 +192,7 @@ private:
 		const uint8_t nothing[4] = {};
 
 		if (!std::memcmp(element, nothing, sizeof nothing))
-			throw PeerError("a rank has given up");
+			throw PeerError("a rank has failed, and has sent no element");
 	}
 
 	/* Return the number of values in an element. Throws FrameError unless it is a frame of the agreed spec. */

@@ -305,7 +305,7 @@ public:
 		std::memcpy(&nbytes, p, LENGTH);
 		if (nbytes > most)
 			throw FrameError(CODEC_LIMIT, name(incoming.source) + " announces a frame of " +
-							      std::to_string(nbytes) + " bytes; it can have at most " +
+							      std::to_string(nbytes) + " bytes; the maximum is " +
 							      std::to_string(most));
 		std::memcpy(&found, p + LENGTH + nbytes, STAMP);
 		if (found != stamp_of(round_))
@@ -313,7 +313,7 @@ public:
 								  std::to_string(nbytes) +
 								  " bytes, but its message has another length");
 		if (!nbytes)
-			throw PeerError(name(incoming.source) + " has given up");
+			throw PeerError(name(incoming.source) + " has failed, and has sent no frame");
 		return {p + LENGTH, nbytes};
 	}
 
@@ -523,7 +523,7 @@ private:
 		if (adopted_ > MOST_ROUNDS) {
 			close();
 			throw PeerError("a rank proposes " + std::to_string(adopted_) +
-					" as the number of this collective, which is more than possible");
+					" as the number of this collective, which is out of range");
 		}
 		for (uint64_t newest = newest_round(); newest < adopted_;)
 			newest_round().compare_exchange_weak(newest, adopted_);
@@ -582,8 +582,8 @@ private:
 		if (message[0] > static_cast<uint64_t>(Outcome::not_finite) ||
 		    message[1] >= static_cast<uint64_t>(size)) {
 			close();
-			throw PeerError("rank 0 reports outcome " + std::to_string(message[0]) + " of rank " +
-					std::to_string(message[1]) + ", which is unknown: nothing was changed");
+			throw PeerError("rank 0 reports the unknown outcome " + std::to_string(message[0]) +
+					" of rank " + std::to_string(message[1]) + ": nothing was changed");
 		}
 		return {static_cast<Outcome>(message[0]), static_cast<int>(message[1]), times_of(message)};
 	}
@@ -672,9 +672,9 @@ private:
 		for (const Incoming &each : asked.in) {
 			if (!absent_[each.source] && asked.all[each.source].back() != n) {
 				close();
-				throw PeerError(name(each.source) + " is at another point of the program than " +
-						name(rank) +
-						", has another version of codec/gloo.h, or sent a message in part");
+				throw PeerError(
+					name(each.source) + " is at another point of the program than " + name(rank) +
+					", has another version of codec/gloo.h, or has sent only a part of a message");
 			}
 		}
 	}

@@ -29,7 +29,9 @@ inline void check_metrics(const codec_metric *metric, uint64_t n)
 				good = good && (!t || (t->struct_nbytes >= sizeof *t && (t->data || !n) &&
 						       t->nbytes == n * codec_dtype_nbytes(t->dtype)));
 		if (!good)
-			throw ArgumentError(CODEC_BAD_ARGUMENT, "a metric, or an array of it, does not fit the tensor");
+			throw ArgumentError(
+				CODEC_BAD_ARGUMENT,
+				"a metric is invalid, or one of its arrays does not have as many values as the tensor");
 	}
 }
 
