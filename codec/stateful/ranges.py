@@ -72,8 +72,7 @@ def layout_of(given: Any) -> Layout:
     except TypeError:
         raise ArgumentError(
             "layout must be a list of (key, numel) or (key, start, stop) with string keys, or a view with "
-            "segments={name: "
-            f"shape}}, got {shown_value(given)}"
+            f"segments={{name: shape}}, got {shown_value(given)}"
         ) from None
 
 

@@ -128,7 +128,7 @@ def test_sender_continues_from_its_folder(tmp_path):
 
 
 def test_wrong_folders_are_rejected(tmp_path):
-    with pytest.raises(codec.ArgumentError, match="give weights"):
+    with pytest.raises(codec.ArgumentError, match="pass weights"):
         codec.WeightSender()
     with pytest.raises(codec.StateError, match="holds no weights"):
         codec.WeightSender(folder=tmp_path / "empty")

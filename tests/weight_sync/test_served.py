@@ -117,6 +117,6 @@ def test_tensors_that_do_not_fit_are_rejected_before_one_is_written(chain):
             receiver.apply(updates[0], into=served)
         served.pop(name, None)
         assert equal({n: x for n, x in all_weights[0].items() if n != name}, served)
-    with pytest.raises(codec.ArgumentError, match="not both"):
+    with pytest.raises(codec.ArgumentError, match="got both"):
         receiver.apply(updates[0], dict, into=served)
     assert (receiver.version, receiver.staged) == (0, None)

@@ -185,7 +185,7 @@ def test_server_offers_updates_only(tmp_path):
         url = server.url
     with pytest.raises(codec.ArgumentError, match="cannot be read"):
         read_head(url, timeout=5)
-    with pytest.raises(codec.ArgumentError, match="cannot be listened on"):
+    with pytest.raises(codec.ArgumentError, match="cannot listen on"):
         serve(tmp_path, "203.0.113.1")
 
 

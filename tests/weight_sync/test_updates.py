@@ -88,7 +88,7 @@ def test_snapshot_after_a_gap_brings_a_receiver_of_other_weights_back():
     sender.abandon()
     new = stepped(weights(), 2)
     update = sender.diff(new)
-    with pytest.raises(codec.StateError, match="needs version 0 as its base, version 1 is here"):
+    with pytest.raises(codec.StateError, match="needs version 0 as its base, but the current version is 1"):
         receiver.apply(update)
     full = sender.diff(new, full=True)
     receiver.apply(full)
@@ -146,10 +146,10 @@ def test_doubled_and_reordered_updates_change_nothing(chain):
     receiver = codec.WeightReceiver(all_weights[0])
     calls = []
     for update, error in (
-        (updates[1], "needs version 1 as its base, version 0 is here"),
+        (updates[1], "needs version 1 as its base, but the current version is 0"),
         (updates[0], None),
         (updates[0], "applied already"),
-        (updates[2], "needs version 2 as its base, version 1 is here"),
+        (updates[2], "needs version 2 as its base, but the current version is 1"),
         (updates[1], None),
         (updates[0], "not newer than the current version, 2"),
     ):
@@ -167,7 +167,7 @@ def test_doubled_and_reordered_updates_change_nothing(chain):
 def test_update_for_the_same_version_of_other_weights_is_rejected(chain):
     all_weights, updates = chain
     receiver = codec.WeightReceiver(stepped(all_weights[0], 99))
-    with pytest.raises(codec.StateError, match="version 0 is here with other values"):
+    with pytest.raises(codec.StateError, match="the current version is 0 with other values"):
         receiver.apply(updates[0])
     receiver.verify()
 

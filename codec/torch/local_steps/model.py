@@ -32,8 +32,8 @@ def module_of(model: Any) -> torch.nn.Module:
     if isinstance(model, DistributedDataParallel):
         raise ArgumentError(
             "model must not be a DistributedDataParallel, which averages gradients in every step: pass the module "
-            "itself. To average gradients within a host and parameters between hosts, pass model.module, and as group= "
-            "the ranks that are the same in each group of DistributedDataParallel"
+            "itself. To average gradients within each host and parameters between hosts, pass model.module, and as "
+            "group= one rank of each group of DistributedDataParallel"
         )
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, got {shown(model)}")

@@ -211,7 +211,7 @@ class ParameterClient:
         step, spec = _step(step), plain_spec(spec)
         require_feedback(spec, "push frames of codec.encode(residual=, feedback=True), and pull their mean")
         if isinstance(spec, Ternary) and spec.scale is not None:
-            raise SpecError(f"the workers agree on a scale: leave scale={spec.scale} out")
+            raise SpecError(f"the workers agree on a scale: leave out scale={spec.scale}")
         with self._call():
             try:
                 dense = {name: self._session.tensor_of(name, gradient) for name, gradient in gradients.items()}

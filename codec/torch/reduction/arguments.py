@@ -179,8 +179,7 @@ def check_dense(tensor: Any) -> None:
         raise ArgumentError(f"a tensor must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_neg():
         raise ArgumentError(
-            f"a tensor must be dense and not lazily negated, got layout {tensor.layout} on {tensor.device}: pass "
-            ".to_dense(), or .clone()"
+            f"a tensor must be dense, not on meta and not lazily negated, got layout {tensor.layout} on {tensor.device}"
         )
 
 
@@ -188,9 +187,11 @@ def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
     """Raise ArgumentError unless `large` has `times` as many values as `small`, of the same dtype."""
     check_dense(large)
     check_dense(small)
-    have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
-    if have != want or dtype != other:
-        raise ArgumentError(f"the larger tensor must have {want} values of {other}, got {have} of {dtype}")
+    if large.numel() != times * small.numel() or large.dtype != small.dtype:
+        raise ArgumentError(
+            f"of output and tensor, one must have {times} times as many values as the other, and both the same dtype, "
+            f"got {large.numel()} of {large.dtype} and {small.numel()} of {small.dtype}"
+        )
 
 
 def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") -> None:

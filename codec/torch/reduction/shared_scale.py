@@ -28,7 +28,7 @@ def check(spec: Spec, op: str) -> None:
         raise SpecError(f'spec must be Ternary for algorithm="shared_scale", got {spec}')
     if spec.scale is not None:
         raise SpecError(
-            f'leave scale={spec.scale} out with algorithm="shared_scale", in which the ranks agree on the scale'
+            f'leave out scale={spec.scale} with algorithm="shared_scale", in which the ranks agree on the scale'
         )
     if op == "max":
         raise ArgumentError('op must be a sum or a mean for algorithm="shared_scale", got a maximum')

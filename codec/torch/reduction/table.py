@@ -118,7 +118,6 @@ def check_request(requested: Any, spec: Spec, op: str, *, feedback: bool) -> Non
     algorithm.check(spec, op)
     if feedback and not algorithm.feedback:
         raise ArgumentError(
-            f'algorithm="{algorithm.name}" has no error feedback, because each rank encodes sums of other ranks\' '
-            "values: "
-            'use "two_shot" or "all_gather"'
+            f'algorithm="{algorithm.name}" has no error feedback, because its frames hold sums of other ranks\' '
+            'values: use "two_shot" or "all_gather"'
         )

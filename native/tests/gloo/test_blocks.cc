@@ -36,7 +36,7 @@ std::string by_hand(Rank &me)
 
 	for (const Case &c : codecs()) {
 		if (!is_fixed_rate(c.spec)) {
-			thrown<SpecError>([&] { Blocks(c.spec, CODEC_FLOAT32, 10); }, "differ in size");
+			thrown<SpecError>([&] { Blocks(c.spec, CODEC_FLOAT32, 10); }, "need a codec of fixed rate");
 			continue;
 		}
 		for (Gloo how : HOW) {

@@ -327,7 +327,7 @@ TEST_CASE("Outcomes that are unknown, negative or arrive in part are a PeerError
 		Message message = Peer::message_of({0, 0, 0, 0, 0});
 
 		message.resize(cut);
-		check(outcome("cut after " + std::to_string(cut), message, -1, "in part"));
+		check(outcome("cut after " + std::to_string(cut), message, -1, "only a part"));
 	}
 }
 

@@ -50,7 +50,7 @@ def _checked(rank, size):
         ({**state, "sparse": "{}"}, r"must be a list of names"),
         ({**state, "buckets": "[1]"}, r"must be a list of names"),
         ({k: v for k, v in state.items() if k != "server"}, r"lacks \['server'\]"),
-        ({**state, "refresher": {}}, r"\['refresher'\] in excess"),
+        ({**state, "refresher": {}}, r"the unexpected \['refresher'\]"),
         ("x", r"must be a dict, got str"),
     ]:
         with pytest.raises(codec.StateError, match=match):
@@ -62,7 +62,7 @@ def _checked(rank, size):
     for wrong in (other, {**state, "worker": renamed}):
         late = codec.torch.ddp_hook(SIGN)
         late.load_state_dict(wrong)
-        with pytest.raises(codec.StateError, match=r"reshard|does not have"):
+        with pytest.raises(codec.StateError, match=r"reshard|the model lacks"):
             late.register(model)
     with pytest.raises(codec.StateError, match="register it before"):
         codec.torch.ddp_hook(SIGN).load_state_dict(everyones)

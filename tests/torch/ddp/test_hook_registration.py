@@ -33,7 +33,7 @@ def _second_model(rank, size):
     for model in (DistributedDataParallel(small_net()), DistributedDataParallel(small_net())):
         model.register_comm_hook(both, codec.torch.comm_hook)
         other = model, other
-    with pytest.raises(codec.ArgumentError, match="registered to 2 models"):
+    with pytest.raises(codec.ArgumentError, match="registered with one model, but is with 2"):
         take_step(other[0], rank, small_forward)
 
 

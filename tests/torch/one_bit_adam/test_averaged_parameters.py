@@ -280,7 +280,7 @@ def _added(rank, size):
                 twin.step()
                 assert torch.allclose(second, copied, atol=1e-5)
         assert len(optimizer.param_groups) == 2
-        with pytest.raises(codec.StateError, match="second moments are frozen"):
+        with pytest.raises(codec.StateError, match="after the freeze of second moments"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         assert len(optimizer.param_groups) == 2
         assert float(optimizer.state[third]["step"]) == 4

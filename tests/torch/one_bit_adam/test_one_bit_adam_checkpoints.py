@@ -183,14 +183,14 @@ def test_wrong_states_are_refused_and_change_nothing():
     no_dict["param_groups"][0]["one_bit"] = 5
     before = plain(good)
     for wrong, match in [
-        *((changed(good, "state", 0, "step", x), "step of parameter 0 is") for x in steps),
+        *((changed(good, "state", 0, "step", x), "step of parameter 0 must be") for x in steps),
         *((changed(good, "param_groups", 0, k, x), k) for k, some in groups_of.items() for x in some),
         *((changed(good, "state", 0, x), "damaged") for x in ("x", 5, [1])),
         (changed(good, "state", 0, "variance_step", 9), "variance_step"),
         (changed(good, "param_groups", torch.ones(3)), "damaged"),
         (changed(good, "param_groups", 0, "params", 5), "damaged"),
-        ("x", "has 'state' and 'param_groups'"),
-        ({}, "has 'state' and 'param_groups'"),
+        ("x", "must have 'state' and 'param_groups'"),
+        ({}, "must have 'state' and 'param_groups'"),
         ({"state": {}, "param_groups": 5}, "damaged"),
         (shape, r"exp_avg_sq of parameter 0 must have the shape of the parameter, \(30, 20\), got \(3,\)"),
         (amsgrad, "amsgrad"),
@@ -202,7 +202,7 @@ def test_wrong_states_are_refused_and_change_nothing():
         *((with_entry(good, steps=x), "'steps'") for x in (None, -1, 5.0)),
         *((with_entry(good, ranks=x), "'ranks'") for x in (None, -1, 2**40)),
         *((with_entry(good, drift=x), "'drift'") for x in (5, "x", "[[1]]", "[[1, []]]", "[" * 10**5)),
-        (with_entry(good, **{"ranks": 1, "rank 0 of 1": "x"}), "'rank 0 of 1'.*is bytes"),
+        (with_entry(good, **{"ranks": 1, "rank 0 of 1": "x"}), "'rank 0 of 1'.*must be bytes"),
     ]:
         with pytest.raises(codec.StateError, match=match):
             optimizer.load_state_dict(wrong)
@@ -282,7 +282,7 @@ def _parts_missing(rank, size):
     before = plain(optimizer.state_dict())
     for wrong, match in [
         (part, "variance_step of parameter"),
-        (lost, "residuals are lost"),
+        (lost, "has the phase and the residuals"),
         (with_entry(own, **{mine: None}), f"none of rank {rank}: load"),
         (with_entry(own, **{mine: None, other: data}), f"none of rank {rank}: load"),
         (with_entry(own, **{mine: good["param_groups"][0]["one_bit"][other]}), f"belong to rank {1 - rank}"),

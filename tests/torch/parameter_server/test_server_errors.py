@@ -50,11 +50,11 @@ def _errors(client, worker, workers):
         with raises(codec.SpecError, "preset"):
             client.average(1, x, "tiny")
     client.push(1, {"a": torch.ones(4)})
-    with raises(codec.StateError, "has pushed 'a' in step 1 before"):
+    with raises(codec.StateError, "has already pushed 'a' in step 1"):
         client.push(1, {"b": torch.ones(2, 2), "a": torch.ones(4)})
     client.push(1, {"b": torch.ones(2, 2)})  # accepted, because the refused push stored none of its tensors
     client.pull(1, ["a"])
-    with raises(codec.StateError, "has pulled 'a' in step 1 before"):
+    with raises(codec.StateError, "has already pulled 'a' in step 1"):
         client.pull(1, ["a"])
     client.pull(1, ["b"])
     with raises(codec.SpecError, "decode_average needs Ternary frames with one scale"):

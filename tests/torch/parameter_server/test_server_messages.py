@@ -180,5 +180,5 @@ def test_damaged_averages_are_refused():
             decode(changed)
     # 100 sums, all 5; two workers' sums are at most 2
     packed = np.frombuffer(sums._HEAD.pack(2, 1.0, 1) + b"\xff" * 37 + b"\x0f", np.uint8)
-    with pytest.raises(codec.FrameError, match="largest sum"):
+    with pytest.raises(codec.FrameError, match="must be from -2 to 2"):
         decode(packed)

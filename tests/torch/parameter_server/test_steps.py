@@ -52,7 +52,7 @@ def test_abandoned_step_cannot_be_pushed_before_it_begins():
 def test_requests_without_keys_begin_no_step():
     steps = Steps([1, 2], MOST)
     for call in (push, pull):
-        with pytest.raises(codec.StateError, match="names no key"):
+        with pytest.raises(codec.StateError, match="must name at least one key"):
             call(steps, 1, 0, keys=())
     with pytest.raises(codec.StateError, match="but has not pushed"):
         pull(steps, 1, 0)

@@ -106,12 +106,12 @@ def _arguments(rank, size):
     with pytest.raises(codec.ArgumentError, match="must not be wrapped"):
         CompressedStage(wrapped, rank, size, "cpu")
     for wrong in ((), (net,)):
-        with pytest.raises(codec.ArgumentError, match="takes the stages"):
+        with pytest.raises(codec.ArgumentError, match="takes one or more CompressedStage"):
             attempts(*wrong)
     stage = CompressedStage(net, rank, size, "cpu", activations="delta" if rank else "direct")
-    with pytest.raises(codec.ArgumentError, match="kinds of activations"), next(attempts(stage)):
+    with pytest.raises(codec.ArgumentError, match="settings of stages must be equal"), next(attempts(stage)):
         pass
-    with pytest.raises(codec.ArgumentError, match="different stages"):
+    with pytest.raises(codec.ArgumentError, match="must be different ones"):
         attempts(stage, stage)
 
 

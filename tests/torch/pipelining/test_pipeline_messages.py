@@ -125,7 +125,7 @@ VALID = json.loads(Notes().report(last=False, samples=False))
     ],
 )
 def test_other_bytes_are_no_report(changed):
-    with pytest.raises(codec.PeerError, match="no valid report"):
+    with pytest.raises(codec.PeerError, match="is not valid"):
         report_of(changed, 1)
 
 

@@ -80,7 +80,7 @@ def test_lossy_spec_is_for_floats():
 
 def test_errors_name_the_tensor():
     packed = codec.torch.pack_state({"layer": {"weight": torch.randn(1000)}})
-    with pytest.raises(codec.ArgumentError, match=r"layer.weight has a key 'codec.frame'.*pack a state once"):
+    with pytest.raises(codec.ArgumentError, match=r"layer.weight has the key 'codec.frame'.*is packed only once"):
         codec.torch.pack_state(packed)
     with pytest.raises(codec.ArgumentError, match=r"layer.0.*NaN or Inf"):
         codec.torch.pack_state({"layer": [torch.full((999,), torch.nan)]}, "small")
@@ -89,7 +89,9 @@ def test_errors_name_the_tensor():
         with pytest.raises(codec.FrameError, match=r"'layer.0'"):
             codec.torch.unpack_state({"layer": [{"codec.frame": wrong}]})
     for wrong in (3, frame.float(), frame.view(2, -1)):
-        with pytest.raises(codec.FrameError, match=r"layer has a key 'codec.frame' that is not a frame"):
+        with pytest.raises(
+            codec.FrameError, match=r"'codec.frame' of layer must be a tensor with the bytes of a frame"
+        ):
             codec.torch.unpack_state({"layer": {"codec.frame": wrong}})
     zeros = codec.torch.pack_state({"zeros": torch.zeros(1 << 20)})
     with pytest.raises(codec.LimitError, match="'zeros'"):
