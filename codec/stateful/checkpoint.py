@@ -86,7 +86,7 @@ def load(saved: Any) -> tuple[str, Store]:
         if found is None or len(array) != int(found[3]) - int(found[2]):
             raise StateError(
                 f"the entry {shown_value(name)} must be named key[start:stop], and have stop - start values, got "
-                f"{len(array)}"
+                f"{len(array)} values"
             )
         if not np.isfinite(array).all():
             raise StateError(f"the residual of {name} holds NaN or Inf")

@@ -82,7 +82,7 @@ def test_command_prints_a_table(clock, tmp_path, capsys):
         ([str(tmp_path / "none.npz"), "--link", "1mbit"], "cannot be read"),
         ([str(tmp_path / "not.npz"), "--link", "1mbit"], "cannot be read"),
         ([str(tmp_path / "bare.npz"), "--link", "1mbit"], "cannot be read"),
-        ([str(tmp_path / "x.npy"), "y", "--link", "1mbit"], "has x, not y"),
+        ([str(tmp_path / "x.npy"), "y", "--link", "1mbit"], "has no array y: its arrays are x"),
     ):
         assert main(["advise", *arguments]) == 1
         out, err = capsys.readouterr()
@@ -155,15 +155,13 @@ def test_members_that_are_no_arrays_are_left_out(tmp_path, capsys):
         archive.writestr("README.txt", "hello")
         archive.writestr("notes.npy", "hello")
     assert main(["advise", str(path), "--link", "1gbit", "--rtt", "40ms"]) == 0
-    printed, warned = (
-        capsys.readouterr(),
-        f"codec: {path}: left out, because they are not arrays: README.txt, notes.npy\n",
-    )
+    printed = capsys.readouterr()
+    warned = f"codec: {path}: left out, because they are not arrays: README.txt, notes.npy\n"
     assert "4 ranks, 1 Gbit/s, round trip 40 ms" in printed.out
     assert printed.err.startswith(warned)
     assert main(["advise", str(path), "notes", "--link", "1gbit"]) == 1
-    assert capsys.readouterr().err == f"{warned}codec: {path} has weight, not notes\n"
+    assert capsys.readouterr().err == f"{warned}codec: {path} has no array notes: its arrays are weight\n"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("README.txt", "hello")
     assert main(["advise", str(path), "--link", "1gbit"]) == 1
-    assert "but no arrays" in capsys.readouterr().err
+    assert "(its arrays: none)" in capsys.readouterr().err

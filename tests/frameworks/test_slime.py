@@ -259,7 +259,7 @@ def test_doubled_versions_gaps_and_other_bases_are_errors(run, monkeypatch):
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(safetensors.numpy.save(other))
     monkeypatch.setenv("CODEC_SLIME_CHECKPOINT", str(folder))
-    with pytest.raises(codec.StateError, match="version 0 is here with other values"):
+    with pytest.raises(codec.StateError, match="the current version is 0 with other values"):
         slime.fetch(run.path / "other_engine", 2)
     assert not list((run.path / "other_engine").glob("weight_v*"))
     monkeypatch.delenv("CODEC_SLIME_CHECKPOINT")

@@ -87,8 +87,8 @@ def test_wrong_states_and_owners_are_rejected():
         (codec.StateError, "thousands of digits", lambda: reshard([{**worker, "version": 10**5000}], 2)),
         (codec.ArgumentError, "world_size", lambda: reshard([worker], 1 << 62)),
         (codec.ArgumentError, "sequence of state dicts.*got NoneType", lambda: reshard(None, 2)),
-        (codec.ArgumentError, "sequence of state dicts.*not dict", lambda: reshard(worker, 2)),
-        (codec.ArgumentError, "sequence of state dicts.*not str", lambda: reshard("worker", 2)),
+        (codec.ArgumentError, "sequence of state dicts.*got dict", lambda: reshard(worker, 2)),
+        (codec.ArgumentError, "sequence of state dicts.*got str", lambda: reshard("worker", 2)),
     ]:
         with pytest.raises(error, match=match):
             call()

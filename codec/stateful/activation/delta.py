@@ -103,7 +103,7 @@ class ActivationDelta:
     >>> receiver = codec.ActivationDelta()
     >>> receiver.decode(sender.encode(a, [7, 11, 13, 17]))
     Traceback (most recent call last):
-    codec.errors.StateError: this side does not have the m of samples 7, 11, 13, 17 ...
+    codec.errors.StateError: this side lacks, or has with other values, the stored activations m of samples 7, ...
     >>> sender.rollback()
     >>> sender.forget([7, 11, 13, 17])
     >>> received = receiver.decode(sender.encode(a, [7, 11, 13, 17]))

@@ -94,8 +94,8 @@ class Receiver:
         if len(lost):
             ids = list(dict.fromkeys(samples[i] for i in lost))
             error = StateError(
-                f"message {m.head.number} of edge {m.head.edge} refers to stored activations m that this side lacks, "
-                f"or has with other values, of samples {shown_samples(ids)}: roll back on both sides, and call "
+                f"this side lacks, or has with other values, the stored activations m of samples {shown_samples(ids)}, "
+                f"to which message {m.head.number} of edge {m.head.edge} refers: roll back on both sides, and call "
                 "forget() for these samples at the sender"
             )
             error.item = tuple(ids)

@@ -173,7 +173,7 @@ def _pieces(name: str, sizes: Any, row: tuple[int, ...], ranks: int) -> list[Pie
     """Return the range of a flat tensor for each rank's rows, with one segment of the shape of these rows."""
     if not isinstance(sizes, Sequence) or len(cast(Sequence[Any], sizes)) != ranks:
         raise ArgumentError(
-            f"{name} must be a list with the number of rows for each of {ranks} ranks, got {shown(sizes)}"
+            f"{name} must be a list with the number of rows for each of {ranks} ranks, got {shown(cast(object, sizes))}"
         )
     rows = [whole(name, n, 0) for n in cast(Sequence[Any], sizes)]
     ends = pairwise([0, *accumulate(n * prod(row) for n in rows)])

@@ -79,8 +79,9 @@ def check_spec(spec: Spec) -> None:
     """Raise SpecError unless a spec is supported for momenta."""
     if needs_optimizer(spec):
         raise SpecError(
-            f"spec= must be a spec that needs no state of an optimizer, such as Sign(group_size=1024), got {spec}: use "
-            f"{spec} as warmup="
+            f"spec= encodes momenta, and must not need the state of an optimizer, got {spec}: use "
+            "Sign(group_size=1024), "
+            "and pass this spec as warmup="
         )
     if not isinstance(spec, Lossless) and not spec.contraction:
         raise SpecError(f"{spec} is not a contraction, so that error feedback may diverge: use Sign")

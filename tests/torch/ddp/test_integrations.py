@@ -46,7 +46,7 @@ def _wrapped_again(rank, size):
     take_step(second, rank, small_forward)
     other = torch.nn.Linear(3, 3)
     assert attach.wrapper_of(other) is other
-    with pytest.raises(codec.ArgumentError, match="not for Linear"):
+    with pytest.raises(codec.ArgumentError, match="got Linear"):
         attach.attach(hook, other, size)
     fresh = codec.torch.ddp_hook("small")
     assert not attach.attach(fresh, other, 1)

@@ -184,12 +184,12 @@ def _smaller(rank, size):
     model(_batch(rank, 0, 128)).square().mean().backward()
     state = hook.state_dict()
     for shape in ((160, 128), (64, 256), (256, 64)):
-        with pytest.raises(codec.StateError, match=r"residual of weight of shape \(128, 128\)"):
+        with pytest.raises(codec.StateError, match=r"residual of weight with shape \(128, 128\)"):
             hooked(*shape, state=state)
         model, other = hooked(*shape)
         model(_batch(rank, 0, shape[0])).square().mean().backward()
         before = hook_state_bytes(other)
-        with pytest.raises(codec.StateError, match=r"residual of weight of shape \(128, 128\)"):
+        with pytest.raises(codec.StateError, match=r"residual of weight with shape \(128, 128\)"):
             other.load_state_dict(state)
         assert hook_state_bytes(other) == before
     hooked(128, 128, state=state)

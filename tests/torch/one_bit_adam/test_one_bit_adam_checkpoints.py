@@ -207,7 +207,7 @@ def test_wrong_states_are_refused_and_change_nothing():
         with pytest.raises(codec.StateError, match=match):
             optimizer.load_state_dict(wrong)
         assert plain(optimizer.state_dict()) == before
-    with pytest.raises(codec.StateError, match="register the model"):
+    with pytest.raises(codec.StateError, match="no model is registered"):
         optimizer.state_dict(gather=True)
 
 

@@ -127,7 +127,7 @@ def test_reports_of_other_ranks_are_validated(report):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"forward": Auto("small"), "backward": "auto"}, "must have one choice"),
+        ({"forward": Auto("small"), "backward": "auto"}, "must have the same Auto"),
         (both(Auto(0.1)), "quality of a pipeline"),
         (both(Auto(link="fast")), "link must be"),
     ],

@@ -100,7 +100,7 @@ def test_switch_between_frames_and_raw_is_logged_once(caplog):
     assert set(ways[5:200]) == {"values"}
     assert set(ways[205:400]) == {"frames"}
     to_raw, to_frames = [record.getMessage() for record in caplog.records]
-    assert "400000 bytes (float32 by Lossless()): sent uncompressed from now on" in to_raw
+    assert "400000 bytes (float32 by Lossless()) are sent uncompressed from now on" in to_raw
     assert "frames 1.00 ms, uncompressed 0.50 ms" in to_raw
     assert "sent as frames from now on" in to_frames
 
