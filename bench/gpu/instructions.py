@@ -4,10 +4,10 @@ The script needs CuPy with NVRTC, and nvdisasm (``pip install nvidia-cuda-nvdisa
 that has at least ``--least`` instructions and reads shared memory. A loop of 640 instructions that is unrolled for 8
 rows of 128 values has 80 instructions per row, including branches that are rarely taken.
 
-Kernels of Quantize, Ternary, Float8 and Truncate, and of Lossless with several planes in regions, have loops with a
-branch for each option. For each loop over float32 values, the script prints the length of the shortest path that loads
-or stores all values and, if the codec uses random bits, generates them: instructions per row of 128 values, excluding
-branches that are rarely taken.
+Kernels of Quantize, Ternary, Float8, Truncate and TopK, and of Lossless with offsets or several planes in regions, have
+loops with a branch for each option. For each loop over float32 values, the script prints the length of the shortest
+path that loads or stores all values and, if the codec uses random bits, generates them: instructions per row of 128
+values, excluding branches that are rarely taken.
 """
 
 import argparse
@@ -42,10 +42,17 @@ WAYS = (
     Way("decode_rows<3>", "2 bits", 8, {"STG.E.128": 8, "FMUL": 32}),
     Way("encode_truncate", "first cut", 1, {"LDG.E.128": 1, "STG.E.64": 1}),
     Way("encode_truncate", "pieces", 1, {"LDG.E.128": 1, "ATOMS": 8}),
+    Way("encode_lossless_fast<2>", "offsets of rows and columns", 8, {"LDS": 32, "VIADDMNMX.U16x2": 16}),
+    Way("encode_lossless_fast<4>", "offsets of rows and columns", 8, {"LDS": 32, "VIADDMNMX.U16x2": 16}),
+    Way("decode_lossless_fast<2>", "offsets of rows and columns", 8, {"STG": 8, "VIADDMNMX.U16x2": 16}),
+    Way("decode_lossless_fast<4>", "offsets of rows and columns", 8, {"STG": 8, "VIADDMNMX.U16x2": 16}),
     Way("encode_lossless_fast<4>", "planes in regions, first pass", 1, {"LDG.E.64": 2, "VOTE": 6, "LDS": 4}),
     Way("encode_lossless_fast<4>", "pruned raw planes", 1, {"LDG.E.64": 2, "STS.U8": 12, "STG.E": 3}),
     Way("decode_lossless<4>", "pruned raw planes", 1, {"STG.E.128": 1, "LDG": 7}),
     Way("decode_truncate", "values that keep all pieces", 1, {"STG.E.128": 1, "LD.E": 8}),
+    Way("encode_topk", "list candidates, of a row with none", 1, {"LDG.E.128": 1, "VOTE": 1}),
+    Way("encode_topk", "list candidates, of a row with some", 1, {"LDG.E.128": 1, "VOTE": 5}),
+    Way("encode_topk", "histogram of a digit", 1, {"LDG.E.128": 1, "ATOMS": 4}),
 )
 FAST = [f"{way}_lossless_fast<{size}>" for way in ("encode", "decode") for size in (2, 4)]
 LABEL = re.compile(r"(\.L_x_\d+):")

@@ -16,6 +16,7 @@ from support.format_cases import (
     FLOAT8,
     FLOAT32,
     LOSSLESS_CASES,
+    OFFSET_CASES,
     PART_CASES,
     RAW,
     ROW_CASES,
@@ -26,6 +27,7 @@ from support.format_cases import (
     UINT8,
     check_case,
     check_lossless,
+    check_offsets,
     check_parts,
     check_rows,
     check_shared_levels,
@@ -52,6 +54,12 @@ def test_lossless(name, lead):
 def test_parts(name):
     """Library and reference decoder agree on the number and sizes of a scale model's parts (section 5.2)."""
     check_parts(decode_all_ways, name)
+
+
+@pytest.mark.parametrize("name", OFFSET_CASES)
+def test_offsets(name):
+    """Library and reference decoder agree on the smallest and largest offsets (section 5.2)."""
+    check_offsets(decode_all_ways, name)
 
 
 @pytest.mark.parametrize("name", ROW_CASES)

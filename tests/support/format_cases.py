@@ -315,6 +315,44 @@ def check_parts(decode, name):
     check_case(decode, parts(n, *records).frame(), *reason or [bytes(4 * n)])
 
 
+OFFSET_CASES = {  # dtype, octave and s of section 3; nibble of all offsets that are not 0; number of rows and columns
+    f"{dtype} {name}": (number, octave, s, *how)
+    for dtype, number, octave, s in (
+        ("float32", FLOAT32, 128, 7),
+        ("bfloat16", BFLOAT16, 128, 7),
+        ("float16", FLOAT16, 1024, 7),
+        ("float64", FLOAT64, 16, 4),
+    )
+    for name, how in (
+        ("smallest", (-8, 65, 132)),
+        ("largest", (7, 65, 132)),
+        ("largest, columns no multiple of four", (7, 65, 69)),
+    )
+}
+FIVE = {0: 3, 1: 2, 127: 2, 255: 2, ESCAPE: 3}
+
+
+def check_offsets(decode, name):
+    """Check a case of section 5.2: base and offsets are the smallest or the largest, so that patterns wrap around."""
+    dtype, octave, s, nibble, nrows, row = OFFSET_CASES[name]
+    n, size, zero, rng = nrows * row, oracle.DTYPES[dtype][1], 1 << s, np.random.default_rng(len(name))
+    base = 0 if nibble < 0 else 8 * (32768 - zero) // octave - 1
+    symbols, planes = rng.choice([0, 1, 127, 255], n), rng.integers(0, 256, (size, n), np.uint8)
+    two = nibble & 15 | (nibble & 15) << 4
+    nibbles = bytes([two] * (nrows // 2) + [two & 15] * (nrows % 2) + [two & 15] * (-(-row // 2)))  # every other column
+    side = book(FIVE) + u32(1) + struct.pack("<QIBBH", n, row, 3, 0x33, base) + nibbles
+    body = region(head(CODED) + coded(symbols.tolist(), FIVE))
+    fixed = {p: planes[p].tobytes() for p in range(1, size)}
+    frame = Blocks(dtype, n, [body], side=side, fixed=fixed, coded=1, flags=2, log2=14).frame()
+    rest = planes[1].astype(int)
+    pattern = rest >> s + 1 << s + 8 | symbols << s | rest & zero - 1
+    eighths = base + 8 * nibble * (1 + (np.arange(n) % row % 2 == 0))
+    moved = zero + (pattern - zero + octave // 8 * eighths) % (32768 - zero)
+    top = np.where(pattern < zero, pattern, moved) | (rest >> s & 1) << 15
+    values = np.column_stack([*planes[:1:-1], top & 255, top >> 8]).astype(np.uint8)
+    check_case(decode, frame, values.tobytes())
+
+
 def row_params(variant=0, options=0, bits=0, row=0):
     """Return the params of a row codec."""
     return struct.pack("<BBBBI", variant, options, bits, 0, row)
@@ -653,6 +691,7 @@ HAND_MADE = {
     for check, names, ways in (
         (check_lossless, LOSSLESS_CASES, (False, True)),
         (check_parts, PART_CASES, (None,)),
+        (check_offsets, OFFSET_CASES, (None,)),
         (check_truncate, TRUNCATE_CASES, (False, True)),
         (check_shared_levels, SHARED_LEVEL_CASES, (0, 8)),
         (check_rows, ROW_CASES, (None,)),

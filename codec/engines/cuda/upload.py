@@ -4,7 +4,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from codec._c.library import ffi
+import numpy as np
+
+from codec._c.library import ffi, lib
 
 VIEW_NBYTES = ffi.sizeof("codec_view")
 _ALIGNMENT = 16  # alignment of arrays in bytes
@@ -14,6 +16,8 @@ _AT = struct.Struct("<Q")  # the first field of a codec_array, `at`
 
 class Image:
     """Compact copy of a job for the device, with only the arrays that kernels use.
+
+    In the copy, items of the array ``offsets`` are uint16, as in ``native/cuda/coder/model.cuh``.
 
     Parameters
     ----------
@@ -36,10 +40,14 @@ class Image:
 
     def __init__(self, view: Any, job: Any, given: Sequence[str], made: Sequence[str] = ()) -> None:
         placed, memory, data = ffi.new("codec_view *", view[0]), ffi.buffer(job), bytearray()
+        placed.offsets.itemsize = 2
         for name in given:
-            array = getattr(placed, name)
-            at, array.at, size = array.at, len(data), array.count * array.itemsize
-            data += memory[at : at + size].ljust(aligned(size), b"\0")
+            array = getattr(view, name)
+            items = memory[array.at : array.at + array.count * array.itemsize]
+            if name == "offsets" and items:
+                items = _patterns(view, items)
+            getattr(placed, name).at = len(data)
+            data += items.ljust(aligned(len(items)), b"\0")
         self.made_nbytes = 0
         self._made: list[tuple[int, int]] = []  # by array: offset of its field `at` in the view, and value
         for name in made:
@@ -56,6 +64,15 @@ class Image:
         """
         for field, at in self._made:
             _AT.pack_into(upload, field, at + distance - DATA_AT)
+
+
+def _patterns(view: Any, offsets: bytes) -> bytes:
+    """Convert offsets of the scale model from int8 in eighths of an octave to uint16 in patterns, on the circle."""
+    octave = {lib.CODEC_FLOAT16: 1024, lib.CODEC_FLOAT64: 16}.get(view.dtype, 128)  # octave_of of model.cuh
+    circle = 32768 - (octave if view.codec == lib.CODEC_TRUNCATE else min(octave, 128))
+    patterns = np.frombuffer(offsets, np.int8).astype(np.int16) * np.int16(octave // 8)
+    patterns += patterns >> 15 & np.int16(circle)
+    return patterns.tobytes()
 
 
 def aligned(nbytes: int) -> int:

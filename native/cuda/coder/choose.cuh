@@ -169,7 +169,7 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 		if (!cta_is_last(&f->cols, shares))
 			return false;
 		if (part->kind & WIRE_SEGMENT_COLS)
-			fit_cols(v, memory, part, c);
+			fit_cols(v, memory, q, part, c);
 		cta_signal(&f->cols_ready);
 		return false;
 	}

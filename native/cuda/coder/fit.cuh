@@ -77,13 +77,13 @@ DEVICE bool is_fitted(const codec_model_part *part)
 	return part_rows(part) <= CHOOSE_ROWS;
 }
 
-/* Return the address of a part's row offsets, one byte each; column offsets follow at an even index. */
-DEVICE int8_t *row_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
+/* Return the address of a part's row offsets, in patterns; column offsets follow at an even index. */
+DEVICE uint16_t *row_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
 {
-	return (int8_t *)memory + v->offsets.at + 2ull * part->nibbles_at;
+	return (uint16_t *)(memory + v->offsets.at) + 2ull * part->nibbles_at;
 }
 
-DEVICE int8_t *col_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
+DEVICE uint16_t *col_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
 {
 	return row_offsets(v, memory, part) + (part_rows(part) + 1) / 2 * 2;
 }
@@ -105,7 +105,8 @@ DEVICE_CALL void fit_rows(const job *j, uint8_t *memory, const uint8_t *values, 
 				int offset = fit_row(o.part, values, size, octave, zero, o.row, lane);
 
 				if (lane == 0)
-					row_offsets(&j->v, memory, o.part)[o.row] = (int8_t)offset;
+					row_offsets(&j->v, memory, o.part)[o.row] =
+						on_circle(offset, grain_of(&j->v), circle_of(&j->v));
 			}
 			step = step < o.length - o.column ? step : o.length - o.column;
 		}

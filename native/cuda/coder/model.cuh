@@ -1,9 +1,11 @@
 /*
  * coder/model.cuh - offsets of values under the scale model. docs/spec/format.md, section 5.2.
  *
- * An offset is base + row offset + column offset, in eighths of an octave (a factor of two). It is subtracted from a
- * value's pattern (the integer of exponent and upper mantissa bits), modulo 32768 - zero. Comments call the range of
- * these patterns, which wraps around, the circle.
+ * An offset is base + row offset + column offset. It is subtracted from a value's pattern (the integer of exponent and
+ * upper mantissa bits), modulo 32768 - zero. Comments call the range of these patterns, which wraps around, the circle.
+ *
+ * Frames store offsets in eighths of an octave (a factor of two). On the device, the array codec_view.offsets has
+ * uint16_t in patterns, reduced to the circle; bases of parts remain in eighths of an octave.
  */
 #ifndef CODEC_CUDA_CODER_MODEL_CUH
 #define CODEC_CUDA_CODER_MODEL_CUH
@@ -22,24 +24,55 @@ DEVICE int octave_of(uint32_t dtype)
 /* log2 of `zero`, the smallest pattern to which offsets are applied, for values of `size` bytes. */
 #define SHIFT_OF(size) ((size) == 8 ? 4 : 7)
 
+/* Return the number of patterns in an eighth of an octave. */
+DEVICE uint32_t grain_of(const codec_view *v)
+{
+	return (uint32_t)octave_of(v->dtype) / 8;
+}
+
+/* Return the number of patterns on the circle. The dtype has a pattern. */
+DEVICE uint32_t circle_of(const codec_view *v)
+{
+	const int octave = octave_of(v->dtype), most = v->codec == CODEC_TRUNCATE ? octave : 128;
+
+	return (uint32_t)WIRE_CIRCLE(octave < most ? octave : most);
+}
+
+/* Reduce x, less than two circles, to a circle of `circle` patterns. */
+DEVICE uint32_t once_round(uint32_t x, uint32_t circle)
+{
+	const uint32_t less = x - circle;
+
+	return less < x ? less : x;
+}
+
+/* Convert an offset, more than minus one circle and less than two, from eighths of an octave to patterns. */
+DEVICE uint16_t on_circle(int eighths, uint32_t grain, uint32_t circle)
+{
+	const int x = eighths * (int)grain;
+
+	return (uint16_t)once_round((uint32_t)(x < 0 ? x + (int)circle : x), circle);
+}
+
 /* Position of a value in the scale model: its part, and its row and column in the part. */
 struct place {
 	const codec_model_part *part;
 	uint64_t left;                /* number of values of the part from this position on */
 	uint32_t row, column, length; /* length: number of values per row; 0: the part has no rows */
-	int eighths;                  /* base + row offset, in eighths of an octave */
-	const int8_t *rows, *cols;    /* offsets of rows and of columns, one byte each; NULL: there are none */
+	uint32_t offset;              /* base + row offset, in patterns, reduced to the circle */
+	const uint16_t *rows, *cols;  /* offsets of rows and of columns, in patterns; NULL: there are none */
 };
 
-/* Return base + row offset, in eighths of an octave. */
-DEVICE int eighths_of(const codec_model_part *part, const int8_t *rows, uint32_t row)
+/* Return base + row offset, in patterns. grain: patterns in an eighth of an octave. */
+DEVICE uint32_t offset_of_row(const codec_model_part *part, const uint16_t *rows, uint32_t row, uint32_t grain,
+			      uint32_t circle)
 {
-	return part->base + (rows ? rows[row] : 0);
+	return once_round(part->base * grain + (rows ? rows[row] : 0), circle);
 }
 
-DEVICE void enter_row(place *o)
+DEVICE void enter_row(const job *j, place *o)
 {
-	o->eighths = eighths_of(o->part, o->rows, o->row);
+	o->offset = offset_of_row(o->part, o->rows, o->row, grain_of(&j->v), circle_of(&j->v));
 }
 
 /* Return the position of value `first` in the scale model. Slow: needs a binary search and a division. */
@@ -47,7 +80,7 @@ DEVICE_CALL place place_at(const job *j, uint64_t first)
 {
 	const codec_model_part *part =
 		part_at(model_parts(&j->v, j->memory), j->v.model_parts.count, &codec_model_part::start, first);
-	const int8_t *offsets = (const int8_t *)(j->memory + j->v.offsets.at) + 2ull * part->nibbles_at;
+	const uint16_t *offsets = (const uint16_t *)(j->memory + j->v.offsets.at) + 2ull * part->nibbles_at;
 	uint64_t i = first - part->start;
 	place o = {part, part->count - i, 0, 0, 0, 0, NULL, NULL};
 
@@ -59,7 +92,7 @@ DEVICE_CALL place place_at(const job *j, uint64_t first)
 	}
 	if (part->kind & WIRE_SEGMENT_COLS)
 		o.cols = offsets + ((part->count + part->row - 1) / part->row + 1) / 2 * 2;
-	enter_row(&o);
+	enter_row(j, &o);
 	return o;
 }
 
@@ -80,7 +113,7 @@ DEVICE void move_on(const job *j, place *o, uint32_t n)
 	for (; o->column >= o->length;
 	     o->row++) /* rows have at least 64 values, so a few subtractions replace a division */
 		o->column -= o->length;
-	enter_row(o);
+	enter_row(j, o);
 }
 
 /* Move the position n values back. The tensor must have at least n values before the position. */
@@ -96,19 +129,14 @@ DEVICE void move_back(const job *j, place *o, uint32_t n)
 	if (o->length && o->column < n) {
 		for (; o->column < n; o->row--)
 			o->column += o->length;
-		enter_row(o);
+		enter_row(j, o);
 	}
 	o->column -= n;
 }
 
 /*
- * Number of eighths of an octave in the range of patterns that offsets wrap around, for octaves of `octave` patterns.
- */
-#define ROUND_OF(octave) (8 * WIRE_CIRCLE(128) / (octave))
-
-/*
  * Add `by` to two patterns, in the halves of word u, modulo WIRE_CIRCLE (the circle). upper: bits 7 to 14 of each
- * pattern; patterns where these bits are 0 are below `zero` and remain unchanged. by: two numbers below the circle's
+ * pattern; patterns where these bits are 0 are below `zero` and remain unchanged. by: two numbers up to the circle's
  * size; to subtract an offset, pass the circle's size - offset.
  */
 DEVICE uint32_t turn_pair(uint32_t u, uint32_t upper, uint32_t by)
@@ -124,90 +152,68 @@ DEVICE uint32_t turn_pair(uint32_t u, uint32_t upper, uint32_t by)
 	return (__viaddmax_s16x2(v, 0x80808080, v) & moves) | (u & ~moves);
 }
 
-/*
- * Return (eighths - 128) modulo `round`, in both halves of a word. eighths: base + row offset. round: ROUND_OF, the
- * number of eighths after which offsets wrap around.
- */
-DEVICE uint32_t row_pair(int eighths, int round)
+/* Load the column offsets of four values, two in each word. p: address of the first of them, a multiple of 4. */
+DEVICE uint2 columns_at(const uint16_t *p)
 {
-	int e = eighths - 128;
+	const uint32_t *two = global((const uint32_t *)p);
 
-	e += e < 0 ? round : 0;
-	return (uint32_t)(e < round ? e : e - round) * 0x10001;
+	return {two[0], two[1]};
 }
 
-/* Load the column offsets of four values, one byte each. p: address of the first of them, an even number. */
-DEVICE uint32_t columns_at(const int8_t *p)
+/* Reduce two numbers, in the halves of a word, each less than two circles, to a circle of `circle` patterns. */
+DEVICE uint32_t once_round_pair(uint32_t x, uint32_t circle)
 {
-	const uint16_t *two = global((const uint16_t *)p);
-
-	return two[0] | (uint32_t)two[1] << 16;
-}
-
-/*
- * Return the offsets of two values, in patterns. columns: two column offsets in eighths, plus 128 each. row: result of
- * row_pair.
- */
-DEVICE uint32_t pair_offset(uint32_t columns, uint32_t row, int octave)
-{
-	uint32_t e = columns + row;
-
-	return __viaddmin_u16x2(e, (uint32_t)(0x10000 - ROUND_OF(octave)) * 0x10001, e) * (octave / 8);
-}
-
-/*
- * Convert an offset from eighths of an octave to patterns, `grain` patterns per eighth, modulo `around` patterns. The
- * offset in patterns must be more than -around and less than 2 * around.
- */
-DEVICE uint16_t on_circle(int eighths, int grain, int around)
-{
-	int x = eighths * grain;
-
-	x += x < 0 ? around : 0;
-	return (uint16_t)(x - (x >= around ? around : 0));
+	return __viaddmin_u16x2(x, (0x10000 - circle) * 0x10001, x);
 }
 
 /* Return the offset, in patterns, of the value at position *o. */
-DEVICE uint16_t offset_at(const place *o, int grain, int around)
+DEVICE uint16_t offset_at(const place *o, uint32_t circle)
 {
-	return on_circle(o->eighths + (o->cols ? o->cols[o->column] : 0), grain, around);
+	return (uint16_t)once_round(o->offset + (o->cols ? o->cols[o->column] : 0), circle);
 }
 
 /* Compute the offsets, in patterns, of n consecutive values, which may lie in different rows and parts. */
-DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t *offset)
+DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, uint32_t circle, uint16_t *offset)
 {
 	place at = *o;
 
 	for (uint32_t k = 0; k < n; k++) {
-		offset[k] = offset_at(&at, grain, around);
+		offset[k] = offset_at(&at, circle);
 		if (k + 1 < n)
 			move_on(j, &at, 1);
 	}
 }
 
-/* Compute the offsets, in patterns, of n values (1 to 4) from position *o on. */
-DEVICE void quad_offsets_here(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t offset[4])
+/* Return the offsets, in patterns, of n values (1 to 4) from position *o on, two in each word. */
+DEVICE uint2 quad_offsets_here(const job *j, const place *o, uint32_t n, uint32_t circle)
 {
 	if (o->left >= 4 && (!o->length || o->column + 4 <= o->length)) {
-		uint32_t cols = o->cols ? load32((const uint8_t *)o->cols + o->column) : 0;
+		const uint8_t *at = (const uint8_t *)(o->cols + o->column);
+		const uint32_t row = 0x10001 * o->offset;
 
-		for (int k = 0; k < 4; k++)
-			offset[k] = on_circle(o->eighths + (int8_t)(cols >> 8 * k), grain, around);
-	} else {
-		uint16_t some[4] = {0};
-
-		scattered_offsets(j, o, n, grain, around, some);
-		for (int k = 0; k < 4; k++)
-			offset[k] = some[k];
+		return {once_round_pair(row + (o->cols ? load32(at) : 0), circle),
+			once_round_pair(row + (o->cols ? load32(at + 4) : 0), circle)};
 	}
+	uint16_t some[4] = {0};
+
+	scattered_offsets(j, o, n, circle, some);
+	return {some[0] | (uint32_t)some[1] << 16, some[2] | (uint32_t)some[3] << 16};
 }
 
-/* Compute the offsets of n values (1 to 4) from position *o on, then move *o 128 values forward. */
-DEVICE void quad_offsets(const job *j, place *o, uint32_t n, int grain, int around, uint16_t offset[4])
+/* Return the offsets of n values as quad_offsets_here does, then move *o 128 values forward. */
+DEVICE uint2 quad_offsets(const job *j, place *o, uint32_t n, uint32_t circle)
 {
-	quad_offsets_here(j, o, n, grain, around, offset);
+	const uint2 offsets = quad_offsets_here(j, o, n, circle);
+
 	if (n == 4)
 		move_on(j, o, WIRE_ROW);
+	return offsets;
+}
+
+/* Return offset k (0 to 3) of quad_offsets. */
+DEVICE uint16_t offset_in(uint2 offsets, uint32_t k)
+{
+	return (uint16_t)((k < 2 ? offsets.x : offsets.y) >> 16 * (k % 2));
 }
 
 #endif

@@ -102,7 +102,7 @@ DEVICE sample_kind sample_kind_of(const codec_view *v)
 /* Convert an offset from eighths of an octave to patterns, modulo the number of patterns that the model changes. */
 DEVICE uint16_t around(const sample_kind &q, int eighths)
 {
-	return on_circle(eighths, 1 << q.eighth, WIRE_CIRCLE((int)q.zero));
+	return on_circle(eighths, 1u << q.eighth, WIRE_CIRCLE(q.zero));
 }
 
 /* Return the offset, in patterns, of value i under the job's scale model. */
@@ -110,7 +110,7 @@ DEVICE uint16_t offset_of(const job *j, const sample_kind &q, uint64_t i)
 {
 	place o = place_at(j, i);
 
-	return offset_at(&o, q.octave / 8, WIRE_CIRCLE((int)q.zero));
+	return offset_at(&o, WIRE_CIRCLE(q.zero));
 }
 
 /* Return the bytes of value i as a little-endian word. values: aligned to `size` bytes. */
@@ -248,14 +248,14 @@ struct fit_room {
 #define SHIFT_AT_ONCE 16 /* number of offsets that a thread loads at once */
 
 /* Return the shift with which to store n offsets, in eighths of an octave: at least `shift`, as choose_shift does. */
-DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
+template <class T> DEVICE_CALL int cta_shift(const T *eighths, uint64_t n, int shift)
 {
 	uint64_t outside[WIRE_MAX_SHIFT] = {0};
 
 	if (shift >= WIRE_MAX_SHIFT)
 		return shift;
 	for (uint64_t i = threadIdx.x; i < n; i += SHIFT_AT_ONCE * CTA_THREADS) {
-		int8_t x[SHIFT_AT_ONCE];
+		T x[SHIFT_AT_ONCE];
 
 #pragma unroll
 		for (uint32_t k = 0; k < SHIFT_AT_ONCE; k++)
@@ -348,7 +348,7 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 	__syncthreads();
 	shift = cta_shift(room->eighths, take, c->finest);
 	for (uint64_t i = threadIdx.x; i < take && is_fitted(part); i += CTA_THREADS)
-		row_offsets(v, memory, part)[i] = (int8_t)choose_offset(room->eighths[i], shift);
+		row_offsets(v, memory, part)[i] = around(q, choose_offset(room->eighths[i], shift));
 	__syncthreads();
 	if (threadIdx.x)
 		return;
@@ -363,9 +363,9 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 #define COL_AT_ONCE 16 /* number of a column's values that a thread loads at once */
 
 /*
- * Compute unrounded column offsets, in eighths of an octave, for share `share` of a part's columns: the mean over
- * sampled rows of (pattern - row offset). The sample is the first of the rows that sample_rows chose, whose means are
- * in f->mean, or all rows. Several threads share the rows of a column.
+ * Compute unrounded column offsets, in eighths of an octave (int16_t), for share `share` of a part's columns: the mean
+ * over sampled rows of (pattern - row offset). The sample is the first of the rows that sample_rows chose, whose means
+ * are in f->mean, or all rows. Several threads share the rows of a column.
  */
 DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_kind &q, const codec_model_part *part,
 			     const uint8_t *values, uint32_t share, uint32_t shares, const codec_part_found *f,
@@ -416,27 +416,29 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 			total += room->total[threadIdx.x + g * width];
 			count += room->count[threadIdx.x + g * width];
 		}
-		col_offsets(v, memory, part)[col] = (int8_t)choose_mean_eighths(total, count, q.eighth);
+		col_offsets(v, memory, part)[col] = (uint16_t)choose_mean_eighths(total, count, q.eighth);
 	}
 }
 
-/* Choose the shift of column offsets, and round the offsets to it. */
-DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, codec_model_part *part, const codec_choice *c)
+/* Choose the shift of column offsets, round the offsets from sample_cols to it, and convert them to patterns. */
+DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, const sample_kind &q, codec_model_part *part,
+			  const codec_choice *c)
 {
-	int8_t *cols = col_offsets(v, memory, part);
+	uint16_t *cols = col_offsets(v, memory, part);
+	const int16_t *eighths = (const int16_t *)cols;
 	const uint64_t n = part->row;
-	int shift = cta_shift(cols, n, c->finest);
+	int shift = cta_shift(eighths, n, c->finest);
 
 	for (uint64_t i = threadIdx.x; i < n; i += SHIFT_AT_ONCE * CTA_THREADS) {
-		int8_t x[SHIFT_AT_ONCE];
+		int16_t x[SHIFT_AT_ONCE];
 
 #pragma unroll
 		for (uint32_t k = 0; k < SHIFT_AT_ONCE; k++)
-			x[k] = i + k * CTA_THREADS < n ? cols[i + k * CTA_THREADS] : 0;
+			x[k] = i + k * CTA_THREADS < n ? eighths[i + k * CTA_THREADS] : 0;
 #pragma unroll
 		for (uint32_t k = 0; k < SHIFT_AT_ONCE; k++)
 			if (i + k * CTA_THREADS < n)
-				cols[i + k * CTA_THREADS] = (int8_t)choose_offset(x[k], shift);
+				cols[i + k * CTA_THREADS] = around(q, choose_offset(x[k], shift));
 	}
 	__syncthreads();
 	if (threadIdx.x == 0)
@@ -469,8 +471,9 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 	part = &room->part;
 	const uint64_t nrows = (part->count + WIRE_ROW - 1) / WIRE_ROW, n = (v->n + WIRE_ROW - 1) / WIRE_ROW;
 	const uint64_t stride = choose_stride(n), take = (nrows + stride - 1) / stride, row = part->row;
-	const int8_t *row_offset = row_offsets(v, memory, part), *col_offset = col_offsets(v, memory, part);
+	const uint16_t *row_offset = row_offsets(v, memory, part), *col_offset = col_offsets(v, memory, part);
 	const bool fitted = is_fitted(part);
+	const uint32_t circle = WIRE_CIRCLE(q.zero);
 
 	for (uint64_t i = share * CTA_WARPS + threadIdx.x / 32; i < take; i += shares * CTA_WARPS) {
 		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows);
@@ -480,7 +483,7 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 		 * offset: offsets of the up to three rows in which a run of 128 values lies, since rows have at least
 		 * 64 values
 		 */
-		int offset[3] = {0}, by[4];
+		uint32_t offset[3] = {0}, by[4];
 
 #pragma unroll
 		for (uint32_t k = 0; k < 4; k++) { /* issue all loads before their results are used */
@@ -493,25 +496,26 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 					col -= row;
 					in_row[k]++;
 				}
-			by[k] = part->base;
+			by[k] = around(q, part->base);
 			if (part->kind & WIRE_SEGMENT_COLS)
-				by[k] += col_offset[col];
+				by[k] = once_round(by[k] + col_offset[col], circle);
 		}
 		for (uint32_t k = 0;
 		     part->kind && k < 3 && (r + k) * row < at + WIRE_ROW && (r + k) * row < part->count; k++)
 			offset[k] = fitted ? row_offset[r + k]
-					   : fit_row(part, values, q.size, q.octave, q.zero, r + k, lane);
+					   : around(q, fit_row(part, values, q.size, q.octave, q.zero, r + k, lane));
 #pragma unroll
 		for (uint32_t k = 0; k < 4; k++) {
 			if (at + lane + 32 * k >= part->count)
 				continue;
 			by[k] += in_row[k] == 0 ? offset[0] : in_row[k] == 1 ? offset[1] : offset[2];
+			by[k] = once_round(by[k], circle);
 			atomicAdd(room->raw + (pattern[k] >> shift & mask), 1u);
 			if (!model)
 				continue;
 			atomicAdd(
 				room->lowered +
-					(bits_lower((uint16_t)pattern[k], around(q, by[k]), (uint16_t)q.zero) >> shift &
+					(bits_lower((uint16_t)pattern[k], (uint16_t)by[k], (uint16_t)q.zero) >> shift &
 					 mask),
 				1u);
 			if (q.based)

@@ -9,6 +9,12 @@
 
 #define CLOSE_WARPS CTA_WARPS
 
+/* Return the nibble of an offset. shift: log2 of the patterns in a unit of the nibble. */
+DEVICE uint32_t nibble_of(uint32_t offset, int shift, uint32_t circle)
+{
+	return (uint32_t)(((int)offset - (int)(offset > circle / 2 ? circle : 0)) >> shift) & 15;
+}
+
 /* Return byte `at` of the scale model in the side section: records of parts, then nibbles of offsets, then zeros. */
 DEVICE_CALL uint32_t model_byte(const codec_view *v, const uint8_t *memory, const codec_part_found *found, uint64_t at)
 {
@@ -28,7 +34,8 @@ DEVICE_CALL uint32_t model_byte(const codec_view *v, const uint8_t *memory, cons
 	part = model_parts(v, memory) + (f - found);
 	k = 2 * (at - f->side_nibbles);
 	uint64_t n = part_rows(part), pairs = (n + 1) / 2 * 2;
-	const int8_t *offsets = (const int8_t *)memory + v->offsets.at + 2ull * part->nibbles_at;
+	const uint16_t *offsets = (const uint16_t *)(memory + v->offsets.at) + 2ull * part->nibbles_at;
+	const uint32_t circle = circle_of(v);
 	int shift = part->shifts & 15;
 
 	if (k >= pairs) {
@@ -37,8 +44,9 @@ DEVICE_CALL uint32_t model_byte(const codec_view *v, const uint8_t *memory, cons
 		n = part_cols(part);
 		shift = part->shifts >> 4;
 	}
-	return (k < n ? (uint32_t)(offsets[k] >> shift) & 15 : 0) |
-	       (k + 1 < n ? ((uint32_t)(offsets[k + 1] >> shift) & 15) << 4 : 0);
+	shift += eighth_log2(octave_of(v->dtype));
+	return (k < n ? nibble_of(offsets[k], shift, circle) : 0) |
+	       (k + 1 < n ? nibble_of(offsets[k + 1], shift, circle) << 4 : 0);
 }
 
 /* Row codecs: return byte `at` of the parts in the side section: records of parts, then scales, then zeros. */
@@ -66,8 +74,9 @@ DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint6
  */
 struct nibble_run {
 	uint64_t from, to;
-	const int8_t *offsets; /* offsets to store; an even address */
-	int shift;
+	const uint16_t *offsets; /* offsets to store; the address is a multiple of 4 */
+	int shift;               /* see nibble_of */
+	uint32_t circle;
 };
 
 /*
@@ -76,15 +85,18 @@ struct nibble_run {
  */
 DEVICE void nibble_runs(const codec_view *v, const uint8_t *memory, nibble_run run[2])
 {
-	run[0] = run[1] = {0, 0, NULL, 0};
+	run[0] = run[1] = {0, 0, NULL, 0, 0};
 	if (v->model_parts.count != 1)
 		return;
 	const codec_model_part part = *model_parts(v, memory);
 	const uint64_t rows = part_rows(&part), at = WIRE_SEGMENT_NBYTES, cols_at = at + (rows + 1) / 2;
-	const int8_t *offsets = (const int8_t *)memory + v->offsets.at + 2ull * part.nibbles_at;
+	const uint16_t *offsets = (const uint16_t *)(memory + v->offsets.at) + 2ull * part.nibbles_at;
+	const int grain = eighth_log2(octave_of(v->dtype));
+	const uint32_t circle = circle_of(v);
 
-	run[0] = {at, at + rows / 2, offsets, part.shifts & 15};
-	run[1] = {cols_at, cols_at + part_cols(&part) / 2, offsets + (rows + 1) / 2 * 2, part.shifts >> 4};
+	run[0] = {at, at + rows / 2, offsets, grain + (part.shifts & 15), circle};
+	run[1] = {cols_at, cols_at + part_cols(&part) / 2, offsets + (rows + 1) / 2 * 2, grain + (part.shifts >> 4),
+		  circle};
 }
 
 /*
@@ -93,7 +105,7 @@ DEVICE void nibble_runs(const codec_view *v, const uint8_t *memory, nibble_run r
  */
 DEVICE uint32_t nibble_word(const nibble_run &run, uint64_t at)
 {
-	const uint16_t *pair = (const uint16_t *)(run.offsets + 2 * (at - run.from));
+	const uint32_t *pair = (const uint32_t *)(run.offsets + 2 * (at - run.from));
 	uint32_t x[4], word = 0;
 
 #pragma unroll
@@ -101,8 +113,8 @@ DEVICE uint32_t nibble_word(const nibble_run &run, uint64_t at)
 		x[b] = pair[b];
 #pragma unroll
 	for (int b = 0; b < 4; b++) {
-		uint32_t low = (uint32_t)((int8_t)(x[b] & 255) >> run.shift) & 15;
-		uint32_t high = (uint32_t)((int8_t)(x[b] >> 8) >> run.shift) & 15;
+		uint32_t low = nibble_of(x[b] & 0xffff, run.shift, run.circle);
+		uint32_t high = nibble_of(x[b] >> 16, run.shift, run.circle);
 
 		word |= (low | high << 4) << 8 * b;
 	}

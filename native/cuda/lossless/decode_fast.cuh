@@ -162,11 +162,12 @@ DEVICE typename fast_quad<SIZE>::words fast_values(uint32_t a, uint32_t b, const
  * Decode `chunks` whole chunks of CHUNK_ROWS rows, and finish the chunks' checksums. plane1: address of plane 1;
  * further fixed planes follow at intervals of `stride` bytes. to: destination of values; NULL: only check them. first:
  * index of the first chunk in the block. o: position of the lane's first four values in the scale model, if there are
- * offsets; not updated. A lane's four values must lie within one row of their part. sums: checksum of each fixed plane.
+ * offsets; not updated. A lane's four values must lie within one row of their part. grain: see offset_of_row. sums:
+ * checksum of each fixed plane.
  */
 template <int SIZE, fast_offsets KIND>
 DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, uint64_t stride, uint8_t *to,
-		      uint32_t first, uint32_t chunks, const place &o, int octave, cursor *c, digest *sums,
+		      uint32_t first, uint32_t chunks, const place &o, uint32_t grain, cursor *c, digest *sums,
 		      uint32_t lane)
 {
 	typedef typename fast_quad<SIZE>::words quad;
@@ -176,17 +177,17 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	const volatile uint32_t *key = t->key + lane;
 	quad *out = KIND == FAST_CHECK ? NULL : global((quad *)to) + lane;
 	const uint32_t nwords = top->coder.nwords, below = opaque((1u << lane) - 1);
-	const uint32_t round = ROUND_OF(octave), AHEAD = SIZE == 2 ? 4 : 2;
+	const uint32_t AHEAD = SIZE == 2 ? 4 : 2;
 	/* bit reservoir: the upper n bits (32 to 63) of high:low, followed by zeros. n is stored modulo 64 */
 	const uint32_t mark = (uint32_t)__ffs((int)top->coder.bits) - 1;
 	uint32_t high = (uint32_t)(top->coder.bits >> 32), low = (uint32_t)top->coder.bits & ~(1u << mark),
 		 n = 63 - mark;
-	uint32_t taken = top->coder.taken, length = o.length ? o.length : ~0u, column = o.column, row = o.row;
-	uint32_t eighths = KIND == FAST_NO_OFFSETS || KIND == FAST_CHECK ? 0 : row_pair(o.eighths, (int)round),
-		 by[2] = {0, 0};
+	uint32_t taken = top->coder.taken, length = o.length, column = o.column, row = o.row;
+	const uint16_t *cols = global(o.cols);
+	uint32_t on = o.offset * 0x10001, by[2] = {0, 0}; /* on: base + row offset, in both halves */
 
 	if (KIND == FAST_ONE_OFFSET)
-		by[0] = by[1] = pair_offset(0x00800080, eighths, octave);
+		by[0] = by[1] = on;
 	for (uint32_t chunk = 0; chunk < chunks; chunk++) {
 		uint32_t word[AHEAD][SIZE - 1];
 		auto fetch = [&](uint32_t k) {
@@ -230,6 +231,7 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 				low = __funnelshift_l(0, low, both);
 				n -= both;
 			}
+			const uint2 four = KIND == FAST_OFFSETS ? columns_at(cols + column) : uint2{0, 0};
 			/* refill: append the next words to the reservoirs of lanes with fewer than 32 bits */
 			const bool takes = !opaque(n & 32);
 			const uint32_t taking = __ballot_sync(FULL, takes);
@@ -243,17 +245,15 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 			n |= 32;
 			taken += __popc(taking);
 			if (KIND == FAST_OFFSETS) {
-				const uint32_t four = 0x80808080 ^ (o.cols ? columns_at(o.cols + column) : 0);
-
-				by[0] = pair_offset(__byte_perm(four, 0, 0x4140), eighths, octave);
-				by[1] = pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
+				by[0] = once_round_pair(on + four.x, WIRE_CIRCLE(128));
+				by[1] = once_round_pair(on + four.y, WIRE_CIRCLE(128));
 				column += WIRE_ROW;
 				if (column >= length && (k + 1 < CHUNK_ROWS || chunk + 1 < chunks)) {
 					/* the loop runs at most twice, since rows of a part have at least 64 values */
 					column -= length, row++;
 					if (column >= length)
 						column -= length, row++;
-					eighths = row_pair(eighths_of(o.part, o.rows, row), (int)round);
+					on = 0x10001 * offset_of_row(o.part, o.rows, row, grain, WIRE_CIRCLE(128));
 				}
 			}
 			if (KIND != FAST_CHECK)
@@ -279,7 +279,7 @@ DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec
 {
 	const uint64_t aligned =
 		(uint64_t)top->coder.words | (uint64_t)fixed | (uint64_t)sink.data / SIZE | j.v.plane_stride;
-	const int octave = octave_of(j.v.dtype);
+	const uint32_t grain = grain_of(&j.v);
 	uint32_t chunks = (m / WIRE_ROW - r) / CHUNK_ROWS;
 	fast_offsets kind = sink.data ? FAST_NO_OFFSETS : FAST_CHECK;
 
@@ -291,21 +291,23 @@ DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec
 	}
 	if (!chunks)
 		return 0;
+	if (kind == FAST_OFFSETS)
+		add_columns(o);
 	const uint8_t *plane1 = fixed + WIRE_ROW * r;
 	uint8_t *to = sink.data ? sink.data + SIZE * (first + WIRE_ROW * r) : NULL;
 	const uint64_t stride = j.v.plane_stride;
 
 	if (kind == FAST_CHECK)
-		read_fast<SIZE, FAST_CHECK>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c, sums,
+		read_fast<SIZE, FAST_CHECK>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, grain, c, sums,
 					    lane);
 	else if (kind == FAST_NO_OFFSETS)
-		read_fast<SIZE, FAST_NO_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c,
-						 sums, lane);
+		read_fast<SIZE, FAST_NO_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, grain, c, sums,
+						 lane);
 	else if (kind == FAST_ONE_OFFSET)
-		read_fast<SIZE, FAST_ONE_OFFSET>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c,
-						 sums, lane);
+		read_fast<SIZE, FAST_ONE_OFFSET>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, grain, c, sums,
+						 lane);
 	else
-		read_fast<SIZE, FAST_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c, sums,
+		read_fast<SIZE, FAST_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, grain, c, sums,
 					      lane);
 	r += CHUNK_ROWS * chunks;
 	if (j.v.model_parts.count && WIRE_ROW * r + 4 * lane < m)

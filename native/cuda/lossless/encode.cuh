@@ -31,7 +31,7 @@ DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, u
 {
 	const codec_view &v = j->v;
 	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, pad = table_of(j, 0)[TABLE_PAD] * ONES;
-	const bool offsets = v.model_parts.count > 0;
+	const bool has_model = v.model_parts.count > 0;
 	const int octave = octave_of(v.dtype);
 	const uint8_t *values = e.source.values + SIZE * first;
 	uint8_t *section = e.frame + v.planes_offset + first;
@@ -45,14 +45,14 @@ DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, u
 			continue;
 		}
 		uint32_t n = there(--r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane;
-		uint16_t offset[4] = {0};
+		uint2 offsets = {0, 0};
 
-		if (offsets && n) {
-			quad_offsets_here(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+		if (has_model && n) {
+			offsets = quad_offsets_here(j, &o, n, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
 			if (r)
 				move_back(j, &o, WIRE_ROW);
 		}
-		split_quad<SIZE>(values, i, n, octave > 0, offset, word);
+		split_quad<SIZE>(values, i, n, octave > 0, offsets, word);
 		for (int p = 1; p < SIZE; p++) {
 			digest_word(&sums[p], word[p], r, lane);
 			put_fixed(&v, e.frame, v.planes_offset + (p - 1) * v.plane_stride, first + i, word[p]);

@@ -11,7 +11,7 @@ DEVICE uint32_t code_fast_chunks(const job &j, fast_codes<SIZE> *t, uint64_t fir
 				 uint8_t *section, coding *s, digest *sums, common *same, place *o, uint32_t r,
 				 uint32_t lane)
 {
-	const int octave = octave_of(j.v.dtype);
+	const uint32_t grain = grain_of(&j.v);
 	const uint64_t stride = j.v.plane_stride;
 	uint32_t chunks = r / CHUNK_ROWS;
 	fast_offsets kind = FAST_NO_OFFSETS;
@@ -24,19 +24,21 @@ DEVICE uint32_t code_fast_chunks(const job &j, fast_codes<SIZE> *t, uint64_t fir
 	}
 	if (!chunks)
 		return 0;
+	if (kind == FAST_OFFSETS)
+		add_columns(o);
 	const uint8_t *from = values + SIZE * WIRE_ROW * r;
 	uint8_t *plane1 = section + WIRE_ROW * r;
 	const bool whole = WIRE_ROW * r == m && CHUNK_ROWS * chunks == r;
 
 	r -= CHUNK_ROWS * chunks;
 	if (kind == FAST_NO_OFFSETS)
-		code_fast<SIZE, FAST_NO_OFFSETS>(t, from, plane1, stride, r / CHUNK_ROWS, chunks, whole, *o, octave, s,
+		code_fast<SIZE, FAST_NO_OFFSETS>(t, from, plane1, stride, r / CHUNK_ROWS, chunks, whole, *o, grain, s,
 						 sums, same, lane);
 	else if (kind == FAST_ONE_OFFSET)
-		code_fast<SIZE, FAST_ONE_OFFSET>(t, from, plane1, stride, r / CHUNK_ROWS, chunks, whole, *o, octave, s,
+		code_fast<SIZE, FAST_ONE_OFFSET>(t, from, plane1, stride, r / CHUNK_ROWS, chunks, whole, *o, grain, s,
 						 sums, same, lane);
 	else
-		code_fast<SIZE, FAST_OFFSETS>(t, from, plane1, stride, r / CHUNK_ROWS, chunks, whole, *o, octave, s,
+		code_fast<SIZE, FAST_OFFSETS>(t, from, plane1, stride, r / CHUNK_ROWS, chunks, whole, *o, grain, s,
 					      sums, same, lane);
 	if (j.v.model_parts.count && r)
 		*o = place_at(&j, first + WIRE_ROW * (r - 1) + 4 * lane);

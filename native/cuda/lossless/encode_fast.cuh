@@ -84,13 +84,13 @@ DEVICE void fast_halves(uint4 x, uint32_t half[2], uint32_t *plane)
  * the chunks' checksums. values, plane1: end of the values and of plane 1; further planes follow at intervals of
  * `stride` bytes. first: index of the first chunk in the block. o: position in the scale model of the lane's four
  * values in the last row, if there are offsets; not updated. A lane's four values must lie within one row of their
- * part. whole: true if these are all rows of the block; then the words remain in shared memory if they fit, see
- * s->near.
+ * part. grain: see offset_of_row. whole: true if these are all rows of the block; then the words remain in shared
+ * memory if they fit, see s->near.
  */
 template <int SIZE, fast_offsets KIND>
 DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane1, uint64_t stride, uint32_t first,
-		      uint32_t chunks, bool whole, const place &o, int octave, coding *s, digest *sums, common *same,
-		      uint32_t lane)
+		      uint32_t chunks, bool whole, const place &o, uint32_t grain, coding *s, digest *sums,
+		      common *same, uint32_t lane)
 {
 	typedef typename fast_quad<SIZE>::words quad;
 	const int AHEAD = SIZE == 2 ? 4 : 2;
@@ -102,15 +102,19 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 	/* index of the end of this warp's buffer; the buffered words begin at index `begin` */
 	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1);
 	uint32_t begin = opaque(end);
-	const uint32_t below = opaque((1u << lane) - 1), round = ROUND_OF(octave), circle = WIRE_CIRCLE(128) * 0x10001;
+	const uint32_t below = opaque((1u << lane) - 1), circles = 2 * WIRE_CIRCLE(128) * 0x10001u;
 	uint32_t low = s->low, high = s->high, more = s->more, nliterals = s->nliterals;
-	uint32_t some = 0, all = FULL, length = o.length, column = o.length ? o.column : ~0u, row = o.row;
-	uint32_t eighths = KIND == FAST_NO_OFFSETS ? 0 : row_pair(o.eighths, (int)round), by[2] = {0, 0};
+	uint32_t some = 0, all = FULL, by[2] = {0, 0};
+	uint32_t length = o.length, column = o.column, row = o.row;
+	uint32_t back = circles - o.offset * 0x10001; /* two circles - (base + row offset), in both halves */
+	const uint16_t *cols = global(o.cols);
 	uint32_t moved = s->nwords; /* number of words in scratch memory; the remaining words are in shared memory */
+	/* column offsets of the next row's values */
+	uint2 four = KIND == FAST_OFFSETS ? columns_at(cols + column) : uint2{0, 0};
 	quad next[AHEAD];
 
 	if (KIND == FAST_ONE_OFFSET)
-		by[0] = by[1] = circle - pair_offset(0x00800080, eighths, octave);
+		by[0] = by[1] = once_round_pair(back, WIRE_CIRCLE(128));
 #pragma unroll
 	for (int k = 0; k < AHEAD; k++) /* rows CHUNK_ROWS - 1 - k of the last chunk */
 		next[(CHUNK_ROWS - 1 - k) % AHEAD] = load_once(from - 32 * (k + 1));
@@ -134,19 +138,19 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 			if (k >= AHEAD || chunk)
 				next[k % AHEAD] = load_once(from + 32 * ((int)k - AHEAD));
 			if (KIND == FAST_OFFSETS) {
-				const uint32_t four = 0x80808080 ^ (o.cols ? columns_at(o.cols + column) : 0);
-
-				by[0] = circle - pair_offset(__byte_perm(four, 0, 0x4140), eighths, octave);
-				by[1] = circle - pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
+				by[0] = once_round_pair(back - four.x, WIRE_CIRCLE(128));
+				by[1] = once_round_pair(back - four.y, WIRE_CIRCLE(128));
 				if (k || chunk) {
 					if (column < WIRE_ROW) {
 						column += length,
 							row--; /* at most twice: rows have at least 64 values */
 						if (column < WIRE_ROW)
 							column += length, row--;
-						eighths = row_pair(eighths_of(o.part, o.rows, row), (int)round);
+						back = circles - 0x10001 * offset_of_row(o.part, o.rows, row, grain,
+											 WIRE_CIRCLE(128));
 					}
 					column -= WIRE_ROW;
+					four = columns_at(cols + column);
 				}
 			}
 			for (int h = 0; h < 2 && KIND != FAST_NO_OFFSETS; h++)

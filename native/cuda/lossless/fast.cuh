@@ -27,6 +27,18 @@ DEVICE fast_offsets fast_offsets_of(const place &o)
 	return __any_sync(FULL, o.rows || o.cols) ? FAST_OFFSETS : FAST_ONE_OFFSET;
 }
 
+alignas(4) static __device__ const uint16_t NO_COLUMNS[WIRE_FLAT_ROW] = {0};
+
+/* If the columns at a position have no offsets, set them to zeros, so that the loops need not test for them. */
+DEVICE void add_columns(place *o)
+{
+	if (o->cols)
+		return;
+	o->cols = NO_COLUMNS;
+	if (!o->length)
+		o->length = WIRE_FLAT_ROW, o->column = 0;
+}
+
 /*
  * Return how many of `chunks` chunks of CHUNK_ROWS rows the fast loops can process from (decoder) or up to (encoder)
  * position `o`. rows: number of rows of 128 values in which the lane's four values lie in the part of `o`. The loops

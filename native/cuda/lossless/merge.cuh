@@ -90,24 +90,23 @@ DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const 
 {
 	const int octave = octave_of(j->v.dtype);
 	const uint64_t i = first + WIRE_ROW * r + 4 * lane;
-	uint16_t offset[4] = {0};
+	uint2 offsets = {0, 0};
 	uint64_t values[4];
 
 	if (!sink->data)
 		return;
 	if (j->v.model_parts.count && n)
-		quad_offsets(j, o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+		offsets = quad_offsets(j, o, n, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
 	if constexpr (SIZE == 2 || SIZE == 4)
 		if (octave && n == 4) {
-			const uint32_t pairs[2] = {offset[0] | (uint32_t)offset[1] << 16,
-						   offset[2] | (uint32_t)offset[3] << 16};
+			const uint32_t pairs[2] = {offsets.x, offsets.y};
 			uint32_t out[4] = {0};
 
 			merge_quad<SIZE>(word, pairs, out);
 			return put_merged<SIZE>(sink, j->v.dtype, i, {out[0], out[1], out[2], out[3]});
 		}
 	for (uint32_t k = 0; k < 4; k++)
-		values[k] = merge_value<SIZE>(word, k, octave > 0, offset[k]);
+		values[k] = merge_value<SIZE>(word, k, octave > 0, offset_in(offsets, k));
 	put_quad<SIZE>(sink, j->v.dtype, i, n, values);
 }
 

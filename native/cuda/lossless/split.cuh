@@ -38,11 +38,11 @@ template <int SIZE> DEVICE void prefetch_rows(const uint8_t *from, uint32_t lane
 }
 
 /*
- * Split n values at any address into planes. offset: offset of each value, in patterns. word: for each plane, the word
- * with the values' bytes.
+ * Split n values at any address into planes. offsets: see quad_offsets. word: for each plane, the word with the values'
+ * bytes.
  */
 template <int SIZE>
-DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uint16_t *offset, uint32_t *word)
+DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, uint2 offsets, uint32_t *word)
 {
 	for (int p = 0; p < SIZE; p++)
 		word[p] = 0;
@@ -54,7 +54,7 @@ DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uin
 
 		if (SIZE > 1 && is_float) {
 			const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
-			uint16_t top = bits_turn((uint16_t)(x >> low), offset[k], SHIFT_OF(SIZE));
+			uint16_t top = bits_turn((uint16_t)(x >> low), offset_in(offsets, k), SHIFT_OF(SIZE));
 
 			x = (x & ((1ull << low) - 1)) | (uint64_t)top << low;
 		}
@@ -63,23 +63,18 @@ DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uin
 	}
 }
 
-/*
- * Split n values from value i on into planes: word[p] has the values' bytes of plane p. offset: offset of each value,
- * in patterns.
- */
+/* Split n values from value i on into planes: word[p] has the values' bytes of plane p. offsets: see quad_offsets. */
 template <int SIZE>
-DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
-		       uint32_t *word)
+DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, uint2 offsets, uint32_t *word)
 {
 	const uint8_t *from = global(values) + SIZE * i;
 
 	if constexpr (SIZE == 2 || SIZE == 4)
 		if (is_float && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
-			uint32_t value[SIZE], back[2]; /* back: WIRE_CIRCLE - offset, see split_pairs */
+			const uint32_t circles = WIRE_CIRCLE(128) * 0x10001;
+			const uint32_t back[2] = {circles - offsets.x, circles - offsets.y}; /* see split_pairs */
+			uint32_t value[SIZE];
 
-			for (int h = 0; h < 2; h++)
-				back[h] = WIRE_CIRCLE(128) * 0x10001 -
-					  (offset[2 * h] | (uint32_t)offset[2 * h + 1] << 16);
 			for (int h = 0; h < SIZE; h += 2) {
 				uint2 w = ((const uint2 *)from)[h / 2];
 
@@ -87,7 +82,7 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 			}
 			return split_pairs<SIZE>(value, back, word);
 		}
-	split_some<SIZE>(from, n, is_float, offset, word);
+	split_some<SIZE>(from, n, is_float, offsets, word);
 }
 
 /*
@@ -95,26 +90,22 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
  * row of 128 values, unless r, the row's index, is 0. Not inlined, and *o is in shared memory, to save registers in
  * loops over rows.
  */
-DEVICE_CALL uint2 offsets_back(const job *j, place *o, uint32_t n, uint32_t r, int around)
+DEVICE_CALL uint2 offsets_back(const job *j, place *o, uint32_t n, uint32_t r, uint32_t circle)
 {
-	uint16_t offset[4] = {0};
+	const uint2 offsets = quad_offsets_here(j, o, n, circle);
 
-	quad_offsets_here(j, o, n, octave_of(j->v.dtype) / 8, around, offset);
 	if (r)
 		move_back(j, o, WIRE_ROW);
-	return {offset[0] | (uint32_t)offset[1] << 16, offset[2] | (uint32_t)offset[3] << 16};
+	return offsets;
 }
 
 /*
  * Return the offsets, in patterns, of the lane's n values from position *o on, two in each word, and advance *o by a
  * row of 128 values.
  */
-DEVICE_CALL uint2 offsets_on(const job *j, place *o, uint32_t n, int around)
+DEVICE_CALL uint2 offsets_on(const job *j, place *o, uint32_t n, uint32_t circle)
 {
-	uint16_t offset[4] = {0};
-
-	quad_offsets(j, o, n, octave_of(j->v.dtype) / 8, around, offset);
-	return {offset[0] | (uint32_t)offset[1] << 16, offset[2] | (uint32_t)offset[3] << 16};
+	return quad_offsets(j, o, n, circle);
 }
 
 /*
@@ -125,10 +116,7 @@ template <int SIZE>
 DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, bool is_float, uint2 offsets, uint32_t lane,
 		      uint32_t *word)
 {
-	const uint16_t offset[4] = {(uint16_t)offsets.x, (uint16_t)(offsets.x >> 16), (uint16_t)offsets.y,
-				    (uint16_t)(offsets.y >> 16)};
-
-	split_quad<SIZE>(values, WIRE_ROW * r + 4 * lane, n, is_float, offset, word);
+	split_quad<SIZE>(values, WIRE_ROW * r + 4 * lane, n, is_float, offsets, word);
 }
 
 /*

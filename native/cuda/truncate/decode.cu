@@ -75,12 +75,12 @@ DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, ui
 /* Add the scale model's offsets to n exponents, then move `o` forward by 128 values. */
 DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t e[4], uint32_t n)
 {
-	uint16_t offset[4] = {0};
+	uint2 offsets = {0, 0};
 
 	if (n)
-		quad_offsets(j, o, n, 1 << q.octave_log2 >> 3, WIRE_CIRCLE(1 << q.octave_log2), offset);
+		offsets = quad_offsets(j, o, n, WIRE_CIRCLE(1u << q.octave_log2));
 	for (uint32_t k = 0; k < 4; k++)
-		e[k] = lower_exponent(e[k], q.last - (offset[k] >> q.octave_log2), q.last);
+		e[k] = lower_exponent(e[k], q.last - (offset_in(offsets, k) >> q.octave_log2), q.last);
 }
 
 /*

@@ -41,12 +41,12 @@ DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t 
 {
 	const uint32_t octave = 1u << c.q.octave_log2;
 	cut_symbols s = {0, 0, {0}};
-	uint16_t offset[4] = {0};
+	uint2 offsets = {0, 0};
 
 	if (c.model && n)
-		quad_offsets(j, o, n, (int)octave / 8, WIRE_CIRCLE((int)octave), offset);
+		offsets = quad_offsets(j, o, n, WIRE_CIRCLE(octave));
 	for (uint32_t k = 0; k < 4; k++) {
-		const uint32_t lowered = lower_exponent(cut.e[k], offset[k] >> c.q.octave_log2, c.q.last);
+		const uint32_t lowered = lower_exponent(cut.e[k], offset_in(offsets, k) >> c.q.octave_log2, c.q.last);
 
 		if (c.joint) { /* as bits_pair and bits_pair_symbol do */
 			const uint32_t pair = lowered ? lowered << 2 | cut.cuts[k] : 0, symbol = pair - 4 * c.q.base;

@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const open
 			book_to_lookup(o.books + threadIdx.x / 32,
 				       (book_lookup *)(memory + TABLE_NBYTES * (threadIdx.x / 32)));
 		bad = read_offsets(&o.s, &o.v, (const codec_model_part *)(memory + o.v.model_parts.at),
-				   (int8_t *)memory + o.v.offsets.at);
+				   (uint16_t *)(memory + o.v.offsets.at));
 		head = head_checksum(&o);
 	}
 	bad = cta_max(bad) != 0;

@@ -48,10 +48,8 @@ DEVICE bool model_part_valid(const codec_view *v, const codec_model_part *part)
 {
 	const bool octaves = v->codec == CODEC_TRUNCATE, rows = part->kind != 0,
 		   cols = part->kind == (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
-	const uint32_t octave = (uint32_t)octave_of(v->dtype),
-		       zero = octaves ? octave : 1u << SHIFT_OF(size_of(v->dtype)),
-		       bases = WIRE_CIRCLE(zero) >> eighth_log2((int)octave), row = part->row,
-		       rows_shift = part->shifts & 15, cols_shift = part->shifts >> 4;
+	const uint32_t bases = circle_of(v) / grain_of(v), row = part->row, rows_shift = part->shifts & 15,
+		       cols_shift = part->shifts >> 4;
 
 	if (!part->count || part->count > v->n - part->start || (part->kind > WIRE_SEGMENT_ROWS && !cols))
 		return false;
@@ -102,18 +100,20 @@ static __device__ codec_status read_model_parts(side *s, codec_view *v, codec_mo
 		start += part.count;
 	}
 	v->model_parts = {0, count, sizeof(codec_model_part)};
-	v->offsets = {0, 2 * nibbles, 1};
+	v->offsets = {0, 2 * nibbles, sizeof(uint16_t)};
 	return start == v->n ? CODEC_OK : CODEC_BAD_SIDE;
 }
 
 /*
- * Read n offsets from nibbles at src, each shifted left by `shift`. Return true if the padding of the last byte is
- * invalid (not 0). Called by all threads.
+ * Read n offsets from nibbles at src, each shifted left by `shift`, and convert them to patterns. Return true if the
+ * padding of the last byte is invalid (not 0). Called by all threads.
  */
-DEVICE bool read_nibbles(const uint8_t *src, uint64_t n, int shift, int8_t *offsets)
+DEVICE bool read_nibbles(const codec_view *v, const uint8_t *src, uint64_t n, int shift, uint16_t *offsets)
 {
+	const uint32_t grain = grain_of(v) << shift, circle = circle_of(v);
+
 	for (uint64_t i = threadIdx.x; i < n; i += blockDim.x)
-		offsets[i] = (int8_t)(((int)((src[i / 2] >> 4 * (i % 2) & 15u) ^ 8u) - 8) * (1 << shift));
+		offsets[i] = on_circle((int)((src[i / 2] >> 4 * (i % 2) & 15u) ^ 8u) - 8, grain, circle);
 	return n % 2 && src[n / 2] >> 4;
 }
 
@@ -121,7 +121,7 @@ DEVICE bool read_nibbles(const uint8_t *src, uint64_t n, int shift, int8_t *offs
  * Read the offsets of all parts, and set s->at to their end. Returns true if padding is invalid (not 0). Called by all
  * threads.
  */
-static __device__ bool read_offsets(side *s, const codec_view *v, const codec_model_part *parts, int8_t *offsets)
+static __device__ bool read_offsets(side *s, const codec_view *v, const codec_model_part *parts, uint16_t *offsets)
 {
 	const uint8_t *src = s->frame + s->at;
 	bool bad = false;
@@ -129,10 +129,10 @@ static __device__ bool read_offsets(side *s, const codec_view *v, const codec_mo
 	for (uint64_t i = 0; i < v->model_parts.count; i++) {
 		const codec_model_part *part = parts + i;
 		const uint64_t rows = part_rows(part), cols = part_cols(part);
-		int8_t *to = offsets + 2ull * part->nibbles_at;
+		uint16_t *to = offsets + 2ull * part->nibbles_at;
 
-		bad |= read_nibbles(src + part->nibbles_at, rows, part->shifts & 15, to);
-		bad |= read_nibbles(src + part->nibbles_at + (rows + 1) / 2, cols, part->shifts >> 4,
+		bad |= read_nibbles(v, src + part->nibbles_at, rows, part->shifts & 15, to);
+		bad |= read_nibbles(v, src + part->nibbles_at + (rows + 1) / 2, cols, part->shifts >> 4,
 				    to + (rows + 1) / 2 * 2);
 	}
 	__syncthreads();

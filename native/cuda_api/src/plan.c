@@ -51,6 +51,7 @@ static int take_job(codec_cuda_plan *p, const uint8_t *job)
 		return CODEC_CUDA_NO_MEMORY;
 	keep_array(p, job, &v->model_parts);
 	keep_array(p, job, &v->row_parts);
+	v->offsets.itemsize = sizeof(uint16_t); /* in the library's own jobs, offsets have one byte each */
 	make_array(p, &v->offsets);
 	make_array(p, &v->row_sums);
 	make_array(p, &v->lengths);
@@ -132,9 +133,9 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
  */
 static uint64_t memory_nbytes(uint64_t n)
 {
-	uint64_t part = max64(sizeof(codec_model_part) + 2, sizeof(codec_row_part));
+	uint64_t part = max64(sizeof(codec_model_part) + 2 * sizeof(uint16_t), sizeof(codec_row_part));
 
-	return align16(TABLES_NBYTES + WIRE_MAX_ROW_PARTS(n) * part + n / 32 + 64);
+	return align16(TABLES_NBYTES + WIRE_MAX_ROW_PARTS(n) * part + (n / 32 + 64) * sizeof(uint16_t));
 }
 
 /* Plan the job of a tensor like `like`. */
