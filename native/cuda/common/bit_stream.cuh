@@ -58,7 +58,7 @@ DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
 		r->at += WIRE_RICE_LONGEST;
 		return read_bits(r, full);
 	}
-	*bad |= q >> 1 >> (full - 1 - k);
+	*bad |= (uint64_t)q >> 1 >> (full - 1 - k) != 0;
 	r->at += q + 1;
 	return (uint64_t)q << k | read_bits(r, k);
 }
