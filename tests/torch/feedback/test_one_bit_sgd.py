@@ -76,10 +76,12 @@ def test_training_delays_gradients_and_loses_none(size):
 
 
 @pytest.mark.nightly
-def test_example_runs_under_torchrun():
+def test_example_prints_documented_figures_under_torchrun():
+    """The loss and the bits per value are those of docs/methods/systems.md, up to rounding of other CPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
     plain, compressed = (float(x) for x in re.findall(r"loss [\d.]+ -> ([\d.]+),", done.stdout))
-    assert compressed == pytest.approx(plain, abs=0.03)
-    assert 1 < float(re.findall(r", ([\d.]+) bits", done.stdout)[1]) < 2.5
+    assert compressed - plain == pytest.approx(0.041, abs=0.02)
+    assert float(re.findall(r", ([\d.]+) bits", done.stdout)[1]) == pytest.approx(1.55, abs=0.02)
