@@ -138,7 +138,7 @@ def _size(source: BufferedReader) -> int:
 
 
 def _arrays(source: BufferedReader, args: argparse.Namespace) -> Iterator[Any]:
-    """Yield the array of a .npy file, or raw values in blocks, as views of the dtype from the arguments."""
+    """Yield the array of a .npy file, or of a raw file (in blocks, without --shape), viewed as `args.dtype`."""
     if source.peek(len(NUMPY))[: len(NUMPY)] == NUMPY:
         if args.shape is not None:
             raise ArgumentError(

@@ -38,7 +38,13 @@ def configuration(spec: Spec, dtype: str | None) -> Config:
 
 
 def configured(config: dict[str, Any]) -> tuple[Spec, Any]:
-    """Return the spec and the dtype in a JSON object; raise SpecError for an unknown key or an invalid value."""
+    """Return the spec and the dtype that `config`, a JSON object, describes.
+
+    Raises
+    ------
+    SpecError
+        `config` has an unknown key or an invalid value.
+    """
     given = dict(config)
     dtype = given.pop("dtype", None)
     return spec_of_config(given), dtype

@@ -98,7 +98,7 @@ class ResidualStore:
         return buffer
 
     def commit(self, layout: Layout | None = None) -> None:
-        """Replace residuals by the contents of all buffers of :meth:`begin`, or of the buffer for one layout."""
+        """Replace residuals by the contents of all buffers from :meth:`begin`, or only of the one for `layout`."""
         state = self.state
         begun = state.pending if layout is None else {layout: state.pending[layout]}
         kept = state.kept
@@ -122,7 +122,8 @@ class ResidualStore:
         Raises
         ------
         StateError
-            Some of these ranges are in a buffer of :meth:`begin`, of this store or of `to`.
+            Some of these ranges are in a buffer that :meth:`begin` of this store, or of `to`, has returned and that is
+            not yet committed.
         """
         at = layout_of(ranges)
         to._refuse_begun(at)
@@ -137,7 +138,7 @@ class ResidualStore:
         Raises
         ------
         StateError
-            Some of these ranges are in a buffer of :meth:`begin`.
+            Some of these ranges are in a buffer that :meth:`begin` has returned and that is not yet committed.
         """
         at, state = layout_of(ranges), self.state
         self._refuse_begun(at)

@@ -50,7 +50,7 @@ SCRATCHED = {  # codecs that need scratch memory
 
 
 @on_cpu
-# Bytes of scratch memory: enough for one warp, some warps, most warps
+# Limits of scratch memory, in bytes, with which one warp (the minimum), some warps, or most warps run at once
 @pytest.mark.parametrize("nbytes", [nightly(1), 400_000, nightly(1_500_000)])
 @pytest.mark.parametrize("workers", [1, nightly(4)])
 def test_warps_wait_for_scratch_memory(nbytes, workers, monkeypatch):

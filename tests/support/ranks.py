@@ -203,7 +203,7 @@ def _join(rank, size, path, timeout, backend):
 
 
 def _leave(rank, size):
-    """Destroy the group and reset random states; return True if a test has patched nothing in this process."""
+    """Destroy the group and reset random states; return True if no test's patch is left in this process."""
     import torch
     import torch.distributed as dist
 

@@ -239,7 +239,7 @@ def _check_group(group: Mapping[str, Any]) -> None:
 
 
 def _is_flag(value: Any, *values: bool) -> bool:
-    """Return True if a value is None, or one of the bools `values`."""
+    """Return True if `value` is None, or is one of the allowed bools, which are the arguments `values`."""
     return value is None or any(value is each for each in values)
 
 

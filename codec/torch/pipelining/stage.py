@@ -181,8 +181,9 @@ class CompressedStage(PipelineStage):
         self, num_microbatches: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any
     ) -> Any:
         kwargs, _ = _without_ids(kwargs)
-        # torch runs the module on uninitialized memory to find the shapes of outputs, which corrupts running
-        # statistics. It may use the outputs before the first forward, so buffers are restored only there.
+        # To find the shapes of outputs, torch runs the module on uninitialized memory, which corrupts running
+        # statistics. Before the first forward, torch may also run a backward pass from these outputs. Autograd needs
+        # unchanged buffers for that, so the buffers are restored only when the first forward begins.
         self._spoilt = Buffers([self.submod])
         try:
             return super()._prepare_forward_infra(num_microbatches, args, kwargs, *rest, **named)

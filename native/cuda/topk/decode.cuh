@@ -114,7 +114,7 @@ DEVICE bool read_chunk(const codec_sink &sink, topk_codes *c, uint32_t kept, bit
 	return r->at <= 32ull * r->nwords;
 }
 
-/* Decode block b of a TopK frame, whose region is at `cursor`, or only check it. */
+/* Decode, or only check, block b of a TopK frame. The region of the block is at `cursor`. */
 DEVICE codec_status read_topk(const codec_decoding &d, const codec_view &v, uint64_t b, const cursor &cursor,
 			      uint32_t lane)
 {

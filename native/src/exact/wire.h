@@ -119,7 +119,7 @@
 
 #define WIRE_ROW_BLOCK 16384   /* maximum number of values per block, if rows are shorter */
 #define WIRE_TRITS_BLOCK 81920 /* maximum number of values per block, if 5 values are packed per byte */
-#define WIRE_PART_MIN 4096     /* minimum number of values of a segment that is always a separate part */
+#define WIRE_PART_MIN 4096     /* a segment of at least this many values is a part of its own */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
 /* Row codecs: up to 64 more parts, so that small segments, and remainders of cut segments, have separate scales. */
 #define WIRE_MAX_ROW_PARTS(n) (WIRE_MAX_PARTS(n) + ((n) < 1024 ? (n) / 16 : 64))

@@ -93,7 +93,11 @@ static void chunk_sums(const uint8_t *src, size_t n, uint64_t *sums)
 		sums[c] = CHUNK_SUM(src + DELTA_CHUNK * c, CHECKSUM_KEY);
 }
 
-/* Default for a vectorized part, which processes the first values, in groups of 64, and returns how many. */
+/*
+ * Vectorized loops of an instruction set process the first values, in groups of 64. DIFFERENCES_FIRST and CLASSES_FIRST
+ * return the number of processed values; LIST_FIRST and MEMBERS_FIRST return that of processed words of 64 values. By
+ * default, no values are processed.
+ */
 #ifndef DIFFERENCES_FIRST
 #define DIFFERENCES_FIRST(a, b, n, item, changed, count) 0
 #endif

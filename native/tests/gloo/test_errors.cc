@@ -340,8 +340,8 @@ std::string many_kinds(Rank &me)
 		for (int i = 0; i < 4; i++) /* after these calls, the next call is the first of the trial of raw */
 			large();
 		/*
-		 * a failed request must not count as a new signature: the other ranks would forget a choice that this
-		 * rank remembers
+		 * Rank WRONG cannot begin this request. The other ranks must not add its signature to their caches:
+		 * otherwise they would evict a choice that rank WRONG still remembers.
 		 */
 		std::vector<float> x(300, 1);
 		const auto refused = [&] {

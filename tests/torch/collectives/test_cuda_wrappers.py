@@ -80,7 +80,8 @@ def _backend(rank, size, kind):
             dist.all_reduce(small, dist.ReduceOp.MAX, group=group)
             results.append([tensor_bytes(host(t)) for t in (reduced, shard, whole, small, *tensors)])
     assert results[0] == results[1]
-    # Five collectives per device; only the small host tensor went over Gloo
+    # Five collectives on host tensors and five on GPU tensors, less one that sends no frames: all_reduce of the small
+    # host tensor uses Gloo
     assert group.stats().frame_collectives == 9
     dist.destroy_process_group(group)
 

@@ -146,7 +146,8 @@ def test_replicas_stay_identical_for_every_spec():
     for first, *others in zip(*results, strict=True):
         assert all(first[0] == other[0] for other in others)
     lossless, quantized = results[0][0], results[0][2]
-    # Bytes per step: [2] is the sum of 5 frozen steps, [1] of 3 lossless ones, of which a fifth is the limit
+    # lossless[1]: bytes of 3 lossless steps; lossless[2]: bytes of 5 frozen steps. A frozen step must send less than
+    # a fifth of the bytes of a lossless step.
     assert lossless[2] / 5 < lossless[1] / 3 / 5
     assert quantized[1] < lossless[1] / 4
 
