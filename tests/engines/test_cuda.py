@@ -318,7 +318,7 @@ def test_sums_of_several_tensors_share_launches(device):
     calls.reduce_many(sums(frames))
     launched = [kernel for kernel in device.launched if "lossless" not in kernel]
     assert sorted(launched) == ["reduce_rows<3>", "reduce_rows<4>", "reduce_rows<6>"]
-    assert len(device.launched) == 3 + 3  # row codecs: 3 as above; Lossless: one for each of the 3 frames of a sum
+    assert len(device.launched) == 3 + 3  # 3 launches of reduce_rows, and one for each of the 3 Lossless frames
     calls.conclude()
     for to, some in zip(out, frames, strict=True):
         assert bytes_of(to) == codec.reduce(some, op="mean").tobytes()

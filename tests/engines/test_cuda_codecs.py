@@ -160,7 +160,7 @@ def test_shared_codebook():
 
 @pytest.mark.parametrize("name", [*ROWS, *TRUNCATES])
 def test_residuals(name, device):
-    """Residuals equal the native engine's, with and without feedback, also if stored; errors leave them unchanged."""
+    """Residuals equal the native engine's, with and without feedback, also of raw frames; errors change nothing."""
     spec = (ROWS | TRUNCATES)[name]
     for dtype in LOSSY_DTYPES:
         for n in (300, 5001):

@@ -45,10 +45,11 @@ CODE = {  # minimum machine code in kB per kernel of a file; less means that the
     "delta/decode": 80,
     "frame/decode_stored": 20,
 }
-# Minimum number of PTX instructions by file, which shows that the compiler unrolled the loops over whole rows for 8
-# rows. Factors count loops, rows, and loads, stores or roundings per row: three loops encode, three decode, and one
-# more decodes without storing. For Quantize and Ternary: roundings of 8 values. For small groups of Float8: stores of
-# codes, and conversions of pairs of codes, in loops for float32 and for 16-bit dtypes.
+# Minimum number of PTX instructions by file. If a file has fewer, the compiler has not unrolled the loops over whole
+# rows by a factor of 8. The factors are the number of loops, of rows, and of loads, stores or roundings per row. Three
+# loops encode, three decode, and one more decodes without storing. For Quantize and Ternary, roundings of 8 values are
+# counted, too; for small groups of Float8, stores of codes and conversions of pairs of codes, in the loops for float32
+# and for 16-bit dtypes.
 LOOPS = {
     "rows/encode": {"add.rz.f32": 8 * 3 * (4 + 2 * 2), "fma.rz.f32": 8 * 2, "st.global.v2.u32": 4 * (2 + 1)},
     "rows/decode": {

@@ -98,7 +98,7 @@ def test_pruned_regions_of_plane_0_alone(name, device):
 
 
 def test_other_tensors_take_the_general_kernel(device):
-    """The general kernel decodes to unaligned destinations or other dtypes, and frames with other planes in regions."""
+    """The general kernel serves unaligned destinations, other dtypes, and frames with other planes in regions."""
     x = bits_of(np.random.default_rng(3).standard_normal(20_000, F32), "bfloat16")
     frame = bytes(flatcall.encode(x, codec.Lossless(), dtype="bfloat16"))
     out = DeviceArray(np.zeros(x.size + 1, np.uint16)[1:])

@@ -162,7 +162,7 @@ def test_deferred_calls_keep_no_scratch_memory(library, monkeypatch):
     calls, how = DeferredCalls(lambda *nbytes: noted.append(nbytes)), codec.options(engine="cuda")
     for i in range(1, 21):
         calls.encode_many([encode_request(x, spec, how, out, residual, feedback=True)])
-        # Bytes of scratch memory: 3.2 MB for warps, the rest for sums of tensor and residual
+        # This call's scratch memory in bytes: 3.2 MB for warps, the rest for the sum tensor + residual
         assert noted[-1][1] > 11_000_000
         decode = decode_request((view(there),), None, how, x)._replace(head=view(np.frombuffer(frame, np.uint8)))
         calls.decode_many([decode])

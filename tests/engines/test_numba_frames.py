@@ -31,7 +31,7 @@ LOSSY_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def test_reduce_of_different_codecs():
-    """Engines agree on sums of frames whose blocks differ, of stored frames, and of integer codes with one scale."""
+    """Engines agree on sums of frames with different codecs or blocks, of raw frames, and of Ternary frames."""
     x = sample_bits("float32", 30_000, "normal").view(F32)
     x *= F32(1 / np.abs(x).max())
     frames = [

@@ -8,9 +8,9 @@ from codec.torch.network.info import ConnectionInfo
 
 _LEAST_BUSY = 0.02  # seconds of sending that an estimate needs, since the kernel's clock has ticks of up to 4 ms
 _MOST_STEPS = 16  # maximum number of steps that an estimate uses
-_RTT_STEPS = 4  # number of last steps of which the shortest round trip is used, since queues lengthen some round trips
+_RTT_STEPS = 4  # the shortest round trip of this many last steps is used, since queues lengthen some round trips
 _LEAST_SHARE = 1 / 2  # minimum share of a step's sending time that remains after a round trip is subtracted
-_CAREFUL = 3  # number of last estimates, of which the slowest is returned, since some are too fast by chance
+_CAREFUL = 3  # the slowest of this many last estimates is returned, since some are too fast by chance
 
 
 class Estimate(NamedTuple):

@@ -224,7 +224,7 @@ class Collective:
             seen.add(source)
             if theirs != unpack_fields(pack_fields(self._fields)) or cause.rank in seen or cause.rank == self.rank:
                 return difference(source, theirs, self._fields)
-            source = cause.rank  # next, the rank whose arguments differ: `source` has those of this rank
+            source = cause.rank  # `source` has this rank's arguments: ask the rank that it refused
 
 
 def _largest(reports: Sequence[Sequence[int]]) -> list[int]:

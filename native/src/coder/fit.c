@@ -226,8 +226,8 @@ static void fit_whole(const struct source *src, const struct kernels *k, const s
 
 /*
  * Compute the offsets of rows that begin in values [first, first + n) of a segment and were not computed when the job
- * was opened. Only the thread that encodes these values stores or reads those offsets. The row that contains the first
- * value may begin before it; that row's offset is f->row.
+ * was opened. Only the thread that encodes these values stores or reads those offsets. If the row of the first value
+ * begins before that value, the offset of the row is f->row.
  */
 static void fit_range(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
 		      uint64_t first, uint64_t n, struct fitted *f)

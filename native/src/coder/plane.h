@@ -71,8 +71,8 @@ codec_status close_plane(const book_lookup *lookup, const struct cursor *c, cons
 codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
 			  uint64_t m, uint8_t *symbol, codec_fault *f);
 /*
- * Read the literals of escaped symbols, which follow the words, into the positions in `symbol` whose bit in `escaped`
- * is set.
+ * Read the literals of escaped symbols into the positions in `symbol` whose bit in `escaped` is set. The literals
+ * follow the entropy-coded words.
  */
 codec_status read_literals(const uint32_t *escaped, struct cursor *c, uint8_t *symbol, uint64_t m, codec_fault *f);
 codec_status skip_literals(uint64_t n, struct cursor *c, codec_fault *f);

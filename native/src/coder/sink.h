@@ -71,13 +71,13 @@ static inline const float_any *load_values(const struct kernels *k, const struct
 const void *load_native(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n, void *buffer);
 
 /*
- * Destination of decoded values y. `into` is a CODEC_INTO_*, or SINK_RESIDUAL, which stores the encoding error x - y,
- * or SINK_NONE, which stores nothing, to check codes and scales.
+ * Destination of decoded values y. `into` is one of three: a CODEC_INTO_*; SINK_RESIDUAL, which stores the encoding
+ * error x - y; or SINK_NONE, which stores nothing and is used to check codes and scales.
  */
 struct sink {
 	int into;
 	float weight;
-	float scale, divide; /* codec_context.divide; scale: factor of CODEC_RESCALE */
+	float scale, divide; /* scale: factor of CODEC_RESCALE; divide: codec_context.divide */
 	int unscaled, rescale;
 	int nontemporal; /* 1: use non-temporal stores */
 	const codec_tensor *dst;

@@ -64,8 +64,8 @@ BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n
 }
 
 /*
- * Return the index of the first value of sampled run i in a row of n > CHOOSE_RUNS * CHOOSE_RUN values. Of shorter
- * rows, all values are sampled.
+ * Return the index of the first value of sampled run i in a row of n > CHOOSE_RUNS * CHOOSE_RUN values. In shorter
+ * rows, all values are sampled, and there are no runs.
  */
 BITS_FN uint64_t choose_run(uint64_t i, uint64_t n)
 {
@@ -96,7 +96,7 @@ BITS_FN int choose_eighths(int mean, int centre, int eighth)
 	return mean == CHOOSE_NONE ? 0 : q;
 }
 
-/* Return the mean of `count` differences of patterns whose sum is `total`, in eighths of an octave; 0 if count is 0. */
+/* Return total / count in eighths of an octave, the mean of `count` differences of patterns; 0 if count is 0. */
 BITS_FN int choose_mean_eighths(int total, int count, int eighth)
 {
 	int q = count ? bits_mean(total, (int64_t)count << eighth) : 0;

@@ -146,8 +146,9 @@
 #define WIRE_MAX_PLANES 8
 
 /*
- * The pattern of a float is the 15 bits below its sign. The scale model does not change patterns below `zero`, the
- * first whose plane 0 is not 0; it adds offsets to the others modulo WIRE_CIRCLE(zero), the number of such patterns.
+ * The pattern of a float is the 15 bits below its sign. `zero` is the smallest pattern whose plane 0 is not 0. The
+ * scale model leaves patterns below `zero` unchanged. It adds offsets to the other WIRE_CIRCLE(zero) patterns, modulo
+ * their number.
  */
 #define WIRE_PATTERNS 0x8000
 #define WIRE_CIRCLE(zero) (WIRE_PATTERNS - (zero))

@@ -96,7 +96,7 @@ static inline __attribute__((always_inline)) __m256i find_codes(const struct loo
 	return length;
 }
 
-/* Add 1 to each byte of `count` where the top bits of the byte of x are the escape. */
+/* For each byte of x whose top bits are the escape code, add 1 to the byte of `count` at the same position. */
 static inline __m256i note_escapes(const struct lookup *t, __m256i x, __m256i count)
 {
 	return _mm256_sub_epi8(count, _mm256_cmpeq_epi8(AND(x, t->escape_bits), t->escape_first));

@@ -126,8 +126,8 @@ static inline void by_word(__m512i bytes, __m512i v[4])
 }
 
 /*
- * Count the bytes of x whose top bits are the escape: some[0] in the first stream, which has the upper byte of each
- * 16-bit word, some[1] in the second.
+ * Count the bytes of x whose top bits are the escape code. Add the count for the upper bytes of 16-bit words, which
+ * belong to the first stream, to some[0], and that for the lower bytes (second stream) to some[1].
  */
 static inline void note_escapes(const struct lookup512 *t, __m512i x, size_t some[2])
 {

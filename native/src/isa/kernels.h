@@ -298,8 +298,8 @@ struct kernels {
 	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x,
 			 uint8_t *e);
 	/*
-	 * Set width[i] to the number of bits kept of the field (sign and mantissa) of value i, at most `most`; 0 if
-	 * e[i] is 0. Return the sum of all widths.
+	 * Set width[i] to the number of kept bits, at most `most`, in the field of value i (its sign and mantissa);
+	 * to 0 if e[i] is 0. Return the sum of all widths.
 	 */
 	size_t (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *width);
 	/* Return the bitwise OR of the n fields f. */

@@ -15,7 +15,7 @@ static int takes_codes(uint32_t into)
 }
 
 /*
- * Check the destination independently of the frame: a valid tensor, of a dtype that with->into accepts. Division and
+ * Check, without the frame, that the destination is a valid tensor of a dtype that with->into accepts. Division and
  * rescaling need float32.
  */
 static codec_status read_destination(const codec_tensor *dst, const codec_context *with, codec_tensor *copy)

@@ -179,7 +179,8 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 			TRY(read_plane(j, k, o, i, m, i ? w->plane[i] : top, plane + i, w, f));
 		} else {
 			TRY(read_plane(j, k, o, i, count, w->symbol, plane + i, w, f));
-			if (plane[i] != w->symbol) /* unprune reads past the plane, whose end may be the frame's */
+			/* copy the plane: unprune reads past its end, which may be the end of the frame */
+			if (plane[i] != w->symbol)
 				memcpy(w->symbol, plane[i], count);
 			k->unprune(top, 1, w->symbol, m, w->plane[i]);
 			plane[i] = w->plane[i];

@@ -5,7 +5,8 @@
 #include "lossless.h"
 
 /*
- * Return 1 if coding plane i, of n bytes, saves enough, estimated from one in 8 rows of 128 bytes. Not for exponents.
+ * Return 1 if entropy coding saves enough bytes of plane i, which has n bytes. The estimate uses one in 8 rows of 128
+ * bytes. Not used for the plane of exponents.
  */
 static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
 {

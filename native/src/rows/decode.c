@@ -321,8 +321,8 @@ int rows_sums_signs(const struct job *j)
 #define AT_ONCE 8 /* maximum number of frames per kernel call */
 
 /*
- * SIGN: add up values [i, i + n), which lie in one row, of the same block of `count` frames, into y. `more`: y already
- * has the sum of earlier frames. `by`: divisor of the sum; 0: none.
+ * SIGN: store in y the sum over `count` frames of values [i, i + n) of a block, which lie in one row. `more`: add to
+ * the sum of earlier frames, which y contains. `by`: divisor of the sum; 0: none.
  */
 static codec_status sum_row(const struct kernels *k, const struct row_kind *q, const struct coded *block, size_t count,
 			    uint64_t i, uint64_t n, int more, float by, float_any *y, codec_fault *f)

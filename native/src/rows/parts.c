@@ -117,7 +117,7 @@ uint64_t rows_job_nbytes(const struct header *h)
 	return parts * sizeof(struct part) + (parts + h->n / WIRE_TREE + 1) * sizeof(struct row_sums) + 16;
 }
 
-/* Return the part, the range of values and the size of scales of a block. */
+/* Return a block's part, its range of values, and the size of its scales. */
 struct place rows_place(const struct job *j, uint64_t block)
 {
 	const struct row_kind q = header_kind(&j->h);
@@ -177,7 +177,7 @@ uint64_t rows_bound(const struct header *h)
 /* Sizes in bytes, and counts, that depend on a frame's parts. */
 struct parts_nbytes {
 	struct row_kind q;
-	uint64_t nparts, scales, nblocks, regions; /* scales: bytes of parts' scales, without those of rows */
+	uint64_t nparts, scales, nblocks, regions; /* scales: bytes of the scales of parts, not of rows */
 };
 
 static void add_nbytes(void *to, uint64_t start, uint64_t count, uint32_t row)

@@ -27,8 +27,8 @@ static int needs_reference(const struct job *j, const codec_context *with)
 }
 
 /*
- * Truncate values [at, at + n), at most a tile, of a block that begins at `first`. Compute their exponents after
- * rounding, and the number of bits dropped from each.
+ * Truncate values [at, at + n) of a block, at most one tile. `first`: index of the block's first value. Compute the
+ * exponents after rounding, and the number of bits dropped from each value.
  */
 static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
 			const struct truncate_kind *q, const struct source *src, uint64_t first, uint64_t at,

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.nightly
 STEPS, CONTEXT, WIDTH = 60, 32, 64
 
 # Largest allowed increase of the held-out loss over lossless training (loss 2.50). Measured increase on three texts:
-# Sign 0.13, Quantize(2) 0.05, 4 bits 0.007, Ternary and other codecs at most 0.001. Training that diverges ends 0.7 to
-# 40 higher.
+# Sign 0.13, Quantize(2) 0.05, 4 bits 0.007, Ternary and other codecs at most 0.001. If training diverges, the loss is
+# 0.7 to 40 higher.
 MARGINS = {
     codec.Truncate(): 0.02,
     codec.Truncate(level_coding="shared", granularity="bit", guard="feedback"): 0.02,

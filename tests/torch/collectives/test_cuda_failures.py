@@ -178,7 +178,7 @@ def test_tensor_is_unchanged_if_a_rank_dies(kind, point):
 
 
 @pytest.mark.nccl
-# Event at which the rank dies: before it sends heads, before it waits for heads, in the second phase
+# Number of the event at which the rank dies. 0: before it sends heads; 2: before it waits for heads; 5: in phase 2.
 @pytest.mark.parametrize("point", [0, 2, 5])
 def test_tensor_is_unchanged_if_a_rank_dies_while_heads_are_sent(gpus, kind, point):
     gpus.start(_killed, kind, codec.Lossless(), point)

@@ -196,13 +196,14 @@ def _waits(rank, size):
 
 def test_host_waits_for_few_things(pair):
     for found in pair.run(_waits):
-        # One wait each for the frames, the sums (two_shot), the verdict, and the copy of the result.
+        # The host waits once for the frames, once for the sums (two_shot only), once for the verdict, and once for
+        # the copy of the result.
         assert {k: n for k, n in found.items() if n > (4 if k[1] == "two_shot" else 3)} == {}
 
 
 def test_host_waits_for_own_frames_once_a_phase_if_they_stay_on_gpus(gpus):
     for found in gpus.run(_waits):
-        # Waits for the verdict and for the result
+        # The host waits once for the verdict, and once for the result
         assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2
         for name in ("lossless", "sign_l1"):  # one more wait per phase: sizes and heads of this rank's frames
             assert found[name, "two_shot"] == 4

@@ -139,7 +139,7 @@ def test_peers_that_give_up_do_not_replace_the_error_of_this_rank():
     state.fail(step, 3, own, collective)
     state.fail(step, 2, echo, collective)
     assert (step.failed, step.error) == (3, own)
-    # Caused by rank 2's own error, in an earlier bucket: it replaces this rank's error
+    # This PeerError is due to rank 2's own error in an earlier bucket, so it replaces this rank's error
     state.fail(step, 1, echo, collective)
     assert (step.failed, step.error) == (1, echo)
 

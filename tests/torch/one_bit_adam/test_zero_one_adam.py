@@ -248,7 +248,7 @@ def test_replicas_stay_identical_and_resume_to_the_bit():
 
 
 def _without_learning_rate(rank, size):
-    """Learning rates of 0, of a group or at the end of a schedule, stop parameters and nothing else."""
+    """If the learning rate of a group is 0, its parameters stay, momenta are still computed, and no step fails."""
     found = []
     for zero in ("group", "norms", "end", "once"):
         for make in (wrapped, net)[: 1 + (zero == "end")]:

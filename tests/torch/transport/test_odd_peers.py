@@ -25,7 +25,7 @@ def ranks():
 
 
 def _odd(k):
-    """Send unusual messages that a receiver must accept: early, late, repeated, of other collectives, any report."""
+    """Send unusual messages that a receiver must accept: early, late, repeated or foreign ones, and any report."""
     k.read()
     k.send(b"early", number=3)
     k.send(b"early", number=(1 << 64) - 1)
