@@ -18,7 +18,7 @@ _LASTS = 200  # steps after which measurements of a level that is not current ex
 # A level is near if it is slower than the current one by a factor below _NEAR. Its measurements expire after
 # _NEAR_LASTS steps.
 _NEAR, _NEAR_LASTS = 1.25, 50
-_HOLD = 16  # steps in which small gains cause no switch, after the first return to a measured level
+_HOLD = 16  # steps after the first return to a level measured earlier, in which small gains cause no switch
 _MOST_HOLD = 128  # upper bound of _HOLD, which doubles with each further return
 
 

@@ -21,7 +21,8 @@ from codec.torch._compat import divides_by_ranks_with_inputs, local
 from codec.torch.reduction import arguments
 from codec.torch.reduction.host import Reduction, Values
 
-# The whole bucket is encoded, not a copy of its largest part, if the others have at most this share
+# The whole bucket is encoded, instead of a copy of its largest part, if the other parts have at most this share of the
+# bucket's values.
 _MAX_OTHERS = 1 / 32
 
 

@@ -77,7 +77,7 @@ class ZeroOneSchedule:
         return "momenta" if step % self._interval(step) == 0 else "local"
 
     def _refreshes(self, step: int) -> bool:
-        begin, distance = 0, 1  # last step before the refreshes with the current interval; this interval in steps
+        begin, distance = 0, 1  # refreshes after step `begin` are `distance` steps apart
         while step > begin + distance * self.refreshes:
             begin += distance * self.refreshes
             distance *= 2

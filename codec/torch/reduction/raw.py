@@ -115,7 +115,7 @@ def _sum_piece(terms: Sequence[Array], r: Reduction, piece: Piece, total: Array)
 
 
 def _reduce_terms(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
-    """Return the sum, mean or maximum of terms in float32, as codec.reduce does; in `total` if its dtype fits."""
+    """Reduce terms in float32 as codec.reduce does (float64: in float64). Return `total`, or a new float32 array."""
     out = total if r.dtype in ("float32", "float64") else np.empty(total.size, np.float32)
     add = _largest if r.op == "max" else np.add
     with np.errstate(over="ignore", invalid="ignore"):  # the result is checked for Inf and NaN later

@@ -228,7 +228,7 @@ class Collective:
 
 
 def _largest(reports: Sequence[Sequence[int]]) -> list[int]:
-    """Return the maximum of each number of some reports."""
+    """Return, for each position in the reports, the largest integer at that position."""
     return [max(column) for column in zip(*reports, strict=True)]
 
 

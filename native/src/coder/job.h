@@ -81,7 +81,7 @@ struct job {
 	struct header h;
 	struct model model;
 	uint64_t nparts, nsums, nscans, parts_at, sums_at,
-		work_at; /* codecs of rows; *_at: offsets in bytes from the job's start */
+		work_at; /* for row codecs; *_at: offset in bytes from the job's start */
 	struct philox key;
 	float scale, clip;       /* codec_spec.scale and clip; 0: none; scale -1: the caller's scale is 0 */
 	uint8_t residual;        /* codecs of rows: enum residual */

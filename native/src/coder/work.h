@@ -47,7 +47,7 @@ struct work {
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
 	const codec_metric *metric; /* TRUNCATE: metric at which the search for the next value's metric begins */
-	char *values; /* decode: a block's values if not decoded straight into dst; same memory as `region` */
+	char *values; /* decode: buffer for a block that is not decoded straight into dst; same memory as `region` */
 	uint32_t *words, *words_end;
 	struct delta_buffers delta; /* DELTA; decoded changes are listed in delta.at and values */
 	uint64_t *sums[2];          /* DELTA: sums that checksum_of_chunk mixes, per chunk: [0] base, [1] result */

@@ -15,7 +15,7 @@ struct codec_range;
 
 /* Functions of codecs that build frames the same way. A member may be NULL only where its comment says so. */
 struct family {
-	int is_rows; /* 1: values share scales, blocks follow rows and parts */
+	int is_rows; /* 1: row codecs, whose values share scales, and whose blocks depend on rows and parts */
 
 	int never_stored; /* 1: only empty tensors are stored raw, so the residual can be written with the blocks */
 

@@ -55,7 +55,7 @@ static inline void place_row(struct place *at)
 		at->end = at->p + left;
 		at->in_last = 1;
 	}
-	at->p = at->p > at->end ? at->end : at->p; /* past the stream's end, where only zeros follow */
+	at->p = at->p > at->end ? at->end : at->p; /* stay at the stream's end, where only zeros follow */
 }
 
 #endif

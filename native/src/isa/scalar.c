@@ -69,7 +69,7 @@ static inline void source_row(struct source *w)
 		w->end = w->p + left;
 		w->in_last = 1;
 	}
-	w->p = w->p > w->end ? w->end : w->p; /* past the stream's end, where only zeros follow */
+	w->p = w->p > w->end ? w->end : w->p; /* stay at the stream's end, where only zeros follow */
 }
 
 /*

@@ -49,7 +49,7 @@ def _cancelled(rank, size):
     collective = channel.collective(0)
     channel.cancel()
     assert channel.cancelled
-    assert not channel.closed  # not before messages in flight have ended
+    assert not channel.closed  # the channel closes only after messages in flight have ended
     with pytest.raises(codec.PeerError, match="cancelled"), channel.writing():
         pass
     with pytest.raises(codec.PeerError, match="cancelled"), collective.storing():
