@@ -75,7 +75,7 @@ class Drift:
 
     @property
     def value(self) -> float:
-        """Relative change of the sum over the last window, or the last half of all steps if fewer; NaN if unknown."""
+        """Relative change of the sum of second moments over the last :attr:`span` steps; NaN if unknown."""
         if len(self.samples) < 2:
             return math.nan
         now, before = self.samples[-1][1], self._former[1]

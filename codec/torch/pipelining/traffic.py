@@ -213,7 +213,7 @@ class Traffic:
             end.commit()
 
     def rollback(self) -> None:
-        """Drop the m that this step has computed for its samples, on all edges; the stored m is unchanged."""
+        """Drop the activations m that this step has computed, on all edges; stored activations are unchanged."""
         for end in self.ends:
             end.rollback()
 

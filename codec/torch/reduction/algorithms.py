@@ -281,7 +281,7 @@ def _encode_term(part: Part, r: Reduction, piece: Piece, bound: int, number: int
 
 
 async def _in_rank_order(part: Part, incoming: Mapping[int, Receive], own: Array | None) -> list[Array | None]:
-    """Wait for frames, and return those of all ranks in rank order. `own` is the item of this rank."""
+    """Wait for the frames of the other ranks; return one item per rank, in rank order. `own`: item of this rank."""
     found: dict[int, Array | None] = {part.rank: own}
     for o, receive in incoming.items():
         found[o] = await part.frame(receive)

@@ -59,7 +59,7 @@ def _pairs(segments: Records | None) -> Segments:
 
 
 def _parts(n: int, segments: Records | None) -> list[_Part]:
-    """Return the ranges of values that share a scale: one for each segment, and those of values in no segment."""
+    """Return the ranges of values, with their scales: one scale per segment, and one for all values in no segment."""
     found: list[_Part] = []
     rest, at = len(_pairs(segments)), 0
     for i, (offset, shape) in enumerate(_pairs(segments)):

@@ -141,7 +141,7 @@ def _shown(path: Path) -> str:
 def _mapped(
     x: Any, path: Path, tensor: Callable[[Path, torch.Tensor], Any], mapping: Callable[[Path, Mapping[Any, Any]], Any]
 ) -> Any:
-    """Copy a structure. tensor(path, x) replaces each tensor x; mapping(path, x) replaces a dict x unless it is None."""
+    """Copy a structure. tensor(path, x) replaces each tensor x; mapping(path, x), if not None, replaces a dict x."""
     if isinstance(x, torch.Tensor):
         return tensor(path, x)
     if isinstance(x, dict):

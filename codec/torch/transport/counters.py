@@ -89,7 +89,7 @@ class Counters(Rounded):
             setattr(self, name, value)
 
     def add_wait(self, seconds: float, source: int | None) -> None:
-        """Add seconds in which this rank has waited, at last for a message of rank `source`."""
+        """Add seconds of waiting. `source`: rank whose message ended the wait; None: unknown."""
         self.wire_s += seconds
         if source is not None:
             self.waited_s[source] = self.waited_s.get(source, 0.0) + seconds
