@@ -231,7 +231,7 @@ class Buffers:
         self._buffers: dict[Any, torch.Tensor] = {}
 
     def joined(self, which: tuple[int, str], tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Concatenate tensors. This overwrites the result of the last call with the same `which`, a pair (part, name)."""
+        """Concatenate tensors. This overwrites the result of the last call with the same pair `which`, (part, name)."""
         n, device = sum(t.numel() for t in tensors), tensors[0].device
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         buffer = self._buffers.get(key := (*which, dtype, device))

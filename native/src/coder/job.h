@@ -47,8 +47,8 @@ struct sample {
 	uint8_t has_zero_run; /* bit p: a sampled run of 128 bytes of plane p is all zero */
 	uint8_t is_constant;  /* bit p: all sampled bytes of plane p are equal */
 	/*
-	 * Histograms of plane 0's symbols (bins: choose.h). raw, lowered: of one segment, before and after its offsets
-	 * are subtracted; all: of all segments, as encoded.
+	 * Histograms of the symbols of plane 0; choose.h defines the bins. raw: one segment, before its offsets are
+	 * subtracted; lowered: the same segment afterwards; all: all segments, as encoded.
 	 */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], all[CHOOSE_BINS];
 };

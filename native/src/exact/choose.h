@@ -467,8 +467,9 @@ BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample 
 }
 
 /*
- * Return a block's mode for a plane of n bytes: constant; else coded, if `coded`, the coded size in bytes, is not 0;
- * else a bitmap followed by the runs that are not all zero, if that is smaller than n; else raw.
+ * Return a block's mode for a plane of n bytes: constant, if all bytes are equal. Otherwise coded, if the plane's coded
+ * size in bytes, `coded`, is not 0. Otherwise a bitmap followed by the runs that are not all zero, if these are smaller
+ * than n bytes. Otherwise raw.
  */
 BITS_FN uint32_t choose_mode(uint64_t n, int constant, uint64_t coded, uint64_t bitmap, uint64_t runs)
 {

@@ -31,7 +31,7 @@ uint64_t stored_nbytes(const struct header *h)
 	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + h->n * dtype_of(h->dtype)->nbytes;
 }
 
-/* Replace *h by the header of a stored frame, which has only the fields that the spec requests, in *asked. */
+/* Set *h to the header of a stored frame. Its fields are those that the spec requests, which are in *asked. */
 codec_status header_store(struct header *h, const struct header *asked)
 {
 	*h = *asked;

@@ -163,8 +163,8 @@ uint64_t rows_bound(const struct header *h)
 	if (!h->n)
 		return head;
 	/*
-	 * The tensor has no segments; or it has at most WIRE_MAX_ROW_PARTS(n) parts, with rows of at least ROW_LEAST
-	 * values, except that a part's last row may be shorter.
+	 * There are two cases. Without segments, the tensor is one part. With segments, it has at most
+	 * WIRE_MAX_ROW_PARTS(n) parts, with rows of at least ROW_LEAST values; a part's last row may be shorter.
 	 */
 	most = nblocks * (WIRE_DIRECTORY_ENTRY + 16) + (row_count(row, h->n) + (row ? nblocks : 0)) * 8;
 	row = h->group_size == CODEC_GROUP_SIZE_ROW ? ROW_LEAST : row;
