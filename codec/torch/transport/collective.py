@@ -20,6 +20,7 @@ from codec.torch.transport.messages import (
     Cause,
     Fields,
     difference,
+    nearest,
     numbers_nbytes,
     pack_fields,
     pack_numbers,
@@ -102,7 +103,7 @@ class Collective:
         self._parts = 0
         self._aborted = False  # True: this rank has sent an abort
         self._cause: Cause | None = None  # cause in another rank's abort
-        self._fields: Fields = {}
+        self._fields: dict[int, Fields] = {}  # arguments of parts, by number of the part
 
     def part(self, signature: int, fields: Fields | None = None) -> "Part":
         """Begin the next part. All ranks begin the same parts in the same order.
@@ -115,7 +116,7 @@ class Collective:
             These arguments by name, for the error if they differ.
         """
         if fields is not None:
-            self._fields = fields
+            self._fields[self._parts] = fields
         self._parts += 1
         return Part(self, self._parts - 1, signature)
 
@@ -204,12 +205,16 @@ class Collective:
         await self.part(_VERDICT).numbers(source, 0)
         raise PeerError(f"rank {source} sent no frame, because of an error")
 
-    async def explain(self, refused: Refused) -> PeerError:
-        """Return the PeerError to raise here for another rank's abort, or for its message with another signature."""
+    async def explain(self, refused: Refused, part: int) -> PeerError:
+        """Return the PeerError to raise here for another rank's abort, or for its message with another signature.
+
+        `part` is the number of the part in which this rank waited for the message.
+        """
         source, seen = refused.source, set[int]()
+        own = list(self._fields.values())
         while True:
             if refused.body is None and not self._aborted:
-                self._abort(Cause(DIFFERS, source, pack_fields(self._fields)))
+                self._abort(Cause(DIFFERS, source, pack_fields(self._fields.get(part, {}))))
             await self.mesh.explanation(self.number, source)
             cause = Cause.unpack(self._inbox.aborts[source])
             if not (OTHER_RANK <= cause.status <= DIFFERS and 0 <= cause.rank < self.size):
@@ -218,12 +223,14 @@ class Collective:
             if cause.status != DIFFERS:
                 self._cause = cause
                 return cause.error()
-            if not self._aborted:
-                self._abort(Cause(DIFFERS, source, pack_fields(self._fields)))
             theirs = unpack_fields(cause.text)
+            mine = nearest(theirs, own)
+            if not self._aborted:
+                self._abort(Cause(DIFFERS, source, pack_fields(mine)))
             seen.add(source)
-            if theirs != unpack_fields(pack_fields(self._fields)) or cause.rank in seen or cause.rank == self.rank:
-                return difference(source, theirs, self._fields)
+            equal = any(theirs == unpack_fields(pack_fields(fields)) for fields in own)
+            if not equal or cause.rank in seen or cause.rank == self.rank:
+                return difference(source, theirs, mine)
             source = cause.rank  # `source` has this rank's arguments: ask the rank that it refused
 
 
@@ -361,7 +368,7 @@ class Part:
             refused = e
         else:
             return
-        raise await self._collective.explain(refused)
+        raise await self._collective.explain(refused, self._number)
 
     async def breathe(self) -> None:
         """Yield to other collectives that are ready to run."""

@@ -106,9 +106,28 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text[:_SHOWN])
 
 
+def nearest(theirs: Fields, parts: Sequence[Fields]) -> Fields:
+    """Return the arguments of the part of this rank that another rank's arguments are for; {} without parts.
+
+    A collective of several tensors has a part for each of them, and another rank sends the arguments of one part that
+    differs. Return the arguments with the most equal items among those that differ.
+    """
+
+    def score(mine: Fields) -> tuple[bool, int]:
+        names = _differing(theirs, mine)
+        return bool(names), len(mine.keys() & theirs.keys()) - len(names)
+
+    return max(parts, key=score) if parts else {}
+
+
+def _differing(theirs: Fields, mine: Fields) -> list[str]:
+    """Return the names of the arguments that both ranks have, and that differ."""
+    return [name for name in mine if name in theirs and theirs[name] != _printable(mine[name])]
+
+
 def difference(rank: int, theirs: Fields, mine: Fields) -> PeerError:
     """Return the PeerError to raise here, because `rank` has begun another collective or has passed other arguments."""
-    names = [name for name in mine if name in theirs and theirs[name] != _printable(mine[name])]
+    names = _differing(theirs, mine)
     if names and theirs.get("collective") == mine.get("collective"):
         what = "; ".join(f"{name} is {theirs[name]} there and {mine[name]} here" for name in names)
         return PeerError(f"rank {rank} has passed other arguments: {what}; nothing was changed")

@@ -173,6 +173,15 @@ def _differing(rank, size):
     found = collective_of(work)
     assert "size is 1 there and 0 here" in found if rank == 0 else "size is 0 there and 1 here" in found or size > 2
     assert "op" not in found
+
+    async def work_of_two_parts(collective):  # only the arguments of the first part differ
+        first = {"collective": "test", "size": str(min(rank, 1)), "op": "sum"}
+        parts = collective.part(hash(min(rank, 1)), first), collective.part(0, first | {"size": "7", "op": "max"})
+        for part in reversed(parts):
+            await part.gather([rank])
+
+    found = collective_of(work_of_two_parts)
+    assert "size is 1 there and 0 here" in found if rank == 0 else "size is 0 there and 1 here" in found or size > 2
     _agreed(rank, size)
 
 
@@ -219,6 +228,17 @@ def test_texts_of_other_ranks_are_short_and_printable():
     for found in (*fields, *fields.values(), str(messages.Cause(messages.ERROR, 1, text).error())):
         assert found.isprintable()
         assert len(found) < 300
+
+
+def test_arguments_are_compared_with_those_of_the_same_tensor():
+    """Of a collective of several tensors, another rank sends the arguments of one."""
+    weight = {"collective": "all_gather", "spec": "Quantize(4)", "number of values": "4096"}
+    bias = {"collective": "all_gather", "spec": "Lossless()", "number of values": "64"}
+    step = {"collective": "step of a DDP hook"}
+    theirs = weight | {"spec": "Float8()"}
+    for parts in ([step, weight, bias], [bias, weight, step]):
+        assert messages.nearest(theirs, parts) == weight
+    assert messages.nearest(theirs, []) == {}
 
 
 def test_long_arguments_that_are_equal_are_not_said_to_differ():
