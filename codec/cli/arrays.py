@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from io import BufferedReader
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from codec.cli.console import (
 )
 from codec.decoding import decode
 from codec.encoding import encode
-from codec.errors import ArgumentError
+from codec.errors import ArgumentError, FrameError
 from codec.files.arrays import numpy_dtype
 from codec.files.opening import NUMPY, Kind, kind_of, open_regular, printable
 from codec.inspection import inspect, verify
@@ -101,7 +102,7 @@ def run_decompress(args: argparse.Namespace) -> int:
     with _opened(args.input) as source, output_file(output) as file, progress_bar() as progress:
         if npy:
             file.write(bytes(_NPY_HEADER))
-        for frame in _frames(source):
+        for frame in _frames(source, args.input):
             info = inspect(frame)
             values = np.empty(info.tensor_nbytes, np.uint8)
             decode(frame, out=values.view(_BITS[ITEMSIZE[info.dtype]]).reshape(info.shape), options=given)
@@ -180,8 +181,11 @@ def _npy(source: BufferedReader, name: str) -> Any:
 
 
 def _npy_stream(source: BufferedReader) -> Any:
-    """Read the array of a .npy file from a stream that cannot seek."""
-    return np.lib.format.read_array(cast(Any, source), allow_pickle=False)
+    """Read the array of a .npy file from a stream that cannot seek.
+
+    numpy asks an object with a file descriptor for its position, which a pipe does not have. So `read` is passed alone.
+    """
+    return np.lib.format.read_array(cast(Any, SimpleNamespace(read=source.read)), allow_pickle=False)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -194,16 +198,20 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _frames(source: BufferedReader) -> Iterator[bytearray]:
-    """Read, verify and yield frames one by one; the header of each gives its length."""
+def _frames(source: BufferedReader, name: str) -> Iterator[bytearray]:
+    """Read, verify and yield frames one by one; the header of each gives its length. Errors have the input's name."""
     rest = bytearray()  # first bytes of the next frame, which were read together with the last bytes of this one
-    while frame := rest + source.read(_HEADER - len(rest)):
-        nbytes = inspect(frame).nbytes
-        frame, rest = frame[:nbytes], frame[nbytes:]
-        while len(frame) < nbytes and (more := source.read(min(_CHUNK, nbytes - len(frame)))):
-            frame += more
-        verify(frame)
-        yield frame
+    try:
+        while frame := rest + source.read(_HEADER - len(rest)):
+            nbytes = inspect(frame).nbytes
+            frame, rest = frame[:nbytes], frame[nbytes:]
+            while len(frame) < nbytes and (more := source.read(min(_CHUNK, nbytes - len(frame)))):
+                frame += more
+            verify(frame)
+            yield frame
+    except FrameError as e:
+        e.of(name)
+        raise
 
 
 def _joined(

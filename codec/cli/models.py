@@ -202,5 +202,6 @@ def _stored(model: Any, k: int) -> tuple[float, str]:
     codings = Counter(p.coding for p in parts)
     how = ", ".join(codings)
     if len(parts) == 1 and len(parts[0].tensors) > 1:
-        how += f", with {len(parts[0].tensors) - 1} others"
+        others = len(parts[0].tensors) - 1
+        how += f", with {others} other" + "s" * (others > 1)
     return sum(p.nbytes for p in parts) / max(1, sum(p.size for p in parts)), how

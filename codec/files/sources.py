@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,7 +151,12 @@ def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
         except RuntimeError:  # files of torch before 1.6 cannot be mapped to memory
             given = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch's own unpickler raises errors of many kinds
-        why = str(e).partition("\n")[0]
+        refused = re.search(r"GLOBAL ([\w.]+)", str(e))  # name of a class that weights_only=True refuses
+        why = (
+            f"it holds objects of {refused[1]}; save tensors alone, such as model.state_dict()"
+            if refused
+            else printable(str(e).partition("\n")[0])
+        )
         name = printable(path)
         raise ArgumentError(f"{name} cannot be read by torch.load(weights_only=True): {why[:200]}") from None
     if key is not None:

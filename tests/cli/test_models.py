@@ -125,7 +125,7 @@ def test_pickles_that_run_code_are_refused(tmp_path, capsys):
             return os.system, (f"touch {tmp_path}/ran",)
 
     torch.save({"w": Evil()}, tmp_path / "evil.pt")
-    assert "weights_only=True" in failed(capsys, "pack", tmp_path / "evil.pt")
+    assert "holds objects of posix.system; save" in failed(capsys, "pack", tmp_path / "evil.pt")
     assert "weights_only=True" in failed(capsys, "ls", tmp_path / "evil.pt")
     assert [p.name for p in tmp_path.iterdir()] == ["evil.pt"]
 
