@@ -1,7 +1,7 @@
 """Train a small network on several processes with compressed gradients.
 
     torchrun --nproc-per-node 4 examples/ddp.py
-    torchrun --nproc-per-node 4 examples/ddp.py --codec float8
+    torchrun --nproc-per-node 4 examples/ddp.py --codec small
 
 Every process trains on its part of each batch. DistributedDataParallel averages the gradients, which the hook sends as
 compressed frames. The checkpoint holds the model, the optimizer and, for each rank, the residuals of error feedback.
@@ -22,8 +22,8 @@ import codec.torch
 CODECS = {
     "lossless": codec.Lossless(),
     "near": codec.Truncate(),  # drops only bits that the optimizer's step rounds away
-    "float8": codec.Float8(group_size=128),
-    "quantize4": codec.Quantize(4),
+    "balanced": codec.Float8(group_size=128),
+    "small": codec.Quantize(4),
 }
 
 
@@ -43,7 +43,7 @@ def train(name: str, steps: int, folder: Path) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # "auto" would send gradients uncompressed, which is faster within one machine
     hook = codec.torch.ddp_hook(
-        CODECS[name], optimizer=optimizer, feedback=name == "quantize4", options=codec.options(algorithm="two_shot")
+        CODECS[name], optimizer=optimizer, feedback=name == "small", options=codec.options(algorithm="two_shot")
     ).register(model)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses: list[float] = []

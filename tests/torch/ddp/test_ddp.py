@@ -368,7 +368,7 @@ def test_example_runs():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--steps", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9 prints Gloo's log
-    assert [line.partition(":")[0] for line in lines] == ["lossless", "near", "float8", "quantize4"]
+    assert [line.partition(":")[0] for line in lines] == ["lossless", "near", "balanced", "small"]
     sent = [float(re.search(r"sent ([\d.]+) MB", line)[1]) for line in lines]
     assert sent == sorted(sent, reverse=True)
 
