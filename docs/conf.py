@@ -28,6 +28,7 @@ templates_path = ["_templates"]
 exclude_patterns = ["Doxyfile"]
 highlight_language = "text"
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # furo's own style underlines names of modules as if they were links
 html_title = f"codec {release}"
 html_show_copyright = False
 html_static_path = ["_static"]
