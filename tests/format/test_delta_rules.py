@@ -241,5 +241,5 @@ def test_huge_shape_needs_a_base_of_its_size():
     frame = recompute_checksums(frame)
     with pytest.raises(codec.LimitError):
         codec.decode(frame)
-    with pytest.raises(codec.ArgumentError, match="base= must have"):
+    with pytest.raises(codec.ArgumentError, match="base= must be bfloat16 of shape"):
         codec.decode(frame, base=np.zeros(5, np.uint16))

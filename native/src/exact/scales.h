@@ -250,10 +250,7 @@ BITS_FN int scale_lost(struct row_kind q, float x)
  * scale from the spec; 0 or less: none.
  */
 
-/*
- * SIGN: compute scale[0], the scale of all values. Variant two_mean: scale[0] is the scale of the positive values,
- * scale[1] that of the negative ones.
- */
+/* SIGN: compute scale[0], the scale of all values. two_mean: scale[0] is for positive values, scale[1] for negative. */
 BITS_FN void scale_sign(struct row_kind q, const double *total, uint64_t negative, uint64_t n, float *scale)
 {
 	scale[1] = 0;
