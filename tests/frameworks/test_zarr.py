@@ -69,7 +69,7 @@ def test_configuration_refuses_unknown_keys_and_values():
         ({"spec": "zstd"}, "the presets are"),
         ({"spec": 3}, '"spec" must be the name of a preset'),
         ({"spec": "Delta"}, "needs a base"),
-        ({"spec": "near"}, "needs an optimizer"),
+        ({"spec": "near"}, "needs the state of an optimizer"),
         ({"spec": "small", "dtype": "int32"}, "int32"),
         ({"dtype": "bfloat17"}, "bfloat17 cannot be encoded"),
     ):
