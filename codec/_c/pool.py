@@ -171,10 +171,11 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
                 del todo[:]  # tasks start in order, so all tasks before this one have started and will end
 
     helpers = [_Helper(work) for _ in range(_start(len(numbers) - 1))]
-    # CPython runs signal handlers at the start of a function, after a call, and at backward jumps. So an exception
-    # after the first `put` is raised inside the `try`, and the `finally` clause still evaluates `all(waiting)`. This is
-    # a single call that allocates nothing, so it can neither be interrupted nor fail. It acquires the gates of all
-    # helpers. Afterwards, every helper that has started has ended, and no other helper can start.
+    # A signal handler may raise an exception, such as KeyboardInterrupt. CPython runs handlers only at the start of a
+    # function, after a call, and at backward jumps, so the earliest point after the first `put` is inside the `try`.
+    # Therefore the `finally` clause always evaluates `all(waiting)`, which acquires the gates of all helpers: a single
+    # call that allocates nothing, so that it can neither be interrupted nor fail. After it, every helper that has
+    # started has ended, and no other helper can start.
     waiting = itertools.starmap(_acquire, [(helper.gate, 1) for helper in helpers])
     try:
         for helper in helpers:

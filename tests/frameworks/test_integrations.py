@@ -99,7 +99,7 @@ def _trained_alone(rank, size, code, folder):
 
 
 def _resumed(rank, size, code, first, last, folder):
-    """Train from step `first` to `last`; return the hook's number of steps, and of ranks in its gathered state."""
+    """Train from step `first` to `last`; return the hook's number of steps, and the number of ranks with a state."""
     namespace = {"__name__": "page"}
     exec(code, namespace)
     hook, _ = namespace["train"](first, last, folder)

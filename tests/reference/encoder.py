@@ -596,7 +596,7 @@ def planes_of(bits: Array, dtype: int, t: Any) -> list[Array]:
 
 
 def lowered(p: Array, t: Any, zero: int) -> Array:
-    """Subtract offsets t from patterns p that are at least `zero`, modulo the range above `zero`."""
+    """Subtract offsets t from patterns p that are at least `zero`; results wrap around within `zero` .. 32767."""
     return np.where(p < zero, p, zero + (p - zero - t) % (32768 - zero))
 
 

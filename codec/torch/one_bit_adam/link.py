@@ -79,9 +79,8 @@ def check_spec(spec: Spec) -> None:
     """Raise SpecError unless a spec is supported for momenta."""
     if needs_optimizer(spec):
         raise SpecError(
-            f"spec= encodes momenta, and must not need the state of an optimizer, got {spec}: use "
-            "Sign(group_size=1024), "
-            "and pass this spec as warmup="
+            f"spec={spec} needs the state of an optimizer, but spec= encodes momenta: use "
+            f"spec=Sign(group_size=1024) and warmup={spec}"
         )
     if not isinstance(spec, Lossless) and not spec.contraction:
         raise SpecError(f"{spec} is not a contraction, so that error feedback may diverge: use Sign")
