@@ -52,7 +52,7 @@ def whole_scale(spec: codec.Spec, residual: bool) -> bool:
 
 
 def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int, residual: int = 0) -> tuple[int, int]:
-    """Return the bytes that encoding, and that decoding, must read plus write, without an optimizer's state."""
+    """Return the least bytes, read plus written, for encoding and for decoding; an optimizer's state is not counted."""
     tensors = 1 + whole_scale(spec, residual > 0)
     return tensor_nbytes * tensors + frame_nbytes + residual, frame_nbytes + tensor_nbytes
 

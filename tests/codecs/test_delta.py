@@ -16,7 +16,7 @@ DELTA = codec.Delta()
 
 
 def pair(dtype, n, density, largest, seed=0):
-    """Return bits of a base and of a tensor; a fraction `density` of values differs by up to `largest` patterns."""
+    """Return a base and a tensor as integers; a fraction `density` of values differs, by at most `largest`."""
     rng = np.random.default_rng([seed, n])
     base = random_bits(dtype, n, "normal")
     steps = rng.integers(1, largest + 1, n, dtype=np.uint64).astype(base.dtype)

@@ -256,8 +256,8 @@ DEVICE_CALL uint32_t count_bits(cutter c, uint64_t first, uint32_t m, uint32_t m
 }
 
 /*
- * Layout of the part of a region after its symbols: levels and pieces, or fields with per-bit granularity. Positions
- * are in bits, relative to the symbols' end.
+ * Layout of the part of a region after its symbols: levels and pieces or, if the granularity is per bit, fields.
+ * Positions are in bits, relative to the symbols' end.
  */
 struct cut_layout {
 	uint32_t head;  /* flags for the region's head */

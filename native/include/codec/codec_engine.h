@@ -272,7 +272,7 @@ CODEC_API codec_status codec_encode_plan(const codec_spec *spec, const codec_ten
 
 /**
  * Write the part of the frame that precedes the directory, at most plan->regions_at bytes, with frame size and checksum
- * left blank. Call it in place of codec_encode_close if the blocks are elsewhere.
+ * left blank. Call it in place of codec_encode_close if the blocks are not in the same buffer as the head.
  */
 CODEC_API codec_status codec_encode_head(const void *job, void *head, size_t capacity, size_t *written);
 

@@ -297,7 +297,10 @@ codec_status codec_decode_close(const codec_context *with, const void *job, uint
 	return planned ? CODEC_OK : j ? decode_close(&c, j, checksum) : CODEC_BAD_ARGUMENT;
 }
 
-/* Return 1 if dst may be written only after all checks, and all values fit a work buffer: the frame has one block. */
+/*
+ * Return 1 if the caller demands that dst is written only after all checks, and the frame has a single block, so that
+ * all its values fit into a work buffer.
+ */
 static int fits_buffer(const struct job *j, const codec_context *with)
 {
 	return with->flags & CODEC_VERIFY_FIRST && !(with->flags & CODEC_CHECK_ONLY) &&
