@@ -286,9 +286,10 @@ class Lion(Optimizer):
     """Lion, whose step is lr sign(beta1 m + (1 - beta1) g) (Chen et al. 2023). ``m`` is exp_avg.
 
     The parameter's step depends on g only through its sign, but the momentum depends on all bits of g. Therefore
-    :class:`codec.Truncate` bounds the error of the new momentum beta2 m + (1 - beta2) g: A is beta2 m / (1 - beta2), and
-    `guard` counts bits of the momentum instead of the parameter. The sign can change only for values where ``|beta1 m +
-    (1 - beta1) g|`` is at most (1 - beta1) times the error of g. In the first step, without ``m``, no bit is dropped.
+    :class:`codec.Truncate` bounds the error of the new momentum beta2 m + (1 - beta2) g: A is beta2 m / (1 - beta2),
+    and `guard` counts bits of the momentum instead of the parameter. The sign can change only for values where
+    ``|beta1 m + (1 - beta1) g|`` is at most (1 - beta1) times the error of g. In the first step, without ``m``, no bit
+    is dropped.
 
     Parameters
     ----------
