@@ -84,9 +84,9 @@ class Lossless(Spec):
     max_code_length : int, default 8
         Longest Huffman code in bits, 2 to 8. A smaller limit gives larger frames.
     model : {"auto", "flat", "separable"}, default "auto"
-        Model of the exponents. "flat" codes exponents as they are. "separable" first subtracts row and column offsets,
-        if the shape allows it. "auto" is "separable" if a sample of the tensor shows that offsets shrink the frame,
-        otherwise "flat".
+        Model of the exponents. "flat" codes exponents without offsets. "separable" first subtracts row and column
+        offsets, if the shape allows it. "auto" is "separable" if a sample of the tensor shows that offsets shrink the
+        frame, otherwise "flat".
 
     Raises
     ------

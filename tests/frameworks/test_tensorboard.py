@@ -25,7 +25,11 @@ def test_tensorboard_example_writes_curves(tmp_path):
     curves = {name: events.Scalars(f"codec/{name}") for name in names}
     for name, points in curves.items():
         assert [p.step for p in points] == [4, 8, 12], name
-        assert all(p.value > 0 or (name == "wire_ms" and p.value == 0) for p in points), name  # 0: no message was late
+        if name == "wire_ms":  # 0 in a window in which no message was late
+            assert all(p.value >= 0 for p in points)
+            assert any(p.value > 0 for p in points)
+        else:
+            assert all(p.value > 0 for p in points), name
     assert curves["ratio"][-1].value < 0.25
     n = 32 * 256 + 256 * 256 + 256 * 8 + 256 + 256 + 8
     assert curves["sent_MB"][-1].value == pytest.approx(curves["ratio"][-1].value * 4 * n / 1e6, rel=0.05)

@@ -55,7 +55,7 @@ class FakeRank:
             assert self._take(HELLO.size) == HELLO.pack(b"CDPH", token, protocol_hash(), 1, TAG)
 
     def raw(self, data):
-        """Send bytes as they are, without a header."""
+        """Send raw bytes, without the header of a message."""
         self.sock.sendall(data)
 
     def send(self, body=b"", *, number=0, part=0, index=None, **how):

@@ -81,8 +81,7 @@ def test_example_prints_documented_figures_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False, env=environment)
-    # A thread of torch's Gloo backend may free a tensor while the interpreter ends, which aborts the process.
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
     plain, compressed = (float(x) for x in re.findall(r"loss [\d.]+ -> ([\d.]+),", done.stdout))
     assert compressed - plain == pytest.approx(0.041, abs=0.02)
     assert float(re.findall(r", ([\d.]+) bits", done.stdout)[1]) == pytest.approx(1.55, abs=0.02)

@@ -33,7 +33,7 @@ LR = 0.01
 HOW = {"every": 3, "spec": codec.Sign(group_size=64)}
 
 
-def owed(local):
+def share_of_residuals(local):
     """Return this rank's share of the mean of all residuals: worker residuals divided by N, plus residuals of sums."""
     state = local.state_dict()
     names = list(state["anchors"])
@@ -61,12 +61,12 @@ def _three_two_three(rank, size, how, steps):
 
     run(0, steps)
     local.synchronize()
-    lost = owed(local)
+    lost = share_of_residuals(local)
     if rank < 2:
-        before = owed(local)
+        before = share_of_residuals(local)
         local.change_group(pair)
         # The residuals' share of the mean is unchanged
-        np.testing.assert_allclose(owed(local), before, rtol=0, atol=1e-7)
+        np.testing.assert_allclose(share_of_residuals(local), before, rtol=0, atol=1e-7)
         run(steps, 2 * steps)
         local.synchronize()
         local.change_group(again)

@@ -231,7 +231,7 @@ def test_texts_of_other_ranks_are_short_and_printable():
 
 
 def test_arguments_are_compared_with_those_of_the_same_tensor():
-    """Of a collective of several tensors, another rank sends the arguments of one."""
+    """A rank compares received arguments with those of the most similar tensor of its collective."""
     weight = {"collective": "all_gather", "spec": "Quantize(4)", "number of values": "4096"}
     bias = {"collective": "all_gather", "spec": "Lossless()", "number of values": "64"}
     step = {"collective": "step of a DDP hook"}
