@@ -2,7 +2,8 @@
  * allreduce.cc - average the gradients of all ranks over Gloo, sent as FP8 with error feedback.
  *
  *     g++ -std=c++17 -O2 allreduce.cc $(python -m codec --cflags --libs) -lgloo -pthread -o allreduce
- *     for rank in 0 1; do ./allreduce $rank 2 /tmp/store & done; wait    # a new store for each run
+ *     store=$(mktemp -d)    # a new store for each run
+ *     for rank in 0 1; do ./allreduce $rank 2 $store & done; wait
  */
 #include <cmath>
 #include <cstdio>
