@@ -2,7 +2,6 @@
 
 import re
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ Row = dict[str, Any]
 
 ALONE = "none/0"  # link of cells that depend on no link: the computing time and the losses
 LABELS = {"none": "without codec", "fp16 hook": "torch's fp16 hook"}
-MARKED = re.compile(r"(<!-- presets: (\w+)(?: (\w+))? -->\n).*?(<!-- end presets -->)", re.DOTALL)
+PLOTTED = ("large", "float32")  # model and dtype of the plot, on links without a round-trip time
+MARKED = re.compile(r"(<!-- presets: (\w+)(?: (\w+))?((?: \S+/\d+)*) -->\n).*?(<!-- end presets -->)", re.DOTALL)
 
 
 def link_of(text: str) -> tuple[str, float]:
@@ -54,7 +54,7 @@ def line(rows: Sequence[Row], plain: Sequence[Row], links: Sequence[str], method
     return [LABELS.get(method, f'`"{method}"`'), share(list(of.values()), method) if of else "", *times, loss]
 
 
-def table(rows: Sequence[Row], model: str, only: str | None = None) -> str:
+def table(rows: Sequence[Row], model: str, only: str | None = None, links: Sequence[str] = ()) -> str:
     """Return the table of a model, with a line per dtype and method, and a column per link.
 
     Parameters
@@ -65,6 +65,8 @@ def table(rows: Sequence[Row], model: str, only: str | None = None) -> str:
         Name of the model.
     only : str, optional
         Show only this dtype. None: show all dtypes, with a column that names the dtype.
+    links : sequence of str
+        Show only these links. Empty: show all.
 
     Returns
     -------
@@ -72,7 +74,8 @@ def table(rows: Sequence[Row], model: str, only: str | None = None) -> str:
         Markdown, which begins with a sentence about the model; "" if the model has no rows.
     """
     rows = [row for row in rows if row["model"] == model and only in (None, row["dtype"])]
-    links = list(dict.fromkeys(row["link"] for row in rows if row["link"] != ALONE))
+    found = dict.fromkeys(row["link"] for row in rows if row["link"] != ALONE)
+    links = [link for link in found if not links or link in links]
     links.sort(key=lambda link: (netns.bits(link_of(link)[0]), link_of(link)[1]))
     if not links:
         return ""
@@ -102,72 +105,47 @@ def write(rows: Sequence[Row], page: Path) -> None:
     """Replace the tables between pairs of comments in a page.
 
     ``<!-- presets: small float32 -->`` begins the table of a model and a dtype, ``<!-- presets: small -->`` the table
-    of a model and all dtypes; ``<!-- end presets -->`` ends a table. A table for which there are no rows is left
-    unchanged.
+    of a model and all dtypes, ``<!-- presets: small float32 100mbit/0 -->`` that of the given links;
+    ``<!-- end presets -->`` ends a table. A table for which there are no rows is left unchanged.
     """
 
     def new(match: re.Match[str]) -> str:
-        made = table(rows, match[2], match[3])
-        return f"{match[1]}\n{made}\n\n{match[4]}" if made else match[0]
+        made = table(rows, match[2], match[3], match[4].split())
+        return f"{match[1]}\n{made}\n\n{match[5]}" if made else match[0]
 
     page.write_text(MARKED.sub(new, page.read_text()))
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Plot step time against link rate, with a row of panels per model, and a panel per dtype and round-trip time."""
+    """Plot step time against link rate, by preset, for one model without a round-trip time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
-
-    timed = [row for row in rows if row["link"] != ALONE and row["method"] != "fp16 hook"]
-    cells = dict.fromkeys((r["model"], r["dtype"], link_of(r["link"])) for r in timed)
-    counts = Counter((model, dtype, rtt) for model, dtype, (_, rtt) in cells)
-    panels = [key for key, rates in counts.items() if rates > 1]
-    if not panels:
-        raise SystemExit(f"{path}: a plot needs two rates of one round-trip time, such as --links 20mbit/0 1gbit/0")
-    models = list(dict.fromkeys(model for model, *_ in panels))
-    width = max(sum(of == model for of, *_ in panels) for model in models)
-    figure, axes = plt.subplots(
-        len(models),
-        width,
-        figsize=(1 + 3.4 * width, 3.4 * len(models)),
-        squeeze=False,
-        sharey="row",
-        layout="constrained",
-    )
-    for model, line_of_axes in zip(models, axes, strict=True):
-        some = sorted((dtype != "float32", rtt, dtype) for of, dtype, rtt in panels if of == model)
-        for ax in line_of_axes[len(some) :]:
-            ax.set_axis_off()
-        for ax, (_, rtt, dtype) in zip(line_of_axes, some, strict=False):
-            draw(ax, [r for r in rows if (r["model"], r["dtype"]) == (model, dtype)], rtt)
-        line_of_axes[0].set_ylabel("ms a step")
-    axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def draw(ax: Any, rows: Sequence[Row], rtt: float) -> None:
-    """Draw the panel of one model, dtype and round-trip time."""
     from matplotlib import ticker
 
-    rates = {netns.bits(rate): netns.shown(rate) for rate, of in (link_of(r["link"]) for r in rows) if of == rtt}
+    rows = [row for row in rows if (row["model"], row["dtype"]) == PLOTTED and "step_ms" in row]
+    rates = {netns.bits(rate): netns.shown(rate) for rate, rtt in (link_of(r["link"]) for r in rows) if not rtt}
     rates.pop(None, None)
+    if len(rates) < 2:
+        raise SystemExit(f"{path}: the plot needs {' '.join(PLOTTED)} on two rates without a round-trip time")
+    figure, ax = plt.subplots(figsize=(6.4, 4), layout="constrained")
     for method in dict.fromkeys(row["method"] for row in rows):
-        found = [(link_of(row["link"]), row["step_ms"]) for row in rows if row["method"] == method and "step_ms" in row]
+        found = [(link_of(row["link"]), row["step_ms"]) for row in rows if row["method"] == method]
         if method == "compute":
             ax.axhline(found[0][1], color="k", linestyle=":", label="compute alone")
-        elif method != "fp16 hook":
-            points = sorted((netns.bits(rate), ms) for (rate, of), ms in found if of == rtt)
-            style = "k-" if method == "none" else "o-"
-            ax.loglog(*zip(*points, strict=True), style, label=LABELS.get(method, method), markersize=4)
-    values = next(row["values"] for row in rows if "values" in row)
-    ax.set_title(f"{values / 1e6:.1f} M {rows[0]['dtype']}, round trip {rtt:g} ms", fontsize=10)
-    ax.set_xticks(list(rates), [name.removesuffix("bit") for name in rates.values()])
+            continue
+        points = sorted((netns.bits(rate), ms) for (rate, rtt), ms in found if not rtt)
+        ax.loglog(*zip(*points, strict=True), "k-" if method == "none" else "o-", label=LABELS.get(method, method))
+    values = next(row["values"] for row in rows)
+    ax.set_title(f"{values / 1e6:.1f} M parameters, {PLOTTED[1]}, two ranks")
+    ax.set_xticks(list(rates), [name.replace("bit", "bit/s") for name in rates.values()])
     ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_formatter(ticker.NullFormatter())
-    ax.set_xlabel("link, bit/s")
+    ax.set_ylabel("milliseconds a step")
     ax.grid(alpha=0.3)
+    ax.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
