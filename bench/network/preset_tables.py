@@ -11,7 +11,7 @@ import netns
 Row = dict[str, Any]
 
 ALONE = "none/0"  # link of cells that depend on no link: the computing time and the losses
-LABELS = {"none": "without codec", "fp16 hook": "torch's fp16 hook"}
+LABELS = {"none": "no codec", "fp16 hook": "fp16 hook"}
 PLOTTED = ("large", "float32")  # model and dtype of the plot, on links without a round-trip time
 MARKED = re.compile(r"(<!-- presets: (\w+)(?: (\w+))?((?: \S+/\d+)*) -->\n).*?(<!-- end presets -->)", re.DOTALL)
 
@@ -82,8 +82,8 @@ def table(rows: Sequence[Row], model: str, only: str | None = None, links: Seque
     by: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         by.setdefault((row["dtype"], row["method"]), []).append(row)
-    steps = next((f" after {row['steps']} steps" for row in rows if "loss" in row), "")
-    table = [["dtype", "preset", "bytes", *map(shown, links), f"loss{steps}"]]
+    steps = next((f" Losses are those after {row['steps']} steps." for row in rows if "loss" in row), "")
+    table = [["dtype", "preset", "bytes", *map(shown, links), "loss"]]
     table += [[":--", ":--"] + ["--:"] * (len(links) + 2)]
     for (dtype, method), some in by.items():
         if method != "compute":
@@ -93,7 +93,7 @@ def table(rows: Sequence[Row], model: str, only: str | None = None, links: Seque
     values = next(row["values"] for row in rows if "values" in row)
     said = f"{values / 1e6:.1f} M parameters, milliseconds a step."
     said += f" Computing alone takes {' and '.join(alone)}." if alone else ""
-    return said + "\n\n" + "\n".join(f"| {' | '.join(cells[skip:])} |" for cells in table)
+    return said + steps + "\n\n" + "\n".join(f"| {' | '.join(cells[skip:])} |" for cells in table)
 
 
 def tables(rows: Sequence[Row]) -> str:

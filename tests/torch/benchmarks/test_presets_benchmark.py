@@ -71,19 +71,19 @@ def test_tables_of_a_page_are_replaced(tmp_path):
     for _ in range(2):  # twice: the marker comments must survive the first replacement
         preset_tables.write(rows(), page)
         whole = """
-0.9 M parameters, milliseconds a step. Computing alone takes 50 ms in float32.
+0.9 M parameters, milliseconds a step. Computing alone takes 50 ms in float32. Losses are those after 250 steps.
 
-| preset | bytes | 20 Mbit/s | 100 Mbit/s, 50 ms | loss after 250 steps |
+| preset | bytes | 20 Mbit/s | 100 Mbit/s, 50 ms | loss |
 | :-- | --: | --: | --: | --: |
-| without codec | 100% | 2,000 |  |  |
+| no codec | 100% | 2,000 |  |  |
 | `"small"` | 15.0% | 250 (8.0x) | 80 | 2.2500 |
 """
         narrow = """
-0.9 M parameters, milliseconds a step. Computing alone takes 50 ms in float32.
+0.9 M parameters, milliseconds a step. Computing alone takes 50 ms in float32. Losses are those after 250 steps.
 
-| preset | bytes | 100 Mbit/s, 50 ms | loss after 250 steps |
+| preset | bytes | 100 Mbit/s, 50 ms | loss |
 | :-- | --: | --: | --: |
-| without codec | 100% |  |  |
+| no codec | 100% |  |  |
 | `"small"` | 15.0% | 80 | 2.2500 |
 """
         assert page.read_text() == PAGE.replace("old", whole).replace("narrow", narrow)
