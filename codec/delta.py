@@ -73,7 +73,7 @@ def compose(
     info = inspect(frames[0])
     kind = np.dtype(f"u{ITEMSIZE[info.dtype]}")
     old = fetch("base=", view_base(base, info.dtype))
-    bits = np.frombuffer(ffi.buffer(old.data, old.nbytes), kind).reshape(old.shape)
+    bits = old.array(kind).reshape(old.shape)
     result, now = np.empty_like(bits), bits
     for i, frame in enumerate(frames):
         try:

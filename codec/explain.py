@@ -81,7 +81,7 @@ def overflow_message(x: TensorView, terms: str) -> str:
 def bits_of(v: TensorView) -> Array:
     """Return the values of a tensor as a flat array of unsigned integers in host memory."""
     host = fetch("x", v)
-    return np.frombuffer(ffi.buffer(host.data, host.nbytes), f"u{ITEMSIZE[v.dtype]}")
+    return host.array(f"u{ITEMSIZE[v.dtype]}")
 
 
 def count_nonfinite(bits: Array, dtype: str, shape: tuple[int, ...]) -> str | None:

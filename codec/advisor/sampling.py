@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from codec import optimizers
-from codec._c.library import ITEMSIZE, MANTISSA_BITS, ffi
+from codec._c.library import ITEMSIZE, MANTISSA_BITS
 from codec.errors import ArgumentError, CodecError
 from codec.specs import BoundSpec, Truncate
 from codec.tensors.segments import Records, Segments, unpack
@@ -229,8 +229,7 @@ def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floa
 
 def _part(v: TensorView, offset: int, shape: tuple[int, ...]) -> Array:
     """Return the bits of a tensor's values from index `offset` on as a flat array, with as many values as `shape`."""
-    size = ITEMSIZE[v.dtype]
-    return np.frombuffer(ffi.buffer(v.data, v.nbytes), f"u{size}", prod(shape), offset * size)
+    return v.array(f"u{ITEMSIZE[v.dtype]}")[offset : offset + prod(shape)]
 
 
 def _floats(x: Array, dtype: str) -> Array:

@@ -109,9 +109,7 @@ def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
 
 def as_bytes(data: Any) -> Bytes:
     """Return an array of bytes that shares the memory of a buffer; raise EngineError if it is not in host memory."""
-    v = on_host("the page", view_bytes(data))
-    owner: Any = v.owner
-    return owner.reshape(-1).view(np.uint8) if type(owner) is np.ndarray else np.frombuffer(owner, np.uint8)
+    return on_host("the page", view_bytes(data)).array()
 
 
 def _read(raw: Bytes) -> tuple[int, list[int]]:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from codec._c.library import ITEMSIZE, MANTISSA_BITS, ffi
+from codec._c.library import ITEMSIZE, MANTISSA_BITS
 from codec.arguments import shown, whole
 from codec.errors import ArgumentError, SpecError
 from codec.optimizers.base import Optimizer
@@ -72,7 +72,7 @@ def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> Leve
 
 def _warn_if_not_first(v: TensorView) -> None:
     """Warn, for an optimizer with step=0, if `v` is not zero in its first 256 bytes: `step` is probably wrong."""
-    if v.device == "cpu" and any(bytes(ffi.buffer(v.data, min(v.nbytes, 256)))):
+    if v.device == "cpu" and v.array()[:256].any():
         warnings.warn(
             'v is not zero, but step=0 says that the optimizer has taken no step: pass step=, state["step"] in torch',
             stacklevel=6,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS, ffi
+from codec._c.library import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS
 from codec.arguments import plain, shown
 from codec.errors import ArgumentError
 from codec.specs import Guard, Truncate
@@ -149,7 +149,7 @@ class Optimizer(ABC):
         ea = np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(int)
         mbits = MANTISSA_BITS[x.dtype]
         last = (1 << 8 * ITEMSIZE[x.dtype] - 1 - mbits) - 1  # biased exponent of NaN and Inf
-        bits = np.frombuffer(ffi.buffer(x.data, x.nbytes), f"u{ITEMSIZE[x.dtype]}").astype(np.int64)
+        bits = x.array(f"u{ITEMSIZE[x.dtype]}").astype(np.int64)
         e = bits >> mbits & last
         slack = ea - 127 - (e - last // 2) - spec.guard_bits - (MANTISSA_BITS[view(theta).dtype] - mbits)
         slack = np.where(ea == 255, 1000, slack)
@@ -200,7 +200,6 @@ def _floats(name: str, x: Any) -> np.ndarray[Any, Any]:
 
 def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
     """Return a copy of a state array, of float32, bfloat16 or float16, as float32."""
-    raw = ffi.buffer(v.data, v.nbytes)
     if v.dtype == "bfloat16":
-        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)
-    return np.frombuffer(raw, v.dtype).astype(F32).reshape(v.shape)
+        return (v.array(np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)
+    return v.array(v.dtype).astype(F32).reshape(v.shape)

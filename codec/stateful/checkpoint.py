@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from codec._c.library import ffi
 from codec.arguments import shown as shown_value
 from codec.errors import CodecError, StateError
 from codec.stateful.ranges import Array, Range, Store, gather, pieces, shared, shown, union
@@ -31,7 +30,7 @@ def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
         raise StateError(f"{name} must be an array of {dtype}: {e}") from None
     if v.dtype != dtype:
         raise StateError(f"{name} must be an array of {dtype}, got {v.dtype}")
-    return np.frombuffer(ffi.buffer(v.data, v.nbytes), dtype).copy() if v.nbytes else np.empty(0, dtype)
+    return v.array(dtype).copy()
 
 
 def plain(saved: Any, name: str, kind: type[Any]) -> Any:

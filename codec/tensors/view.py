@@ -9,7 +9,6 @@ One file: for each tensor library, views of inputs and of outputs follow the sam
 import importlib
 import sys
 from collections.abc import Mapping
-from ctypes import c_uint8
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
@@ -31,6 +30,26 @@ _BYTES = ffi.typeof("uint8_t *")
 _CHARS = ffi.typeof("char[]")
 
 
+class _Memory:
+    """Memory at an address, in numpy's array interface, together with the object that keeps this memory allocated."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+        self.__array_interface__, self.owner = interface, owner
+
+
+def array_at(
+    address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object, strides: tuple[int, ...] | None = None
+) -> Array:
+    """Return memory at an address as a writable array. The array, and any view of it, keeps `owner` alive.
+
+    Every array over an address is made here, so that none outlives its memory. `strides` are in bytes.
+    """
+    data = {"version": 3, "data": (address, False), "shape": shape, "typestr": dtype.str, "strides": strides}
+    return np.asarray(_Memory(data, owner)) if 0 not in shape else np.empty(shape, dtype)
+
+
 class TensorView(NamedTuple):
     """View of a C-contiguous tensor, in host memory or on a device."""
 
@@ -46,6 +65,11 @@ class TensorView(NamedTuple):
     def address(self) -> int:
         """Address of the tensor's first value, in host or device memory."""
         return int(ffi.cast(_UINTPTR, self.data))
+
+    def array(self, dtype: Any = np.uint8) -> Array:
+        """Return the memory, which must be on the host, as a flat writable array that keeps the owner alive."""
+        kind = np.dtype(dtype)
+        return array_at(self.address, (self.nbytes // kind.itemsize,), kind, self.owner)
 
     def first(self, nbytes: int) -> "TensorView":
         """Return a view of at most the first `nbytes` bytes of this view, which must be a view of bytes."""
@@ -259,10 +283,8 @@ def _from_exported(e: Exported, wanted: str | None = None) -> TensorView:
             f"a tensor on {e.device} must be contiguous, got strides {e.strides}: copy it to contiguous memory first"
         )
     # view the memory as a strided numpy array of unsigned integers; _from_numpy then copies it to be contiguous
-    memory: Any = (c_uint8 * e.reach).from_address(e.address)
-    bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize], 1), e.shape, e.strides)
-    v = _from_numpy(bits)
-    return v._replace(dtype=name, owner=(e.owner, v.owner))
+    bits = array_at(e.address, e.shape, _UINT[e.itemsize], e.owner, e.strides)
+    return _from_numpy(bits)._replace(dtype=name)
 
 
 def view(x: Any, dtype: Any = None) -> TensorView:

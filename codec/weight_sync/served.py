@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE, ffi
+from codec._c.library import ITEMSIZE
 from codec.errors import ArgumentError
 from codec.tensors.view import is_torch, mark_written, view_output
 from codec.weight_sync.base import Base
@@ -68,7 +68,7 @@ def _target(name: str, tensor: Any, kind: Kind) -> _Target:
     if (v.dtype, v.shape) != kind:
         raise ArgumentError(f"{name!r} of into= must be {kind}, as in the update, got {Kind(v.dtype, v.shape)}")
     if v.device == "cpu":
-        return _Target(kind, tensor, np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else b"", np.uint8))
+        return _Target(kind, tensor, v.array())
     if not is_torch(tensor) or v.device == "meta":
         raise ArgumentError(f"{name!r} of into= is on {v.device}, where only torch tensors can be written: use load=")
     return _Target(kind, tensor, None)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE, ffi
+from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE
 from codec.errors import ArgumentError, ChecksumError, FrameError, Status, UnsupportedError
 from codec.tensors.view import fetch, view_bytes
 
@@ -129,7 +129,7 @@ class Update:
     def __init__(self, data: Any) -> None:
         v = fetch("an update", view_bytes(data))
         self._owner = v
-        self.memory: Bytes = np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else b"", np.uint8)
+        self.memory: Bytes = v.array()
         self.head, self.entries = parse(self.memory)
 
     @classmethod
@@ -152,7 +152,7 @@ class Update:
     @property
     def data(self) -> memoryview:
         """Bytes of the update."""
-        return memoryview(self.memory)  # pyright: ignore[reportArgumentType] - numpy's stubs
+        return self.memory.data
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE, ffi
+from codec._c.library import ITEMSIZE
 from codec.errors import ArgumentError
 from codec.tensors.view import TensorView, empty, fetch, view
 from codec.tensors.wrapper import View
@@ -130,17 +130,16 @@ def pieces_of(v: TensorView) -> Iterator[Bytes]:
     """Yield the bytes of each piece of a tensor. Pieces on a device are copied to host memory one by one."""
     size = ITEMSIZE[v.dtype]
     if v.device == "cpu":
-        whole = np.frombuffer(ffi.buffer(v.data, v.nbytes), np.uint8) if v.nbytes else np.empty(0, np.uint8)
+        whole = v.array()
         for begin, end in Kind(v.dtype, v.shape).spans:
             yield whole[begin:end]
         return
     flat: Any = cast(Any, v.owner).reshape(-1)
     for begin, end in Kind(v.dtype, v.shape).spans:
-        part = fetch("a tensor", view(flat[begin // size : end // size]))
-        yield np.frombuffer(ffi.buffer(part.data, part.nbytes), np.uint8).copy()
+        yield fetch("a tensor", view(flat[begin // size : end // size])).array()
 
 
 def new_tensor(kind: Kind, like: Any) -> tuple[Any, Bytes]:
     """Allocate a tensor of the library of `like`, such as torch; return the tensor and a view of its bytes."""
     tensor, v = empty(kind.dtype, kind.shape, like)
-    return tensor, np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else bytearray(), np.uint8)
+    return tensor, v.array()

@@ -173,6 +173,36 @@ def test_c_files_include_each_other_without_a_cycle():
     check_no_cycle(below)
 
 
+# Files that make buffers over C memory: the first makes arrays that keep their memory alive; the others read structs,
+# jobs and messages whose memory the same file holds
+OVER_ADDRESSES = {
+    "tensors/view.py": {"array_at"},
+    "tensors/dlpack.py": {"from_address"},  # fields of a capsule's struct, read at once
+    "engines/cuda/cupy_backend.py": {"from_address"},  # the buffer keeps CuPy's memory as its attribute
+    "engines/cuda/decoding.py": {"buffer"},
+    "engines/cuda/plan.py": {"buffer"},
+    "engines/cuda/upload.py": {"buffer"},
+    "engines/numba/memory.py": {"buffer"},  # arrays of one call, which keeps its tensors
+    "engines/numba/view.py": {"buffer"},
+    "_call.py": {"buffer"},
+    "codebook.py": {"buffer"},
+}
+
+
+def test_arrays_over_addresses_are_made_in_one_place():
+    """An array over an address without an owner shows freed memory sooner or later; `TensorView.array` has an owner."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            of_ffi = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "ffi"
+            if name in ("from_address", "array_at", "as_strided") or (name == "buffer" and of_ffi):
+                found.setdefault(path.relative_to(ROOT).as_posix(), set()).add(name)
+    assert found == OVER_ADDRESSES
+
+
 TESTS = Path(__file__).parents[1]
 TEST_MODULES = {p.stem for p in TESTS.rglob("*.py") if p.parent.name not in ("support", "reference")}
 

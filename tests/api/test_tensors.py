@@ -1,7 +1,9 @@
 """Tensors of every library are encoded without a copy and decoded to their own type."""
 
 import array
+import gc
 import warnings
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -262,3 +264,19 @@ def test_writes_increment_the_version_of_torch_tensors():
             y.backward()
     with torch.inference_mode():
         codec.decode(frame, out=torch.zeros(1000))
+
+
+@pytest.mark.parametrize(
+    "x", [np.zeros((50, 40)).T, torch.zeros(50, 40).T, torch.zeros(50, 40)], ids=["numpy", "torch", "contiguous"]
+)
+def test_arrays_of_views_keep_the_owner_alive(x):
+    """The values of a tensor that is not contiguous are in a copy, which lives as long as any array over it."""
+    v = view(x)
+    owner, part = weakref.ref(v.owner), v.array(np.uint32)[7:9].data
+    del v, x
+    gc.collect()
+    assert owner() is not None
+    assert part.nbytes == 8
+    del part
+    gc.collect()
+    assert owner() is None

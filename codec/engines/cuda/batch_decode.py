@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from codec._c.library import ffi
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
 from codec.engines.cuda.devices import Device
 from codec.engines.cuda.kernels import blocks_for
@@ -126,7 +125,7 @@ def _upload_small(work: Work, frames: Sequence[Frame]) -> None:
     for own in groups:
         if len(own) < 2:
             continue
-        images = [ffi.buffer(frame.frame.data, frame.frame.nbytes)[:] for frame in own]
+        images = [frame.frame.array().tobytes() for frame in own]
         at = work.put(b"".join([image.ljust(aligned(len(image)), b"\0") for image in images]))
         for frame, image in zip(own, images, strict=True):
             frame.at, at = at, at + aligned(len(image))

@@ -105,7 +105,7 @@ class Work:
         """
         self._keep.append(v)
         if v.device == "cpu":
-            return self.put(_host_bytes(v))
+            return self.put(v.array().data)
         if v.address % (multiple or ITEMSIZE[v.dtype]) == 0:
             return v.address
         return self.copy(v)
@@ -191,11 +191,6 @@ class Work:
 def _on_host(v: TensorView, data: Any) -> TensorView:
     """Return the view of a tensor's copy in host memory; `data`: the copied bytes."""
     return v._replace(data=ffi.from_buffer(data), owner=data, device="cpu", stream=None)
-
-
-def _host_bytes(v: TensorView) -> Any:
-    """Return the bytes of a tensor in host memory."""
-    return ffi.buffer(v.data, v.nbytes) if v.nbytes else b""
 
 
 def pointer(address: int) -> Any:

@@ -63,7 +63,7 @@ def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads
     """
     residual: Any = None
     if r.residual is not None:
-        residual = np.frombuffer(ffi.buffer(r.residual.data, r.residual.nbytes), np.uint8).copy()
+        residual = r.residual.array().copy()
         call.context.residual = ffi.cast("float *", ffi.from_buffer(residual))
     check(lib.codec_encode_room(s, call.tensor, call.size))
     frame = _encode_new(call, s, r, call.size[0], threads)

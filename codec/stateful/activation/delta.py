@@ -23,7 +23,7 @@ from codec.stateful.activation.receiver import Receiver, Target
 from codec.stateful.activation.sender import LOSSLESS, Sender
 from codec.stateful.activation.settings import delta_spec_of, entries_of, spec_of, store_of
 from codec.stateful.activation.traffic import Traffic
-from codec.stateful.activation.values import bytes_of, ids_of, shown_samples, values_of, write_message
+from codec.stateful.activation.values import ids_of, shown_samples, values_of, write_message
 from codec.tensors.view import TensorView, fetch, mark_written, view_bytes
 
 EntryDtype = Literal["float32", "bfloat16", "8bit"]
@@ -512,7 +512,7 @@ class ActivationDelta:
         """Parse a message, check that this side may decode it, and return it with the view of its bytes."""
         settings_of(options)
         v = fetch("the message", view_bytes(message))
-        m = parse(bytes_of(v))
+        m = parse(v.array())
         self._traffic.check(m.head)
         return m, v
 

@@ -59,7 +59,7 @@ class Receiver:
         if target.out is None:
             _check_limit(m.head.dtype, shape, nbytes)
             result, v = empty(m.head.dtype, shape, target.like)
-            values = Values(bits_of_view(v), v.dtype, v.shape, v)
+            values = Values(bits_of_view(v), v.dtype, v.shape)
         else:
             result, values = target.out, output_values(target.out, m.head.dtype)
             if values.shape != shape:

@@ -8,7 +8,6 @@ from codec.arguments import shown
 from codec.errors import CodecError, StateError
 from codec.stateful.activation.entries import Bytes, Entry, check_entry
 from codec.stateful.activation.ledger import Ledger
-from codec.stateful.activation.values import bytes_of
 from codec.stateful.checkpoint import VERSION, array_of, opened, plain
 from codec.tensors.view import empty
 
@@ -61,7 +60,7 @@ def _of_kind(array: Any, like: Any) -> Any:
     if like is None:
         return array
     found, v = empty(str(array.dtype), array.shape, like)
-    bytes_of(v)[:] = array.view(np.uint8)
+    v.array()[:] = array.view(np.uint8)
     return found
 
 

@@ -4,12 +4,10 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
-from codec._c.library import ITEMSIZE, ffi
+from codec._c.library import ITEMSIZE
 from codec.arguments import shown, whole
 from codec.errors import ArgumentError
-from codec.stateful.activation.entries import BITS, Bits, Bytes
+from codec.stateful.activation.entries import BITS, Bits
 from codec.stateful.activation.message import DTYPE_CODES
 from codec.tensors.view import TensorView, mark_written, on_host, view, view_output
 from codec.tensors.wrapper import View
@@ -18,12 +16,11 @@ _MAX_ID = (1 << 63) - 1
 
 
 class Values(NamedTuple):
-    """Values of a tensor as a flat array. `bits` is valid as long as `owner` exists."""
+    """Values of a tensor as a flat array."""
 
     bits: Bits  # flat: float32, float16, or uint16 with the bits of bfloat16
     dtype: str
     shape: tuple[int, ...]
-    owner: TensorView
 
 
 def values_of(name: str, x: Any) -> Values:
@@ -38,7 +35,7 @@ def values_of(name: str, x: Any) -> Values:
     on_host(name, v)
     if v.dtype not in DTYPE_CODES:
         raise ArgumentError(f"{name} must be one of {', '.join(DTYPE_CODES)}, got {v.dtype}")
-    return Values(_bits(v), v.dtype, v.shape, v)
+    return Values(bits_of_view(v), v.dtype, v.shape)
 
 
 def output_values(out: Any, dtype: str) -> Values:
@@ -47,23 +44,12 @@ def output_values(out: Any, dtype: str) -> Values:
     on_host("out=", v)
     if v.dtype != dtype:
         raise ArgumentError(f"out= must be {dtype} for this message, got {v.dtype}")
-    return Values(_bits(v), v.dtype, v.shape, v)
+    return Values(bits_of_view(v), v.dtype, v.shape)
 
 
 def bits_of_view(v: TensorView) -> Bits:
-    """Return the values of a view as a flat array, valid as long as the view exists."""
-    return _bits(v)
-
-
-def _bits(v: TensorView) -> Bits:
-    if not v.nbytes:
-        return np.empty(0, BITS[v.dtype])
-    return np.frombuffer(ffi.buffer(v.data, v.nbytes), BITS[v.dtype])
-
-
-def bytes_of(v: TensorView) -> Bytes:
-    """Return the bytes of a view in host memory, valid as long as the view exists."""
-    return np.frombuffer(ffi.buffer(v.data, v.nbytes), np.uint8) if v.nbytes else np.empty(0, np.uint8)
+    """Return the values of a view as a flat array."""
+    return v.array(BITS[v.dtype])
 
 
 def write_message(message: bytes, out: Any) -> memoryview:
@@ -75,7 +61,7 @@ def write_message(message: bytes, out: Any) -> memoryview:
         raise ArgumentError(
             f"out= has {v.nbytes} bytes, but the message has {len(message)}: allocate as many as bound() returns"
         )
-    written = memoryview(ffi.buffer(v.data, v.nbytes)).cast("B")[: len(message)]
+    written = v.array().data[: len(message)]
     written[:] = message
     mark_written(out)
     return written.toreadonly()
