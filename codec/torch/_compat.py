@@ -101,6 +101,8 @@ class BackwardEnd:
         Function that cancels the step.
     """
 
+    _called = True  # until __init__ has set all attributes, __del__ must not cancel
+
     def __init__(self, end: Callable[[], None] | None, cancel: Callable[[], None]) -> None:
         self._end, self._cancel, self._called = end, cancel, False
 

@@ -92,6 +92,8 @@ class DeferredCalls:
         released.
     """
 
+    _kept_nbytes = 0  # for __del__, if __init__ was interrupted
+
     def __init__(self, on_memory: Callable[[int, int], Any] = lambda kept, most: None) -> None:
         self._on_memory, self._kept_nbytes = on_memory, 0
         self._verdicts: list[_Verdict] = []

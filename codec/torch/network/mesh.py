@@ -43,6 +43,8 @@ class Mesh:
         Connected sockets of each other rank, which the mesh owns from now on.
     """
 
+    _made = False  # True after __init__; else __del__ would read attributes that do not exist
+
     def __init__(self, rank: int, sockets: Mapping[int, Sequence[socket.socket]]) -> None:
         self.rank = rank
         self.progress = dict.fromkeys(sockets, time.monotonic())  # arrival time of each rank's last message
@@ -67,6 +69,7 @@ class Mesh:
         else:
             self._poll.close()
             self._wakes.close()
+        self._made = True
 
     # Collectives
 
@@ -213,6 +216,8 @@ class Mesh:
             wait.complete(PeerError(CLOSED))
 
     def __del__(self) -> None:
+        if not self._made:  # the finalizers of stripes and of the waker close what was opened
+            return
         self.close()
         for stripe in self._by_fd.values():
             stripe.close()

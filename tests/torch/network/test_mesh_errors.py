@@ -1,11 +1,14 @@
 """Errors of a mesh, the layer below collectives: aborts, broken and closed connections."""
 
 import gc
+import itertools
 import socket
 import struct
+import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -15,6 +18,7 @@ import codec
 from codec.torch.network import connect, inbox
 from codec.torch.network.inbox import Refused
 from codec.torch.network.mesh import Mesh
+from support.fault_lines import at_line, raising
 from support.meshes import ABORT, SECONDS, SIGNATURE, ask, outcome, packed, received, tcp_pair, until
 
 
@@ -185,6 +189,27 @@ def test_close_from_another_thread_ends_all_waits_here_and_on_the_peer(two):
         zero.send(1, 0, 0, 0, SIGNATURE, [b""])
     zero.close()
     zero.end(0)
+
+
+def test_interrupted_constructor_reports_nothing_and_closes_its_connections(monkeypatch):
+    """An exception at any line of the constructor leaves no thread, and no message of the garbage collector."""
+    reports = []
+    monkeypatch.setattr(sys, "unraisablehook", reports.append)
+    for point in itertools.count():
+        a, b = tcp_pair()
+        with suppress(KeyboardInterrupt), at_line(point, raising(KeyboardInterrupt), "mesh.py:__init__") as lines:
+            Mesh(0, {1: [a]})
+        del a
+        gc.collect()
+        b.settimeout(SECONDS)
+        assert b.recv(1) == b"", lines.place
+        b.close()
+        if lines.place is None:
+            break
+    assert point > 10
+    assert [
+        r.exc_value for r in reports if r.exc_type is not ResourceWarning
+    ] == []  # Python closes some sockets itself
 
 
 def test_connections_end_with_the_last_reference():

@@ -1,0 +1,61 @@
+"""Raise exceptions at numbered lines that this thread executes in chosen files of the library."""
+
+import sys
+from contextlib import contextmanager
+
+
+class Lines:
+    """Counter of executed lines, and the place of the fault."""
+
+    def __init__(self):
+        self.count = 0
+        self.place = None  # file, function and line at which fault() was called
+
+
+@contextmanager
+def at_line(point, fault, *where):
+    """Call fault() before executed line number `point`, from 0, of some functions; yield the counter of lines.
+
+    Parameters
+    ----------
+    point : int
+        Number of the line, in the order of execution. -1: lines are counted, and fault() is never called.
+    fault : callable
+        Function without arguments, which may raise an exception.
+    where : str
+        Ends of file names, such as "ddp/step.py", or a file and a function, such as "ddp/step.py:commit". Lines of
+        functions that these functions call count only if they are listed as well.
+    """
+    lines = Lines()
+    names = [name.partition(":") for name in where]
+
+    def is_listed(code):
+        return any(code.co_filename.endswith(file) and function in ("", code.co_name) for file, _, function in names)
+
+    def each_call(frame, event, arg):
+        return each_line if is_listed(frame.f_code) else None
+
+    def each_line(frame, event, arg):
+        if event == "line":
+            lines.count += 1
+            if lines.count - 1 == point:
+                sys.settrace(None)
+                lines.place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+                fault()
+        return each_line
+
+    before = sys.gettrace()
+    sys.settrace(each_call)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+def raising(error):
+    """Return a function that raises an exception of class `error`."""
+
+    def fault():
+        raise error("injected by the test")
+
+    return fault
