@@ -102,6 +102,7 @@ def test_evaluation_changes_nothing():
     assert bits(receiver.decode(sender.encode(A + 1, None), like=A)) == bits(A + 1)
     sender.commit()
     receiver.commit()
+    before[0]["messages"] += 1
     np.testing.assert_equal((sender.state_dict(), receiver.state_dict()), before)
 
 
@@ -154,6 +155,60 @@ def test_state_dict_restores_m(through, entries):
     copies[1].load_state_dict(through(receiver.state_dict()))
     assert copies[0].known(range(5)).tolist() == [True] * 4 + [False]
     assert bits(exchange(*copies, A + 1, range(4))) == bits(exchange(sender, receiver, A + 1, range(4)))
+
+
+@pytest.mark.parametrize("entries", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_resumed_run_is_bit_identical_wherever_it_is_cut(rounding, entries):
+    """States that were saved before any of the messages continue with the values of an uninterrupted run.
+
+    Each step has three messages with samples, one with gradients and one without samples, then a commit. A step that a
+    cut interrupts is repeated. After the last commit there are two messages, without and with samples.
+    """
+    spec = codec.Quantize(4, rounding=rounding)
+
+    def side():
+        return codec.ActivationDelta(spec, first=codec.Quantize(8), dtype=entries, edge=2)
+
+    def run(cut):
+        sides, steps = [side(), side()], []
+        messages = iter(range(100))
+
+        def resume():
+            if next(messages) != cut:
+                return False
+            for i, saved in enumerate([s.state_dict(like=A) for s in sides]):
+                sides[i] = side()
+                sides[i].load_state_dict(saved)
+            return True
+
+        def sent(values, samples=None):
+            return bits(sides[1].decode(sides[0].encode(values, samples), like=A))
+
+        while len(steps) < 3:
+            found = []
+            for part in range(5):
+                if resume() and part:
+                    break
+                values = A * (1 + len(steps) / 8)
+                if part < 3:
+                    found.append(sent(values[part : part + 2], range(part, min(part + 2, 4))))
+                elif part == 3:
+                    found.append(bits(sides[0].decode_gradient(sides[1].encode_gradient(values), like=A)))
+                else:
+                    found.append(sent(values))
+            else:
+                steps.append(found)
+                for s in sides:
+                    s.commit()
+        resume()
+        steps.append(sent(A))
+        resume()
+        return [*steps, sent(A, range(4))]
+
+    want = run(cut=-1)
+    for cut in range(17):
+        assert run(cut) == want, cut
 
 
 def test_state_dict_of_tensors_passes_torch_load(tmp_path):

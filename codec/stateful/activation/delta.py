@@ -429,7 +429,8 @@ class ActivationDelta:
         """Return the committed m of all samples as copies: a dict of arrays, integers and strings.
 
         Saving it in a checkpoint is optional: without it, all samples are sent raw once after a restart. If the other
-        side was restarted with another state, the checks in messages detect this.
+        side was restarted with another state, the checks in messages detect this. If both sides load their states, the
+        messages after a restart have the values of an uninterrupted run, also with stochastic rounding.
 
         If m is stored in files, the dict contains only the check of each m, and this method first waits until all m
         are on the disk.
@@ -453,7 +454,8 @@ class ActivationDelta:
             A file cannot be written to the disk.
         """
         self.flush()
-        return state.save(self._ledger, self._traffic.edge, like)
+        draws = self._committed_draws if self._ledger.in_step else self._sender.draws
+        return state.save(self._ledger, self._traffic.edge, draws, like)
 
     def load_state_dict(self, saved: Any) -> None:
         """Replace m of all samples by copies of those in a state dict.
@@ -477,13 +479,14 @@ class ActivationDelta:
             raise StateError(
                 "a state cannot be loaded while messages of a step are pending: call commit() or rollback() first"
             )
-        entries, contents = state.load(saved, self._traffic.entries, self._traffic.edge)
+        entries, contents, draws = state.load(saved, self._traffic.entries, self._traffic.edge)
         if contents is None and not self._ledger.store.persistent:
             raise StateError(
                 "the stored activations of this state dict are in files: create ActivationDelta with their folder as "
                 "store="
             )
         self._ledger.replace(entries, contents)
+        self._sender.draws = self._committed_draws = draws
         self._traffic.restart()
 
     def stats(self) -> ActivationStats:

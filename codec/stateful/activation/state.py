@@ -20,9 +20,10 @@ class Saved(NamedTuple):
 
     entries: dict[int, Entry]
     contents: dict[int, Bytes] | None  # bytes of each entry; None: the entries are in the files of a store
+    draws: int  # number of messages sent before, which selects the random bits of the next one
 
 
-def save(ledger: Ledger, edge: int, like: Any) -> dict[str, Any]:
+def save(ledger: Ledger, edge: int, draws: int, like: Any) -> dict[str, Any]:
     """Return the committed entries as a state dict of arrays, integers and strings. All arrays are copies.
 
     Parameters
@@ -31,6 +32,8 @@ def save(ledger: Ledger, edge: int, like: Any) -> dict[str, Any]:
         Ledger with the committed entries.
     edge : int
         Number of the edge.
+    draws : int
+        Number of messages sent, which selects the random bits of the next one.
     like : array, tensor or None
         Array whose library the arrays of the dict have; None: numpy.
     """
@@ -43,6 +46,7 @@ def save(ledger: Ledger, edge: int, like: Any) -> dict[str, Any]:
         "store": "files" if store.persistent else "ram",
         "edge": edge,
         "dtype": ledger.dtype,
+        "messages": draws,
     }
     arrays: dict[str, Any] = {
         "samples": np.array(list(entries), np.int64),
@@ -76,6 +80,8 @@ def load(saved: Any, dtype: str, edge: int) -> Saved:
     for name, kind, own in (("kind", str, KIND), ("edge", int, edge), ("dtype", str, dtype)):
         if (found := plain(fields, name, kind)) != own:
             raise StateError(f"{name!r} of this state dict is {shown(found)}, but must be {own!r} here")
+    if not 0 <= (draws := plain(fields, "messages", int)) < 1 << 62:
+        raise StateError(f"'messages' of this state dict must be from 0 to 2^62, got {draws}: it is damaged")
     in_files = plain(fields, "store", str) == "files"
     arrays = {name: _array(fields, name, "int64") for name in ("samples", "numel", "visits", "nbytes")}
     samples, numel, visits, nbytes = arrays.values()
@@ -88,7 +94,7 @@ def load(saved: Any, dtype: str, edge: int) -> Saved:
         )
     numbers = zip(samples.tolist(), checks.tolist(), numel.tolist(), visits.tolist(), strict=True)
     entries = {sample: Entry(check, n, visit) for sample, check, n, visit in numbers}
-    return Saved(entries, None if in_files else _contents(entries, dtype, nbytes, contents))
+    return Saved(entries, None if in_files else _contents(entries, dtype, nbytes, contents), draws)
 
 
 def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Bytes) -> dict[int, Bytes]:
