@@ -14,6 +14,7 @@ from codec.optimizers.formulas import Adam, NAdam
 from codec.specs import BoundSpec, Spec, Truncate
 from codec.tensors.view import TensorView, view
 
+_CHECKED_NBYTES = 256  # bytes of v, of each optimizer with step=0, that are compared with zero
 _OPTIMIZER = "an optimizer of codec.optimizers, or a list of (offset, optimizer)"
 
 
@@ -53,8 +54,11 @@ def level_source(bound: BoundSpec, n: int) -> LevelSource:
             raise ArgumentError(
                 f"{name} must be {n} values of float32, bfloat16 or float16, got {v.dtype} of shape {v.shape}"
             )
-    if (v := views.get("v")) is not None and any(isinstance(o, Adam | NAdam) and not o.step for _, o in groups):
-        _warn_if_not_first(v)
+    if (v := views.get("v")) is not None:
+        ends = [*(at for at, _ in groups[1:]), n]
+        for (begin, o), end in zip(groups, ends, strict=True):
+            if isinstance(o, Adam | NAdam) and not o.step:
+                _warn_if_not_first(v, begin, min(end, n))
     return LevelSource(groups, views)
 
 
@@ -70,9 +74,11 @@ def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> Leve
     return None
 
 
-def _warn_if_not_first(v: TensorView) -> None:
-    """Warn, for an optimizer with step=0, if `v` is not zero in its first 256 bytes: `step` is probably wrong."""
-    if v.device == "cpu" and v.array()[:256].any():
+def _warn_if_not_first(v: TensorView, begin: int, end: int) -> None:
+    """Warn, for an optimizer with step=0, if its values of `v` are not zero at first: `step` is probably wrong."""
+    size = ITEMSIZE[v.dtype]
+    first = slice(begin * size, min(end * size, begin * size + _CHECKED_NBYTES))
+    if v.device == "cpu" and v.array()[first].any():
         warnings.warn(
             'v is not zero, but step=0 says that the optimizer has taken no step: pass step=, state["step"] in torch',
             stacklevel=6,

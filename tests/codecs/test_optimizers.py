@@ -325,3 +325,17 @@ def test_missing_step_with_a_nonzero_state_is_rejected():
         codec.encode(x, codec.Truncate().bind(kind(), theta=x, v=0 * x))
         codec.encode(x, codec.Truncate().bind(kind(step=1), theta=x, v=x))
     codec.encode(x, codec.Truncate().bind(optimizers.Adagrad(), theta=x, v=x))
+
+
+@pytest.mark.parametrize("begin", [0, 400, 900])
+def test_only_the_values_of_parameters_without_a_step_must_be_zero(begin):
+    """A parameter without steps, such as an expert that got no token, may lie among others in a bucket."""
+    x = np.ones(1000, np.float32)
+    v = x.astype(np.float16)
+    v[begin : begin + 100] = 0
+    new, old = optimizers.Adam(), optimizers.Adam(step=3)
+    groups = [(0, old)] * (begin > 0) + [(begin, new)] + [(begin + 100, old)] * (begin < 900)
+    codec.encode(x, codec.Truncate().bind(groups, theta=x, v=v))
+    v[begin] = 1
+    with pytest.warns(UserWarning, match="step=0"):
+        codec.encode(x, codec.Truncate().bind(groups, theta=x, v=v))
