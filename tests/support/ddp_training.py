@@ -35,6 +35,16 @@ def parameter_bytes(model):
     return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 
 
+def change_error(found, expected, initial):
+    """Return the largest error of a parameter after a training, relative to the norm of its change since `initial`.
+
+    Another order of additions, as on another CPU, changes a gradient by about 1e-7 of its norm, which is far more than
+    1e-7 of a value near 0. So trainings that do not diverge are compared by norms.
+    """
+    triples = [[p.detach().double() for p in triple] for triple in zip(found, expected, initial, strict=True)]
+    return max((float((p - q).norm() / (q - r).norm()) for p, q, r in triples if not torch.equal(p, q)), default=0.0)
+
+
 def hook_state_bytes(hook):
     """Return the state of a hook with tensors as bytes, so that states can be compared with ==."""
     return checkpoint.packed(hook.state_dict())
