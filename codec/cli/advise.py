@@ -7,7 +7,7 @@ from typing import Any, get_args
 from codec._options import options
 from codec.advisor.advise import advise
 from codec.advisor.cost_model import Algorithm
-from codec.cli.console import EXIT_CODES, add_json, add_threads
+from codec.cli.console import EXIT_CODES, add_json, add_threads, print_line, visible
 from codec.files.arrays import arrays_of
 from codec.tensors.wrapper import view
 
@@ -43,7 +43,8 @@ def run_advise(args: argparse.Namespace) -> int:
     """Print the advice of :func:`codec.advise` for the arrays of a file."""
     arrays = arrays_of(args.file, args.arrays, args.dtype)
     total = sum(x.nbytes for x in arrays.values()) / 1e6
-    print(f"measuring {', '.join(arrays) or 'nothing'}: {total:.3g} MB", file=sys.stderr, flush=True)
+    names = visible(", ".join(arrays)) or "nothing"
+    print(f"measuring {names}: {total:.3g} MB", file=sys.stderr, flush=True)
     advice = advise(
         {name: view(x, args.dtype) for name, x in arrays.items()},
         args.link,
@@ -53,5 +54,5 @@ def run_advise(args: argparse.Namespace) -> int:
         feedback=args.feedback,
         options=options(threads=args.threads, algorithm=args.algorithm),
     )
-    print(advice.to_json() if args.json else advice)
+    print_line(advice.to_json() if args.json else str(advice))
     return 0

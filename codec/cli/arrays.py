@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
 from io import BufferedReader
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from codec.decoding import decode
 from codec.encoding import encode
 from codec.errors import ArgumentError, FrameError
 from codec.files.arrays import numpy_dtype
-from codec.files.opening import NUMPY, Kind, kind_of, open_regular, printable
+from codec.files.opening import NUMPY, Kind, kind_of, open_regular, printable, standard_input
 from codec.inspection import inspect, verify
 from codec.spec_text import spec_of
 from codec.tensors.view import dtype_name
@@ -71,11 +70,10 @@ def add_commands(commands: Any) -> None:
 def run_compress(args: argparse.Namespace) -> int:
     """Run ``codec compress``: compress a .npy array or raw values."""
     output = args.output or (STANDARD if args.input == STANDARD else args.input + _SUFFIX)
-    args.output = output
-    check_output(output, args.force, args.input)
+    args.output = output = check_output(output, args.force, args.input)
     spec, given = spec_of(args.codec), options(threads=args.threads)
     before = after = frames = 0
-    with _opened(args.input) as source, output_file(output) as file, progress_bar() as progress:
+    with _opened(args.input) as source, output_file(output, args.input) as file, progress_bar() as progress:
         for x in _arrays(source, args):
             frame = encode(x, spec, options=given)
             file.write(frame)
@@ -94,12 +92,11 @@ def run_decompress(args: argparse.Namespace) -> int:
     output = args.output or (STANDARD if args.input == STANDARD else args.input.removesuffix(_SUFFIX))
     if output == args.input and output != STANDARD:
         raise ArgumentError(f"{printable(args.input)} does not end in {_SUFFIX}: name the output with -o")
-    args.output = output
-    check_output(output, args.force, args.input)
+    args.output = output = check_output(output, args.force, args.input)
     given, npy = options(threads=args.threads), args.npy or output.endswith(".npy")
     before = after = 0
     whole: tuple[str, tuple[int, ...]] | None = None  # dtype and shape of the values of all frames so far
-    with _opened(args.input) as source, output_file(output) as file, progress_bar() as progress:
+    with _opened(args.input) as source, output_file(output, args.input) as file, progress_bar() as progress:
         if npy:
             file.write(bytes(_NPY_HEADER))
         for frame in _frames(source, args.input):
@@ -125,7 +122,7 @@ def run_decompress(args: argparse.Namespace) -> int:
 def _opened(path: str) -> BufferedReader:
     """Open an input; for a file of another format, raise ArgumentError with the name of the right command."""
     if path == STANDARD:
-        return cast(BufferedReader, sys.stdin.buffer)
+        return standard_input()
     fd = open_regular(path)
     kind = kind_of(fd)
     if kind in (Kind.SAFETENSORS, Kind.NPZ, Kind.TORCH):

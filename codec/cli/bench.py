@@ -18,7 +18,7 @@ from codec._c.library import ITEMSIZE, MANTISSA_BITS
 from codec._options import options
 from codec.batch import decode_many, encode_many
 from codec.cli.compressors import compressors, lmzip, missing
-from codec.cli.console import EXIT_CODES, add_json, check_output, print_table, progress_bar
+from codec.cli.console import EXIT_CODES, add_json, check_output, print_error, print_table, progress_bar
 from codec.errors import ArgumentError, CodecError, EngineError
 from codec.files.opening import printable
 from codec.tensors.wrapper import view
@@ -122,7 +122,7 @@ def _rows(tensors: Tensors, path: str, slow: bool) -> Iterator[Row]:
         try:
             yield _preset(tensors, preset)
         except CodecError as e:  # for example because of NaN or Inf in the tensors
-            print(f"codec: {preset}: {e}", file=sys.stderr)
+            print_error(f"{preset}: {e}")
     together: dict[str, Any] = {}
     for dtype in dict.fromkeys(dtype for _, dtype, _, _ in tensors):
         together[dtype] = np.concatenate([values for _, d, _, values in tensors if d == dtype])
@@ -135,10 +135,10 @@ def _rows(tensors: Tensors, path: str, slow: bool) -> Iterator[Row]:
             seconds, data = _best(lambda c=c: {d: c.compress(x, d) for d, x in together.items()}, once)
             back, restored = _best(lambda c=c, f=data: {d: c.decompress(x, d) for d, x in f.items()}, once)
         except Exception as e:  # a third-party compressor may raise anything
-            print(f"codec: {c.name} failed: {e}", file=sys.stderr)
+            print_error(f"{c.name} failed: {e}")
             continue
         if any(np.frombuffer(restored[d], np.uint8)[: len(x)].tobytes() != x.tobytes() for d, x in together.items()):
-            print(f"codec: {c.name} does not restore the tensors", file=sys.stderr)
+            print_error(f"{c.name} does not restore the tensors")
             continue
         yield Row(c.name, sum(map(_length, data.values())) / total, total / seconds / 1e6, total / back / 1e6)
     if path.endswith(".safetensors"):
@@ -161,7 +161,7 @@ def _lmzip(path: str) -> Iterator[Row]:
         try:
             (seconds, _), (back, _) = (_best(call, once=True) for call in calls)
         except Exception as e:  # a third-party compressor may raise anything
-            print(f"codec: lmzip failed: {e}", file=sys.stderr)
+            print_error(f"lmzip failed: {e}")
             return
         total = os.path.getsize(path)
         yield Row("lmzip, files", os.path.getsize(packed) / total, total / seconds / 1e6, total / back / 1e6)

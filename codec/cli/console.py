@@ -4,15 +4,17 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from codec.errors import ArgumentError
-from codec.files.opening import printable
-from codec.files.replacing import replaced
+from codec.files.opening import printable, standard_input
+from codec.files.replacing import is_special, replaced
 
 PROGRAM = "codec"
 FAILED, WRONG_USAGE, OTHER_BASE, INTERRUPTED = 1, 2, 3, 130  # exit codes; 0: success
@@ -42,37 +44,96 @@ def add_threads(p: Any) -> None:
     )
 
 
-def check_output(path: str, force: bool, *inputs: str) -> None:
-    """Raise ArgumentError if a command would replace a file without ``--force``, or its own input."""
-    if path == STANDARD:
-        return
+def check_output(path: str, force: bool, *inputs: str) -> str:
+    """Return the path of a command's output: STANDARD for every name of standard output, such as /dev/stdout.
+
+    Raises
+    ------
+    ArgumentError
+        The command would replace a file without ``--force``, or its own input.
+    """
+    if path == STANDARD or _is_standard_output(path):
+        return STANDARD
     if any(i != STANDARD and Path(path).exists() and Path(i).exists() and os.path.samefile(path, i) for i in inputs):
         raise ArgumentError(f"{printable(path)} is the input as well as the output: choose another name for the output")
-    if Path(path).is_dir():
+    if Path(path).is_dir() or path.endswith(os.sep):
         raise ArgumentError(f"{printable(path)} is a folder, but the output must be a file: name a file in the folder")
-    if Path(path).exists() and not force:
+    if os.path.lexists(path) and not force and not (is_special(path) and not Path(path).is_block_device()):
         raise ArgumentError(f"{printable(path)} exists: choose another name, or pass --force to replace the file")
+    return path
+
+
+def _is_standard_output(path: str) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(1))
+    except OSError:
+        return False
 
 
 @contextmanager
-def output_file(path: str) -> Generator[BinaryIO]:
-    """Open a temporary file. If the block succeeds, rename the file to `path`, or for ``-`` copy it to stdout."""
+def output_file(path: str, *inputs: str) -> Generator[BinaryIO]:
+    """Open a temporary file. If the block succeeds, rename the file to `path`, or for ``-`` copy it to stdout.
+
+    The file is not readable by users who may not read all `inputs`.
+    """
     if path != STANDARD:
-        with replaced(Path(path)) as file:
+        with _as_private_as(inputs), replaced(Path(path)) as file:
             yield file
         return
+    out = _standard_output()
+    try:
+        with tempfile.TemporaryFile() as file:
+            yield file
+            file.seek(0)
+            shutil.copyfileobj(file, out, 1 << 20)
+            out.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        if e.filename is not None:
+            raise
+        raise ArgumentError(
+            f"standard output cannot be written: {e.strerror} (temporary folder {tempfile.gettempdir()!r})"
+        ) from None
+
+
+@contextmanager
+def output_path(path: str, *inputs: str) -> Generator[str]:
+    """Yield the path of a file to create, as :func:`output_file` for functions of the library that take a path."""
+    if path != STANDARD and not is_special(path):
+        with _as_private_as(inputs):
+            yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="codec-") as folder, output_file(path) as file:
+        made = Path(folder) / "output"
+        yield str(made)
+        with made.open("rb") as f:
+            shutil.copyfileobj(f, file, 1 << 20)
+
+
+@contextmanager
+def _as_private_as(inputs: Sequence[str]) -> Generator[None]:
+    """Create files in the block without the rights that users do not have on one of the inputs."""
+    mode = 0o666
+    for path in inputs:
+        with suppress(OSError):  # STANDARD, or an input whose absence is reported when it is opened
+            mode &= os.stat(path).st_mode | 0o600
+    before = os.umask(0o077)
+    os.umask(before | (0o666 & ~mode))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _standard_output() -> BinaryIO:
+    if sys.stdout is None:
+        raise ArgumentError("standard output is closed: pass -o FILE")
     if sys.stdout.isatty():
         raise ArgumentError(
             "standard output is a terminal, to which no binary data is written: pass -o FILE, or use a pipe"
         )
-    import shutil
-    import tempfile
-
-    with tempfile.TemporaryFile() as file:
-        yield file
-        file.seek(0)
-        shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
-        sys.stdout.buffer.flush()
+    return sys.stdout.buffer
 
 
 @contextmanager
@@ -81,11 +142,9 @@ def input_file(path: str) -> Generator[str]:
     if path != STANDARD:
         yield path
         return
-    import shutil
-    import tempfile
-
+    source = standard_input()
     with tempfile.NamedTemporaryFile(prefix="codec-") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+        shutil.copyfileobj(source, file, 1 << 20)
         file.flush()
         yield file.name
 
@@ -114,7 +173,7 @@ def progress_bar(unit: str = "B") -> Generator[Progress | None]:
 def report(args: argparse.Namespace, entries: Mapping[str, Any], line: str) -> None:
     """Print a command's result as a line or as JSON; if stdout has the command's data, print only JSON, to stderr."""
     if args.output != STANDARD:
-        print(json.dumps(entries, indent=1) if args.json else line, flush=True)
+        print_line(json.dumps(entries, indent=1) if args.json else line)
     elif args.json:
         print(json.dumps(entries, indent=1), file=sys.stderr)
 
@@ -126,19 +185,31 @@ def print_entries(args: argparse.Namespace, entries: Mapping[str, Any]) -> None:
         return
     width = max(14, *map(len, entries))
     for name, value in entries.items():
-        print(f"{name:{width}} {value}")
+        print_line(f"{name:{width}} {value}")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
     """Print a table. Columns whose index is in `left` are left-aligned, all others right-aligned."""
-    lines = [columns, *rows]
+    lines = [[visible(cell) for cell in line] for line in (columns, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
         print("  ".join(cells).rstrip())
 
 
+def print_line(text: str) -> None:
+    """Print a line of text, or JSON, on standard output, without the control characters of names."""
+    print("\n".join(map(visible, text.split("\n"))), flush=True)
+
+
 def print_error(error: object) -> None:
     """Print an error as one line on standard error."""
-    text = " ".join(str(error).split("\n"))
+    text = visible(" ".join(str(error).split("\n")))
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+def visible(text: str) -> str:
+    """Return text with escapes in place of control characters and other unprintable characters."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -2,8 +2,13 @@
 
 import argparse
 import os
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
 
 import codec
 from codec.cli import advise, arrays, bench, doctor, frames, models, tools, updates
@@ -32,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code."""
+    _complete_standard_streams()
     made = parser()
     args = made.parse_args(argv)
     args.parser = made
@@ -41,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.run is not tools.run_flags and args.flags:
         made.error("pass either a command or flags such as --cflags, not both: see --help")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _signals_exit():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = _print_warning
             return args.run(args)
@@ -55,6 +61,39 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return FAILED
+
+
+def _complete_standard_streams() -> None:
+    """Keep files that are opened later off closed standard streams, and print what the locale lacks as escapes."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    if sys.stderr is None:  # print(file=None) would write to standard output
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - open until the process ends
+    out: Any = sys.stdout
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _signals_exit() -> Generator[None]:
+    """Raise SystemExit in the block for SIGTERM and SIGHUP, so that temporary files are removed."""
+
+    def leave(number: int, frame: Any) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the removal
+        raise SystemExit(128 + number)
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    both = (signal.SIGTERM, signal.SIGHUP) if main_thread else ()
+    before = [each for each in both if signal.getsignal(each) is signal.SIG_DFL]
+    for each in before:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _print_warning(message: object, *_: object, **__: object) -> None:

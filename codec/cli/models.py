@@ -71,6 +71,7 @@ def run_pack(args: argparse.Namespace) -> int:
     for suffix in (_PLAIN, ".npz", ".npy", ".pt", ".pth", ".bin"):
         stem = stem.removesuffix(suffix)
     output = args.output or (STANDARD if args.model == STANDARD else stem + _PACKED)
+    output = check_output(output, args.force, args.model)
     return _report(args, output, [_pack(args, args.model, output)])
 
 
@@ -79,6 +80,7 @@ def run_unpack(args: argparse.Namespace) -> int:
     if args.model.endswith(_INDEX):
         return _each_shard(args, _unpack)
     output = args.output or (STANDARD if args.model == STANDARD else args.model.removesuffix(_PACKED) + _PLAIN)
+    output = check_output(output, args.force, args.model)
     return _report(args, output, [_unpack(args, args.model, output)])
 
 
@@ -88,11 +90,10 @@ def _pack(args: argparse.Namespace, path: str, output: str) -> tuple[int, int, i
     from codec.files.packing import pack
     from codec.files.sources import source_of
 
-    check_output(output, args.force, path)
     with input_file(path) as found, source_of(found, args.key) as source:
         if is_container(source.header):
             raise ArgumentError(f"{printable(path)} is packed already: codec unpack restores the original file")
-        with output_file(output) as file, progress_bar() as progress:
+        with output_file(output, path) as file, progress_bar() as progress:
             pack(source, file, threads=args.threads, progress=progress)
             file.flush()
             return len(source.header.tensors), os.stat(found).st_size, os.fstat(file.fileno()).st_size
@@ -103,13 +104,12 @@ def _unpack(args: argparse.Namespace, path: str, output: str) -> tuple[int, int,
     from codec.files.reading import PackedFile, unpack
     from codec.files.restoring import save_npz, save_torch
 
-    check_output(output, args.force, path)
     with input_file(path) as found, _opened(found) as model:
         if not isinstance(model, PackedFile):
             raise ArgumentError(
                 f"{printable(path)} is a .safetensors file that is not packed: there is nothing to unpack"
             )
-        with output_file(output) as file, progress_bar() as progress:
+        with output_file(output, path) as file, progress_bar() as progress:
             if output.endswith(".npz"):
                 save_npz(model, file)
             elif output.endswith((".pt", ".pth")):
@@ -140,9 +140,10 @@ def _each_shard(args: argparse.Namespace, work: Callable[..., tuple[int, int, in
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
     source = Path(args.model)
-    check_output(str(folder / source.name), args.force, args.model)
+    for name in (source.name, *names):
+        check_output(str(folder / name), args.force, str(source.parent / name))
     done = [work(args, str(source.parent / name), str(folder / name)) for name in names]
-    with output_file(str(folder / source.name)) as file:
+    with output_file(str(folder / source.name), args.model) as file:
         file.write(source.read_bytes())
     return _report(args, args.output, done)
 

@@ -10,6 +10,7 @@ from codec.cli.console import (
     OTHER_BASE,
     add_output,
     check_output,
+    output_path,
     print_error,
     progress_bar,
     report,
@@ -59,11 +60,11 @@ def run_delta(args: argparse.Namespace) -> int:
     """Run ``codec delta``: write the update between the weights in two files."""
     from codec.weight_sync.files import diff_files
 
-    check_output(args.output, args.force, args.old, args.new)
+    args.output = check_output(args.output, args.force, args.old, args.new)
     if args.version < 1:
         raise ArgumentError(f"--version must be at least 1, got {args.version}")
-    with progress_bar() as progress:
-        update = diff_files(args.old, args.new, args.output, version=args.version, progress=progress)
+    with output_path(args.output, args.old, args.new) as out, progress_bar() as progress:
+        update = diff_files(args.old, args.new, out, version=args.version, progress=progress)
     return _report(args, update)
 
 
@@ -72,17 +73,22 @@ def run_apply(args: argparse.Namespace) -> int:
     from codec.weight_sync.files import apply_files
     from codec.weight_sync.update import Update
 
-    check_output(args.output, args.force, args.old, *args.updates)
+    args.output = check_output(args.output, args.force, args.old, *args.updates)
     updates = [Update.open(path) for path in args.updates]
     try:
-        with progress_bar("updates") as progress:
-            base = apply_files(args.old, updates, args.output, progress)
+        with output_path(args.output, args.old, *args.updates) as out, progress_bar("updates") as progress:
+            base = apply_files(args.old, updates, out, progress)
+            nbytes = Path(out).stat().st_size
     except StateError as e:
         print_error(e)
         return OTHER_BASE
-    entries = {"file": args.output, "nbytes": Path(args.output).stat().st_size, "version": base.version,
+    entries = {"file": args.output, "nbytes": nbytes, "version": base.version,
                "tensors": len(base.weights), "digest": base.weights.digest().hex()}  # fmt: skip
-    report(args, entries, f"{args.output}: version {base.version}, {len(base.weights)} tensors")
+    report(
+        args,
+        entries,
+        f"{args.output}: version {base.version}, {len(base.weights)} tensors, with the header of {args.old}",
+    )
     return 0
 
 
@@ -91,11 +97,11 @@ def run_compose(args: argparse.Namespace) -> int:
     from codec.weight_sync.files import compose_files
     from codec.weight_sync.update import Update
 
-    check_output(args.output, args.force, args.old, *args.updates)
+    args.output = check_output(args.output, args.force, args.old, *args.updates)
     updates = [Update.open(path) for path in args.updates]
     try:
-        with progress_bar() as progress:
-            update = compose_files(args.old, updates, args.output, progress)
+        with output_path(args.output, args.old, *args.updates) as out, progress_bar() as progress:
+            update = compose_files(args.old, updates, out, progress)
     except StateError as e:
         print_error(e)
         return OTHER_BASE

@@ -2,11 +2,10 @@
 
 import mmap
 import os
-import sys
 from collections.abc import Callable
 
 from codec._c.library import lib
-from codec.files.opening import opened
+from codec.files.opening import opened, standard_input
 from codec.inspection import Info, inspect, verify
 
 _HEADER: int = lib.CODEC_HEADER_NBYTES
@@ -36,7 +35,7 @@ def inspect_file(path: str) -> Info:
         The header or the side section is invalid, as in :func:`codec.inspect`.
     """
     if path == "-":
-        return _inspect_by(sys.stdin.buffer.read)
+        return _inspect_by(standard_input().read)
     with opened(path) as fd:
         return _inspect_by(lambda nbytes: os.read(fd, nbytes))
 
@@ -66,7 +65,7 @@ def verify_file(path: str) -> None:
         The frame is invalid, as in :func:`codec.verify`.
     """
     if path == "-":
-        verify(_frame_from(sys.stdin.buffer.read))
+        verify(_frame_from(standard_input().read))
         return
     with opened(path) as fd:
         size = os.fstat(fd).st_size

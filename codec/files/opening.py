@@ -2,10 +2,12 @@
 
 import os
 import stat
+import sys
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import Enum
+from io import BufferedReader
 from typing import Any, cast
 from zipfile import BadZipFile, ZipFile
 
@@ -49,6 +51,13 @@ _MAGIC = (
 def printable(path: str) -> str:
     """Return a path for a message: unchanged, or its repr if it has unprintable characters."""
     return path if path.isprintable() and path else repr(path)
+
+
+def standard_input() -> BufferedReader:
+    """Return standard input as a binary file; raise ArgumentError if it is closed."""
+    if sys.stdin is None:
+        raise ArgumentError("standard input is closed: name a file to read")
+    return cast(BufferedReader, sys.stdin.buffer)
 
 
 @contextmanager
