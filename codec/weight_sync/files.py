@@ -1,27 +1,25 @@
 """Updates of .safetensors files: encode the difference of two files, apply updates, and merge a chain of updates."""
 
-import json
-import math
 import mmap
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE
 from codec._options import CallOptions
 from codec.errors import ArgumentError, FrameError, StateError
-from codec.files.header import MAX_JSON, SAFETENSORS
+from codec.files.header import SAFETENSORS, Tensor, read_header
+from codec.files.index import is_container
+from codec.files.opening import Kind as FileKind
+from codec.files.opening import MemoryBytes, kind_of, open_regular, opened, printable, readable
 from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import compose_deltas
 from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
 from codec.weight_sync.weights import Slot, Weights
 from codec.weight_sync.writing import Encoder, Progress, write_update
-
-_OTHER_DTYPES = {"complex64": "uint64"}  # by dtype that frames do not support: integer dtype of the same size
 
 
 def weights_in(path: str, memory: Bytes | None = None) -> Weights:
@@ -37,7 +35,7 @@ def weights_in(path: str, memory: Bytes | None = None) -> Weights:
     Raises
     ------
     ArgumentError
-        The file cannot be read, or is not a .safetensors file.
+        The file cannot be read, is not a .safetensors file, or is packed.
     """
     weights, _ = read_safetensors(path, memory)
     for slot in weights.values():
@@ -45,36 +43,25 @@ def weights_in(path: str, memory: Bytes | None = None) -> Weights:
     return weights
 
 
-def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, Mapping[str, Any]]:
+def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, Mapping[str, str]]:
     """Return the weights in a .safetensors file, without digests (see :func:`weights_in`), and the file's metadata."""
+    with opened(path) as fd:
+        if (kind := kind_of(fd)) is not FileKind.SAFETENSORS:
+            raise ArgumentError(f"{printable(path)} is {kind.value}, not a .safetensors file")
     data = np.frombuffer(mapped(path), np.uint8) if memory is None else memory
-    weights = Weights()
-    try:
-        size = int.from_bytes(data[:8].tobytes(), "little")
-        if len(data) < 8 or size > min(MAX_JSON, len(data) - 8):
-            raise ValueError("its header would be longer than the file, or than 100 MB")
-        header: Any = json.loads(data[8 : 8 + size].tobytes())
-        for name, entry in header.items():
-            if name != "__metadata__":
-                values = data[8 + size :]
-                weights[name] = _slot(entry["dtype"], entry["shape"], entry["data_offsets"], values)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise ArgumentError(f"{path} cannot be read as a .safetensors file: {e}") from None
-    metadata = header.get("__metadata__")
-    return weights, cast(dict[str, Any], metadata) if isinstance(metadata, dict) else {}
+    with readable(path):
+        header = read_header(MemoryBytes(data))
+    if is_container(header):
+        raise ArgumentError(f"{printable(path)} is packed: codec unpack restores the .safetensors file")
+    values = data[len(header.prefix) :]
+    tensors = {t.name: t for t in header.tensors}
+    return Weights({name: _slot(tensors[name], values) for name in header.names}), header.metadata
 
 
-def _slot(dtype: Any, shape: Any, offsets: Any, values: Bytes) -> Slot:
-    """Return the slot of a tensor, a view of `values`. Dtypes of less than a byte, such as FP4, become uint8."""
-    begin, end = offsets
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)) or not begin <= end <= len(values):
-        raise ValueError("shape or offsets of a tensor in its header are invalid, or lie outside of the file")
-    name = SAFETENSORS.get(dtype)
-    name = _OTHER_DTYPES.get(name or "", name)
-    kind = Kind("uint8", (end - begin,)) if name is None or len(shape) > MAX_RANK else Kind(name, tuple(shape))
-    if name is not None and math.prod(shape) * ITEMSIZE[name] != end - begin:
-        raise ValueError("a tensor does not have the size that follows from its dtype and shape")
-    return Slot(kind, values[begin:end])
+def _slot(t: Tensor, values: Bytes) -> Slot:
+    """Return the slot of a tensor, a view of `values`. Dtypes that frames lack become unsigned integers."""
+    exact = t.dtype in SAFETENSORS and len(t.shape) <= MAX_RANK
+    return Slot(Kind(t.wire, t.shape) if exact else Kind("uint8", (t.nbytes,)), values[t.begin : t.end])
 
 
 def diff_files(old: str, new: str, out: str, *, version: int = 1, **how: Any) -> Update:
@@ -106,8 +93,11 @@ def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progres
     StateError
         An update needs a base other than the weights before it, or was applied already.
     """
+    kinds = read_safetensors(old)[0].kinds  # before anything is copied
+    if any(update.tensors != kinds for update in updates):
+        raise StateError(f"the names, dtypes or shapes of the update differ from those of {old}")
     with replaced(Path(out)) as target:
-        with Path(old).open("rb") as source:
+        with open(open_regular(old), "rb") as source:
             shutil.copyfileobj(source, target, 1 << 24)
         target.flush()
         memory = np.frombuffer(mmap.mmap(target.fileno(), 0), np.uint8)
@@ -115,8 +105,6 @@ def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progres
         base.weights = weights_in(old, memory)
         for k, update in enumerate(updates):
             digest = base.weights.digest()
-            if update.tensors != base.weights.kinds:
-                raise StateError(f"the names, dtypes or shapes of the update differ from those of {old}")
             if update.digest == digest != update.base_digest:
                 raise StateError(f"the update to version {update.version} was applied already")
             if update.base is not None and update.base_digest != digest:
@@ -161,7 +149,8 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
             raise FrameError(
                 f"the weights after the update to version {last.version} do not have the digest that the update names"
             )
-    return Update.open(out)
+        target.flush()
+        return Update(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))  # what readers refuse, replaces nothing
 
 
 def _composed(name: str, slot: Slot, updates: Sequence[Update]) -> Iterator[tuple[bytes | None, bytes]]:

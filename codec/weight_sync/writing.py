@@ -1,5 +1,6 @@
 """Encode an update: read tensors one by one, and write each frame as soon as it is encoded."""
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 from io import BytesIO
 from os import PathLike
@@ -198,10 +199,10 @@ def write_update(
         memory = BytesIO()
         encode_to(memory)
         return Update(memory.getbuffer())
-    path = Path(file)
-    with replaced(path) as target:
+    with replaced(Path(file)) as target:
         encode_to(target)
-    return Update.open(path)
+        target.flush()
+        return Update(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))  # what readers refuse, replaces nothing
 
 
 def remove_temporary(folder: Path) -> None:

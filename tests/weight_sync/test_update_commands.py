@@ -1,6 +1,8 @@
 """codec delta, apply and compose: files, exit codes, and errors of one line."""
 
 import json
+import os
+import shutil
 import struct
 import sys
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 import codec
+from codec.weight_sync.files import diff_files
 from support.command import run
 from support.weight_updates import stepped, weights
 
@@ -111,7 +114,7 @@ def test_errors_have_one_line_and_leave_no_file(files, tmp_path, capsys):
     assert "cannot be read" in failed(capsys, 1, "delta", files[0], tmp_path / "none", "-o", out)
     assert "not a regular file" in failed(capsys, 1, "delta", files[0], tmp_path, "-o", out)
     assert "not an update" in failed(capsys, 1, "apply", files[0], files[1], "-o", out)
-    assert "safetensors" in failed(capsys, 1, "delta", bad, files[1], "-o", out)
+    assert "its header would have 5 bytes" in failed(capsys, 1, "delta", bad, files[1], "-o", out)
     assert "--version must be at least 1" in failed(capsys, 1, "delta", files[0], files[1], "-o", out, "--version", 0)
     assert "exists: choose another name" in failed(capsys, 1, "delta", files[0], files[1], "-o", other)
     assert "cannot be written" in failed(capsys, 1, "delta", files[0], files[1], "-o", tmp_path / "no" / "out")
@@ -135,6 +138,72 @@ def test_hostile_headers_are_errors(entry, files, tmp_path, capsys):
     path = tmp_path / "hostile"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
     failed(capsys, 1, "delta", path, files[0], "-o", tmp_path / "out")
+
+
+def lax(header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+A, B = ({"dtype": "F32", "shape": [2], "data_offsets": [begin, begin + 8]} for begin in (0, 8))
+LAX = {
+    "gap": lax({"a": A, "b": {**B, "data_offsets": [12, 20]}}, bytes(20)),
+    "overlap": lax({"a": A, "b": {**B, "data_offsets": [4, 12]}}, bytes(12)),
+    "trailing bytes": lax({"a": A, "b": B}, bytes(17)),
+    "a name twice": lax(b'{"a":' + json.dumps(A).encode() + b',"a":' + json.dumps(B).encode() + b"}", bytes(16)),
+    "metadata of numbers": lax({"__metadata__": {"step": 3}, "a": A, "b": B}, bytes(16)),
+}
+
+
+@pytest.mark.parametrize("name", LAX)
+def test_files_that_safetensors_refuses_are_refused(name, tmp_path, capsys):
+    path, good = tmp_path / "lax.safetensors", tmp_path / "good.safetensors"
+    path.write_bytes(LAX[name])
+    good.write_bytes(lax({"a": A, "b": B}, bytes(16)))
+    run("delta", good, good, "-o", tmp_path / "u")
+    capsys.readouterr()
+    for command in (("delta", path, good), ("delta", good, path), ("apply", path, tmp_path / "u"), ("pack", path)):
+        assert "cannot be read: " in failed(capsys, 1, *command, "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_apply_looks_before_it_copies(files, tmp_path, capsys, monkeypatch):
+    """Devices, pipes, files of other formats or with other tensors are refused before anything is written."""
+    run("delta", files[0], files[1], "-o", tmp_path / "u")
+    monkeypatch.setattr(shutil, "copyfileobj", lambda *_: pytest.fail("OLD is copied"))
+    capsys.readouterr()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    with open(tmp_path / "sparse", "wb") as f:
+        f.truncate(1 << 40)
+    np.savez(tmp_path / "x.npz", x=np.ones(3))
+    save(tmp_path / "other", {"x": np.ones(3, np.float32)})
+    assert run("pack", files[0], "-o", tmp_path / "packed") == 0
+    capsys.readouterr()
+    for name, why in (
+        ("pipe", "is not a regular file"), ("/dev/zero", "is not a regular file"), ("empty", "is empty"),
+        ("sparse", "is of an unknown format"), ("x.npz", "is a .npz file, not a .safetensors file"),
+        ("packed", "is packed: codec unpack restores"),
+    ):  # fmt: skip
+        assert why in failed(capsys, 1, "apply", tmp_path / name, tmp_path / "u", "-o", tmp_path / "out")
+    assert "differ from those of" in failed(
+        capsys, 3, "apply", tmp_path / "other", tmp_path / "u", "-o", tmp_path / "out"
+    )
+
+
+def test_apply_says_whose_header_the_result_has(files, tmp_path, capsys):
+    run("delta", files[0], files[1], "-o", tmp_path / "u")
+    capsys.readouterr()
+    assert run("apply", files[0], tmp_path / "u", "-o", tmp_path / "new") == 0
+    assert capsys.readouterr().out.endswith(f" tensors, with the header of {files[0]}\n")
+
+
+def test_updates_that_no_reader_accepts_replace_nothing(files, tmp_path, monkeypatch):
+    (tmp_path / "u").write_bytes(b"old")
+    monkeypatch.setattr(codec.weight_sync.writing, "head_and_index", lambda *_: bytes(100))
+    with pytest.raises(codec.FrameError):
+        diff_files(str(files[0]), str(files[1]), str(tmp_path / "u"))
+    assert (tmp_path / "u").read_bytes() == b"old"
 
 
 def test_progress_is_shown_on_terminals_only(files, tmp_path, capsys, monkeypatch):
