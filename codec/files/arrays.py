@@ -86,7 +86,13 @@ def _arrays_in(fd: int, path: str) -> Arrays:
 
 
 def numpy_arrays(fd: int, path: str) -> Arrays:
-    """Return the array names of a .npz or .npy file, and a function that reads one; warn of members of other kinds."""
+    """Return the array names of a .npz or .npy file, and a function that reads one; warn of members of other kinds.
+
+    Raises
+    ------
+    ArgumentError
+        Two members of a .npz file are arrays of the same name, such as ``a`` and ``a.npy``.
+    """
     if kind_of(fd) is Kind.NPY:
         return [Path(path).stem], lambda _: np.load(path, mmap_mode="r")
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
@@ -96,17 +102,28 @@ def numpy_arrays(fd: int, path: str) -> Arrays:
         warnings.warn(
             f"{printable(path)}: left out, because they are not arrays: {printable(', '.join(others))}", stacklevel=2
         )
+    by_name: dict[str, str] = {}
+    for member in members:
+        name = member.removesuffix(".npy")
+        if name in by_name:
+            raise ArgumentError(
+                f"{printable(path)} has two arrays named {name!r}, in the members {by_name[name]!r} and {member!r}: "
+                "save the arrays again, under different names"
+            )
+        by_name[name] = member
 
     def read(name: str) -> Array:
         with np.load(path) as file:
             try:
-                return cast(Array, file[name])
+                return cast(
+                    Array, file[by_name[name]]
+                )  # a member's name, since `x.npy` may be the name of an array, too
             except ValueError as e:
                 if "allow_pickle" in str(e):
                     raise ArgumentError(f"{name!r} holds Python objects: save it as an array of numbers") from None
                 raise
 
-    return [member.removesuffix(".npy") for member in members], read
+    return list(by_name), read
 
 
 def _begins_as_array(archive: ZipFile, member: str) -> bool:

@@ -21,7 +21,11 @@ SAFETENSORS = {
     "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "C64": "complex64",
 }  # fmt: skip
-CODES = {name: code for code, name in SAFETENSORS.items()}
+# dtypes that only torch has: their values are encoded as bytes
+_TORCH_ONLY = {"F4": "float4_e2m1fn_x2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+TORCH = SAFETENSORS | _TORCH_ONLY
+CODES = {name: code for code, name in TORCH.items()}
+_PER_BYTE = {"F4": 2}  # by dtype whose values are smaller than a byte: values that torch stores in an item of one byte
 _WIRE = {"complex64": "uint64"}  # dtypes that frames lack, each with the dtype as which its bits are encoded
 _ALIGNMENT = 8  # alignment of the header's end, in bytes
 
@@ -50,6 +54,18 @@ class Tensor(NamedTuple):
     def itemsize(self) -> int:
         """Size in bytes of a value of dtype :attr:`wire`."""
         return ITEMSIZE[self.wire]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the torch tensor, in which an item of float4_e2m1fn_x2 is two values of the last dimension."""
+        per_byte = _PER_BYTE.get(self.dtype, 1)
+        return self.shape if per_byte == 1 else (*self.shape[:-1], self.shape[-1] // per_byte)
+
+    def rows(self, begin: int, end: int) -> "Tensor":
+        """Return the tensor of rows [begin, end) of the first dimension of :attr:`stored_shape`."""
+        rows = self.stored_shape[0]
+        row, values = self.nbytes // max(1, rows), self.shape[0] // max(1, rows)
+        return Tensor(self.name, self.dtype, ((end - begin) * values, *self.shape[1:]), row * begin, row * end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +103,25 @@ class Header:
     def prefix(self) -> bytes:
         """Bytes of the file that precede the data section: the size of the JSON text, and the text."""
         return len(self.text).to_bytes(8, "little") + self.text
+
+
+def itemsize_of(dtype: str) -> int:
+    """Return the size in bytes of an item of a dtype of TORCH, named as in .safetensors files."""
+    return 8 if dtype == "C64" else ITEMSIZE.get(TORCH[dtype], 1)
+
+
+def described(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape, as in .safetensors files, of a tensor whose dtype numpy or torch names `dtype`.
+
+    Raises
+    ------
+    ArgumentError
+        .safetensors files have no such dtype.
+    """
+    if dtype not in CODES:
+        raise ArgumentError(f"tensor {name!r} has dtype {dtype}: .safetensors files hold {', '.join(CODES)}")
+    code = CODES[dtype]
+    return code, (*shape[:-1], shape[-1] * _PER_BYTE[code]) if code in _PER_BYTE else shape
 
 
 def parse(text: bytes) -> Header:
@@ -147,7 +182,8 @@ def compose(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: 
     Raises
     ------
     ArgumentError
-        The metadata are not text, or a tensor is named ``__metadata__``.
+        The metadata are not text, or a tensor is named ``__metadata__``, has no text as its name, or has the name of
+        another tensor.
     """
     given: Mapping[Any, Any] = metadata
     if not all(isinstance(each, str) for pair in given.items() for each in pair):
@@ -155,8 +191,10 @@ def compose(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: 
     entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at, placed = 0, list[Tensor]()
     for name, dtype, shape, nbytes in tensors:
-        if name == METADATA:
-            raise ArgumentError(f"a tensor must not have the name {METADATA!r}: rename it")
+        if name == METADATA or not isinstance(cast(Any, name), str):
+            raise ArgumentError(f"the name of a tensor must be a str other than {METADATA!r}, got {name!r}: rename it")
+        if name in entries:
+            raise ArgumentError(f"two tensors have the name {name!r}: rename one of them")
         placed.append(Tensor(name, dtype, shape, at, at + nbytes))
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
@@ -180,6 +218,8 @@ def _tensor(name: str, entry: Any) -> Tensor:
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"the entry of {name!r} lacks a dtype, a shape or offsets") from None
     fits = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
-    if not fits or (dtype in SAFETENSORS and math.prod(shape) * ITEMSIZE.get(SAFETENSORS[dtype], 8) != end - begin):
+    if not fits or (
+        dtype in TORCH and math.prod(shape) * itemsize_of(dtype) != (end - begin) * _PER_BYTE.get(dtype, 1)
+    ):
         raise ValueError(f"dtype, shape and offsets of {name!r} in its header do not match")
     return Tensor(name, dtype, shape, begin, end)

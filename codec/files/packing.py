@@ -7,7 +7,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from codec._c import pool
-from codec.files.header import MAX_RANK, Header, Tensor, compose
+from codec.errors import CodecError
+from codec.files.header import MAX_JSON, MAX_RANK, Header, Tensor, compose, parse
 from codec.files.index import (
     DIGEST_KEY,
     FORMAT,
@@ -58,6 +59,11 @@ def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress
     -------
     Index
         Index that has been written to the file.
+
+    Raises
+    ------
+    CodecError
+        A reader would refuse the file, or restore another header from it.
     """
     threads = None if threads is None else pool.check_threads(threads)
     header = source.header
@@ -80,9 +86,24 @@ def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress
     file.write(packed)
     sizes[INDEX] = len(packed)
     prefix = _outer(sizes, index_digest(packed)).prefix
+    text = prefix[8:].ljust(reserved - 8)
+    _check_readable(text, packed, index)
     file.seek(0)
-    file.write((reserved - 8).to_bytes(8, "little") + prefix[8:].ljust(reserved - 8))
+    file.write(len(text).to_bytes(8, "little") + text)
     return index
+
+
+def _check_readable(text: bytes, packed: bytes, index: Index) -> None:
+    """Raise CodecError unless a reader accepts the header and the index of a new file, and finds what was written."""
+    try:
+        if len(text) > MAX_JSON:
+            raise ValueError(f"its header has {len(text)} bytes, more than {MAX_JSON}")
+        outer = parse(text)
+        same = Index.from_bytes(packed, outer.data_nbytes - len(packed)) == index
+    except (CodecError, ValueError) as e:
+        raise CodecError(f"the tensors cannot be packed, because no reader would accept the file: {e}") from None
+    if not same:
+        raise CodecError("the tensors cannot be packed, because a reader would find other tensors in the file")
 
 
 def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:

@@ -1,7 +1,9 @@
 """Conversion of model files to .npz and .pt files, and to arrays and tensors in memory."""
 
 import importlib
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO
 from zipfile import ZIP_STORED, ZipFile
 
@@ -9,11 +11,13 @@ import numpy as np
 
 from codec.errors import ArgumentError, EngineError
 from codec.files.arrays import numpy_dtype
-from codec.files.header import SAFETENSORS, Tensor
+from codec.files.header import SAFETENSORS, TORCH, Tensor, itemsize_of
 from codec.files.index import Part
 from codec.files.packing import Progress
 from codec.files.parts import Bytes
 from codec.files.reading import ModelFile, PackedFile, each_part
+
+_MAX_MEMBER = 65535 - len(".npy")  # bytes of a name in a .npz file
 
 
 def new_array(t: Tensor) -> tuple[Any, Bytes]:
@@ -25,7 +29,7 @@ def new_array(t: Tensor) -> tuple[Any, Bytes]:
         numpy has no such dtype.
     """
     if t.dtype not in SAFETENSORS:
-        raise ArgumentError(f"tensor {t.name!r} has dtype {t.dtype}, which numpy lacks")
+        raise ArgumentError(f"tensor {t.name!r} has dtype {t.dtype}, which numpy lacks: read torch tensors instead")
     memory = np.empty(t.nbytes, np.uint8)
     return memory.view(numpy_dtype(SAFETENSORS[t.dtype])).reshape(t.shape), memory
 
@@ -39,11 +43,16 @@ def new_tensor(t: Tensor) -> tuple[Any, Bytes]:
         torch has no such dtype, or is not installed.
     """
     torch = torch_module()
-    dtype = getattr(torch, SAFETENSORS.get(t.dtype, ""), None)
+    dtype = getattr(torch, TORCH.get(t.dtype, ""), None)
     if dtype is None:
-        raise ArgumentError(f"tensor {t.name!r} has dtype {t.dtype}, which this version of torch lacks")
+        raise ArgumentError(f"tensor {t.name!r} has dtype {t.dtype}, which torch {torch.__version__} lacks")
+    if math.prod(t.stored_shape) * itemsize_of(t.dtype) != t.nbytes:
+        raise ArgumentError(
+            f"tensor {t.name!r} has dtype {t.dtype} and shape {t.shape}: the last dimension must be even, because "
+            "torch stores two values in a byte"
+        )
     memory = torch.empty(t.nbytes, dtype=torch.uint8)
-    return memory.view(dtype).reshape(t.shape), memory.numpy()
+    return memory.view(dtype).reshape(t.stored_shape), memory.numpy()
 
 
 def torch_module() -> Any:
@@ -83,16 +92,40 @@ def read_all(
 
 
 def save_npz(model: ModelFile, file: BinaryIO) -> None:
-    """Write the tensors of a file to a .npz file, one by one."""
+    """Write the tensors of a file to a .npz file, one by one.
+
+    Raises
+    ------
+    ArgumentError
+        numpy lacks a dtype, or a tensor's name cannot be the name of a member of a zip file.
+    """
     numbers = {t.name: k for k, t in enumerate(model.header.tensors)}
+    members = {name: _member(name) for name in model.header.names}
     with ZipFile(file, "w", ZIP_STORED, allowZip64=True) as archive:
         for name in model.header.names:
             array, memory = new_array(model.header.tensors[numbers[name]])
             model.read(numbers[name], 0, memory)
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+            with archive.open(members[name], "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def _member(name: str) -> str:
+    """Return the name of the member of a .npz file that holds a tensor."""
+    with suppress(UnicodeEncodeError):
+        if "\0" not in name and len(name.encode()) <= _MAX_MEMBER:  # zip files end names at NUL
+            return f"{name}.npy"
+    raise ArgumentError(
+        f"tensor {name[:80]!r} cannot be written to a .npz file, whose names are UTF-8 without NUL, of at most "
+        f"{_MAX_MEMBER} bytes: write a .safetensors or .pt file"
+    )
 
 
 def save_torch(model: ModelFile, file: BinaryIO, threads: int | None) -> None:
     """Write the tensors of a file as a dict with torch.save."""
-    torch_module().save(read_all(model, new_tensor, threads), file)
+    tensors = read_all(model, new_tensor, threads)
+    try:
+        torch_module().save(tensors, file)
+    except RuntimeError as e:  # of torch's writer, after an OSError of `file`
+        if isinstance(e.__context__, OSError):
+            raise e.__context__ from None
+        raise

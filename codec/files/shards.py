@@ -8,6 +8,8 @@ from typing import Any
 from codec.files.header import MAX_JSON
 from codec.files.opening import opened
 
+_NO_FILES = ("", ".", "..", "-")  # folders, and the name of standard input
+
 
 def shard_names(path: str) -> list[str]:
     """Return the names of the files that an index lists; they must be in the folder of the index.
@@ -20,6 +22,10 @@ def shard_names(path: str) -> list[str]:
     with opened(path) as fd:
         given: Any = json.loads(os.pread(fd, MAX_JSON, 0))
         names: set[Any] = set(given["weight_map"].values())
-        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
+        if not names or not all(isinstance(n, str) and _is_file_name(n) for n in names):
             raise ValueError("its weight_map does not name files of its folder")
         return sorted(names)
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and name not in _NO_FILES and "\0" not in name

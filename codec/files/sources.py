@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import threading
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,9 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE
 from codec.errors import ArgumentError, EngineError
 from codec.files.arrays import numpy_arrays
-from codec.files.header import CODES, SAFETENSORS, Header, compose, read_header
+from codec.files.header import Header, compose, described, itemsize_of, read_header
 from codec.files.opening import FileBytes, Kind, kind_of, open_regular, printable, readable
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -59,7 +59,7 @@ class MemorySource:
     def __init__(
         self, tensors: Sequence[tuple[str, str, tuple[int, ...], Bytes]], metadata: Mapping[str, str] | None = None
     ) -> None:
-        found = sorted(tensors, key=lambda each: -_itemsize(each[1]))  # largest items first, to align values
+        found = sorted(tensors, key=lambda each: -itemsize_of(each[1]))  # largest items first, to align values
         self._values = [values for *_, values in found]
         self.header = compose([(name, code, shape, len(x)) for name, code, shape, x in found], metadata or {})
 
@@ -82,7 +82,7 @@ class ArraySource:
         for name in names:
             x = read(name)  # .npz files have no table of dtypes, so each array must be read
             found.append((name, *_described(name, x), x.nbytes))
-        found.sort(key=lambda each: -_itemsize(each[1]))
+        found.sort(key=lambda each: -itemsize_of(each[1]))
         self.header = compose(found, {})
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
@@ -146,10 +146,12 @@ def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
             "install torch"
         ) from None
     try:
-        try:
-            given = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files of torch before 1.6 cannot be mapped to memory
-            given = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of its own deprecated classes, which are refused below
+            try:
+                given = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # files of torch before 1.6 cannot be mapped to memory
+                given = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch's own unpickler raises errors of many kinds
         refused = re.search(r"GLOBAL ([\w.]+)", str(e))  # name of a class that weights_only=True refuses
         why = (
@@ -186,18 +188,12 @@ def _keys(given: Any) -> str:
     return ", ".join(shown) + (", ..." if len(entries) > 8 else "")
 
 
-def _itemsize(code: str) -> int:
-    return ITEMSIZE.get(SAFETENSORS[code], 8)
-
-
 def _described(name: str, x: Any) -> tuple[str, tuple[int, ...]]:
     """Return a tensor's dtype, as named in .safetensors files, and its shape."""
     dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
     if dtype.startswith((">", "<")):
         dtype = np.dtype(dtype).name
-    if dtype not in CODES:
-        raise ArgumentError(f"tensor {name!r} has dtype {dtype}: .safetensors files hold {', '.join(CODES)}")
-    return CODES[dtype], tuple(int(n) for n in x.shape)
+    return described(name, dtype, tuple(int(n) for n in x.shape))
 
 
 def _bytes_of(x: Any) -> Bytes:

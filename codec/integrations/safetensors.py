@@ -227,24 +227,20 @@ class Slice:
     def __getitem__(self, index: Any) -> Any:
         """Decode and return the values that an index selects; `index` follows the rules of the framework."""
         key = cast(tuple[Any, ...], index) if isinstance(index, tuple) else (index,)
-        t = self._tensor
-        rows, first = slice(0, t.shape[0] if t.shape else 1), key[0] if key else Ellipsis
-        if t.shape and type(first) is int and -t.shape[0] <= first < t.shape[0]:
-            rows, key = slice(first % t.shape[0], first % t.shape[0] + 1), (0, *key[1:])
-        elif t.shape and isinstance(first, slice):
-            begin, end, step = first.indices(t.shape[0])
+        shape, first = self._tensor.stored_shape, key[0] if key else Ellipsis
+        part = self._tensor._replace(begin=0, end=self._tensor.nbytes)
+        if shape and type(first) is int and -shape[0] <= first < shape[0]:
+            part, key = self._tensor.rows(first % shape[0], first % shape[0] + 1), (0, *key[1:])
+        elif shape and isinstance(first, slice):
+            begin, end, step = first.indices(shape[0])
             if step > 0:
-                rows, key = slice(begin, max(begin, end)), (slice(None, None, step), *key[1:])
-        return _moved(self._rows(rows)[key], self._device)
+                part, key = self._tensor.rows(begin, max(begin, end)), (slice(None, None, step), *key[1:])
+        return _moved(self._decoded(part)[key], self._device)
 
-    def _rows(self, rows: slice) -> Any:
-        """Decode consecutive rows of the tensor."""
-        t = self._tensor
-        row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
-        shape = (rows.stop - rows.start, *t.shape[1:]) if t.shape else ()
-        part = Tensor(t.name, t.dtype, shape, 0, row * (rows.stop - rows.start))
+    def _decoded(self, part: Tensor) -> Any:
+        """Decode the rows of the tensor that `part` describes."""
         tensor, memory = self._new(part)
-        self._model.read(self._k, row * rows.start, memory)
+        self._model.read(self._k, part.begin, memory)
         return tensor
 
 

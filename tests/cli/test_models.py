@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import resource
 import sys
+import warnings
 import zipfile
 
 import ml_dtypes
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from codec.integrations.safetensors import load_file, save_file
 from support.command import run
 from support.model_files import safetensors
 
@@ -119,6 +122,55 @@ def capsys_cleared(capsys):
     return capsys
 
 
+def test_arrays_with_one_name_are_refused(tmp_path, capsys):
+    """A zip file may hold a name twice, and members `a` and `a.npy` are both array `a`."""
+    for second in ("a.npy", "a"):
+        with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # zipfile warns of the second member
+            for member, n in (("a.npy", 3), (second, 4)):
+                memory = io.BytesIO()
+                np.save(memory, np.ones(n, np.float32))
+                archive.writestr(member, memory.getvalue())
+        for command in ("pack", "ls", "bench"):
+            assert "has two arrays named 'a'" in failed(capsys, command, tmp_path / "x.npz")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+
+
+def test_arrays_x_and_x_npy_are_different(tmp_path):
+    """numpy looks up "x.npy" among the members of a file first, where it is array "x"."""
+    arrays = {"x": np.zeros((2, 3), np.float32), "x.npy": np.ones(5, np.float32), "x.npy.npy": np.ones(2, np.float64)}
+    np.savez(tmp_path / "x.npz", **arrays)
+    assert run("pack", tmp_path / "x.npz", "-o", tmp_path / "p") == 0
+    found = load_file(tmp_path / "p", framework="numpy")
+    assert found.keys() == arrays.keys()
+    assert all(np.array_equal(found[name], x) for name, x in arrays.items())
+    assert run("unpack", tmp_path / "p", "-o", tmp_path / "y.npz") == 0
+    written, read = (sorted(zipfile.ZipFile(tmp_path / name).namelist()) for name in ("y.npz", "x.npz"))
+    assert written == read
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 66000, "\ud800"])
+def test_names_that_zip_files_cannot_hold_are_refused(name, tmp_path, capsys):
+    save_file({name: torch.ones(3), "a": torch.ones(3)}, tmp_path / "p")
+    assert "cannot be written to a .npz file" in failed(capsys, "unpack", tmp_path / "p", "-o", tmp_path / "x.npz")
+    assert run("unpack", tmp_path / "p", "-o", tmp_path / "x.pt") == 0
+    assert torch.load(tmp_path / "x.pt").keys() == {name, "a"}
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".npz", ".safetensors"])
+def test_full_disk_while_unpacking_is_one_line(suffix, tmp_path, capsys):
+    save_file({"w": torch.randn(100, 100)}, tmp_path / "p")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert "cannot be written: File too large" in failed(
+            capsys, "unpack", tmp_path / "p", "-o", tmp_path / f"x{suffix}"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
 def test_pickles_that_run_code_are_refused(tmp_path, capsys):
     class Evil:
         def __reduce__(self):
@@ -143,8 +195,22 @@ def test_shards_are_packed_into_a_folder(tmp_path, capsys):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / file).read_bytes()
     capsys.readouterr()
     assert "pass -o FOLDER" in failed(capsys, "pack", index)
-    index.write_text(json.dumps({"weight_map": {"a": "../outside"}}))
-    assert "files of its folder" in failed(capsys, "pack", index, "-o", tmp_path / "p2")
+    for name in ("../outside", "-", "", ".", "..", "a\0b", "folder/", 3):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        assert "files of its folder" in failed(capsys, "pack", index, "-o", tmp_path / "p2")
+    assert not (tmp_path / "p2").exists()
+
+
+def test_shards_are_packed_only_if_all_outputs_are_free(tmp_path, capsys):
+    names = {"a": "1.safetensors", "b": "2.safetensors"}
+    for file in names.values():
+        (tmp_path / file).write_bytes(PLAIN)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "2.safetensors").touch()
+    assert "2.safetensors exists" in failed(capsys, "pack", index, "-o", tmp_path / "packed")
+    assert [p.name for p in (tmp_path / "packed").iterdir()] == ["2.safetensors"]
 
 
 def test_errors_say_what_a_file_is(model, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Packed model files restore every byte, packing is deterministic, and damaged or forged containers are errors."""
 
 import copy
+import dataclasses
 import json
 import zlib
 from io import BytesIO
@@ -259,3 +260,32 @@ def test_tensors_in_memory_keep_values_and_order():
     out = np.zeros(24, np.uint8)
     model.read(1, 0, out)
     assert np.array_equal(out.view(np.float32).reshape(2, 3), x)
+
+
+def test_tensors_with_one_name_are_refused():
+    """Keys 1 and "1" would be equal in the JSON text of a header, and a reader would refuse the file."""
+    one, two = ("F32", (1,), np.zeros(4, np.uint8)), ("F32", (2,), np.zeros(8, np.uint8))
+    with pytest.raises(codec.ArgumentError, match="two tensors have the name 'a'"):
+        MemorySource([("a", *one), ("a", *two)])
+    for name in (1, None, "__metadata__"):
+        with pytest.raises(codec.ArgumentError, match="the name of a tensor must be a str other than '__metadata__'"):
+            MemorySource.of({name: np.ones(3, np.float32), "1": np.ones(3, np.float32)})
+
+
+@pytest.mark.parametrize("fault", ["twice", "header", "size"])
+def test_packing_refuses_what_no_reader_accepts(fault, monkeypatch):
+    """pack() parses the header and the index that it has made, before the file replaces another one."""
+    source = BytesSource(PLAIN)
+    if fault == "twice":
+        text = source.header.text.replace(b'"tied"', b'"bias"')
+        source.header = dataclasses.replace(source.header, text=text)
+    elif fault == "header":
+        source.header = dataclasses.replace(source.header, metadata={"format": "np"})
+    else:
+        monkeypatch.setattr(packing, "MAX_JSON", 100)
+    file = BytesIO()
+    with pytest.raises(
+        codec.CodecError, match=r"cannot be packed, because (no reader would accept|a reader would find)"
+    ):
+        pack(source, file)
+    assert file.getvalue()[:8] == bytes(8)  # the header is missing

@@ -1,6 +1,8 @@
 """codec.integrations.safetensors loads packed and plain files with the same results as the package safetensors."""
 
 import json
+import resource
+import struct
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from safetensors import safe_open as plain_open
 import codec
 from codec.files import packing
 from codec.integrations.safetensors import load, load_file, safe_open, save, save_file
+from support.command import run
 
 torch.manual_seed(0)
 TENSORS = {
@@ -151,3 +154,74 @@ def test_unwritable_files_are_errors_and_old_ones_stay(paths, tmp_path):
     assert paths[1].read_bytes() == before
     with pytest.raises(codec.ArgumentError, match="cannot be written"):
         save_file(TENSORS, tmp_path / "no" / "file")
+
+
+def _bits(*shape):
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+SMALL_FLOATS = {
+    "fp4": _bits(64, 32).view(torch.float4_e2m1fn_x2),
+    "flat": _bits(6).view(torch.float4_e2m1fn_x2),
+    "none": _bits(0, 8).view(torch.float4_e2m1fn_x2),
+    "large": _bits(600, 256).view(torch.float4_e2m1fn_x2),
+    "scale": _bits(64, 4).view(torch.float8_e8m0fnu),
+    "fnuz4": _bits(5, 3).view(torch.float8_e4m3fnuz),
+    "fnuz5": _bits(5, 3).view(torch.float8_e5m2fnuz),
+}
+
+
+def test_floats_of_4_and_8_bits_agree_with_safetensors(tmp_path, capsys):
+    plain.save_file(SMALL_FLOATS, tmp_path / "plain")
+    save_file(SMALL_FLOATS, tmp_path / "packed")
+    assert run("unpack", tmp_path / "packed", "-o", tmp_path / "unpacked") == 0
+    for found in (
+        plain.load_file(tmp_path / "unpacked"),
+        load_file(tmp_path / "packed"),
+        load_file(tmp_path / "plain"),
+    ):
+        assert found.keys() == SMALL_FLOATS.keys()
+        assert all(equal(found[name], x) for name, x in SMALL_FLOATS.items())
+    with safe_open(tmp_path / "packed", "pt") as got, plain_open(tmp_path / "plain", "pt") as want:
+        for name, x in SMALL_FLOATS.items():
+            part = got.get_slice(name)
+            assert (part.get_shape(), part.get_dtype()) == (
+                want.get_slice(name).get_shape(), want.get_slice(name).get_dtype()
+            )  # fmt: skip
+            for index in (slice(1, 3), slice(None, None, 2), slice(5, 2), ..., *([1, -1] if len(x) else [])):
+                assert equal(part[index].view(torch.uint8), x[index].view(torch.uint8))
+
+
+def test_errors_of_dtypes_are_true(tmp_path):
+    save_file(SMALL_FLOATS, tmp_path / "packed")
+    with pytest.raises(codec.ArgumentError, match="dtype F4, which numpy lacks: read torch tensors instead"):
+        load_file(tmp_path / "packed", framework="numpy")
+    odd = plain_bytes({"a": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}, bytes(3))
+    with pytest.raises(codec.ArgumentError, match="the last dimension must be even"):
+        load(odd)
+    six = plain_bytes({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, bytes(3))
+    with pytest.raises(
+        codec.ArgumentError, match=f"dtype F6_E2M3, which torch {torch.__version__} lacks".replace("+", ".")
+    ):
+        load(six)
+    wrong = plain_bytes({"a": {"dtype": "F4", "shape": [3], "data_offsets": [0, 3]}}, bytes(3))
+    with pytest.raises(codec.ArgumentError, match="do not match"):
+        load(wrong)
+
+
+def plain_bytes(header, data):
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def test_save_file_fails_as_documented_on_a_full_disk(tmp_path):
+    save_file({"w": torch.zeros(3)}, tmp_path / "x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(codec.ArgumentError, match=f"cannot be written: File too large .folder '{tmp_path}'"):
+            save_file({"w": torch.randn(100, 100)}, tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert load_file(tmp_path / "x")["w"].tolist() == [0, 0, 0]
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
