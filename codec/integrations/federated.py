@@ -68,7 +68,7 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
     if isinstance(spec, Lossless | Delta) or not is_float(x):
         return FRAME, codec.encode(x, spec if isinstance(spec, Lossless) else Lossless())
     values = _wide(x) if base is None else _wide(x) - _wide(base)
-    values = np.ascontiguousarray(values, np.float32)
+    values = np.ascontiguousarray(values, np.float32).reshape(tuple(x.shape))  # numpy makes scalars 1-d
     stream = codec.digest(values)  # random stream, which differs between clients, rounds and arrays
     frame = codec.encode(values, spec, residual=residual, feedback=residual is not None, stream=stream)
     if base is None:
@@ -115,7 +115,7 @@ def decode_array(kind: str, data: bytes, base: Any, like: Any = None) -> Any:
         )
     difference = np.empty(tuple(base.shape), np.float32)
     codec.decode(frame, out=difference)
-    return _wide(base) + difference
+    return np.asarray(_wide(base) + difference)  # numpy adds 0-d arrays to a scalar
 
 
 def is_float(x: Any) -> bool:

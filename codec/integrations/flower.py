@@ -2,7 +2,8 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """Flower integration: a client mod and a strategy mix-in that send arrays to each other as frames."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ __all__ = ["Compressed", "Compression", "pack"]
 
 RESIDUALS = "codec.residuals"  # name of the record in a client's state that stores the residuals
 _FAILED = 0  # Flower's error code for unspecified errors
+_REPLY_TO = "train"  # prefix of the types of messages whose replies are encoded
+
+logger = logging.getLogger("codec.flower")
 
 
 class Compression:
@@ -24,7 +28,8 @@ class Compression:
 
     Pass it as the first of ``ClientApp(mods=[...])``. The server's strategy must be :class:`Compressed`. An array of a
     reply is encoded if the message has an array of the same name in a record of the same name; otherwise it is sent
-    uncompressed.
+    uncompressed. If a training message has arrays, but none of them is encoded, the server's strategy is not
+    :class:`Compressed`: the reply is then sent uncompressed, and the logger ``codec.flower`` warns once.
 
     Parameters
     ----------
@@ -45,14 +50,22 @@ class Compression:
     def __init__(self, spec: Spec | Preset = "lossless", *, feedback: bool = True) -> None:
         self.spec = checked_spec(spec, feedback)
         self.feedback = feedback and not isinstance(self.spec, Lossless | Delta)
+        self._warned = False
 
     def __call__(self, message: Message, context: Any, call_next: Any) -> Message:
         """Handle a message. A damaged frame raises FrameError, which Flower reports to the server."""
         given = arrays_of(message.content)
         base = {at: decode_array(a.stype, a.data, None) for at, a in given.items() if a.stype == FRAME}
         message.content = with_arrays(message.content, {at: plain_array(x) for at, x in base.items()})
+        trains = message.metadata.message_type.startswith(_REPLY_TO)
+        if trains and given and not base and not self._warned:
+            self._warned = True
+            logger.warning(
+                "replies are not compressed, because the arrays of the server's message are not encoded: the strategy "
+                "must be codec.integrations.flower.Compressed, as in class Strategy(Compressed, FedAvg)"
+            )
         reply = call_next(message, context)
-        if reply.has_content() and message.metadata.message_type.startswith("train"):
+        if reply.has_content() and trains:
             state, coded = context.state, {}
             residuals = {**state[RESIDUALS]} if RESIDUALS in state else {}
             for at, array in arrays_of(reply.content).items():
@@ -74,7 +87,8 @@ class Compressed:
 
     ``class Strategy(Compressed, FedAvg): pass`` is FedAvg for clients with the mod :class:`Compression`; each client
     may use another codec. A reply with a damaged frame, another shape or another base counts as a failure of its
-    client only.
+    client only. If clients fail because they lack the mod, or reply with uncompressed arrays, the logger
+    ``codec.flower`` warns once.
 
     The strategy sees bfloat16 and float8 arrays, made by :func:`pack`, as float32. They are rounded to their dtype when
     they are sent.
@@ -84,6 +98,7 @@ class Compressed:
         super().__init__(*args, **how)
         self._dtypes: dict[str, Any] = {}
         self._bases: dict[int, Arrays] = {}  # arrays of the round's message, by node id
+        self._warned = False
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Iterable[Message]:
         """Return the messages of a training round, with encoded arrays; see the strategy's method."""
@@ -98,7 +113,34 @@ class Compressed:
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         """Decode replies and aggregate them; see the strategy's method."""
-        return super().aggregate_train(server_round, [self._decoded(r) for r in replies])  # pyright: ignore
+        given = list(replies)
+        self._warn_of_missing_mods(given)
+        return super().aggregate_train(server_round, [self._decoded(r) for r in given])  # pyright: ignore
+
+    def _warn_of_missing_mods(self, replies: Sequence[Message]) -> None:
+        """Warn once if clients cannot read frames, or reply with uncompressed arrays: they lack the mod."""
+        reasons = [r.error.reason or "" for r in replies if r.has_error()]
+        unread = [reason for reason in reasons if FRAME in reason] or (reasons if len(reasons) == len(replies) else [])
+        plain = [
+            r.metadata.src_node_id
+            for r in replies
+            if r.has_content()
+            for at, a in arrays_of(r.content).items()
+            if at in self._bases.get(r.metadata.src_node_id, {}) and a.stype not in (FRAME, DIFFERENCE)
+        ]
+        if self._warned or not (unread or plain):
+            return
+        self._warned = True
+        what = (
+            f"{len(unread)} of {len(replies)} clients failed, one of them with {unread[0]!r}"
+            if unread
+            else (f"{len(set(plain))} of {len(replies)} clients reply with uncompressed arrays")
+        )
+        logger.warning(
+            "%s: the clients of a strategy that is Compressed need the mod codec.integrations.flower.Compression, as "
+            "in ClientApp(mods=[Compression()])",
+            what,
+        )
 
     def _plain(self, arrays: ArrayRecord) -> ArrayRecord:
         """Decode arrays for the strategy, and store the dtypes of frames, which numpy may not support."""

@@ -2,6 +2,7 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """NVFlare integration: a filter that encodes outgoing arrays as frames and decodes incoming ones."""
 
+import logging
 import threading
 from typing import Any
 
@@ -20,6 +21,8 @@ KINDS = "codec.kinds"  # key of a DXO's meta: kind of each encoded array, FRAME 
 TORCH = "codec.torch"  # key of a DXO's meta: True if the arrays were torch tensors
 BASE = "codec.base"  # property of the context that stores the arrays of the current task
 
+logger = logging.getLogger("codec.nvflare")
+
 
 class FrameFilter(DXOFilter):
     """Filter that encodes the arrays that a site sends, and decodes the arrays that it receives.
@@ -27,7 +30,8 @@ class FrameFilter(DXOFilter):
     Configure it four times: for task data and for task results, at the server and at all clients. It must be the last
     filter of outgoing and the first of incoming data. It encodes numpy arrays and torch tensors of the data kinds
     WEIGHTS and WEIGHT_DIFF, and returns a new DXO; the given DXO is unchanged. A damaged frame, another shape or
-    another base is a filter error, which NVFlare counts for this client only.
+    another base is a filter error, which NVFlare counts for this client only. If one of the four is missing, so that
+    arrays are sent uncompressed, the logger ``codec.nvflare`` warns once.
 
     Parameters
     ----------
@@ -52,6 +56,7 @@ class FrameFilter(DXOFilter):
         self._codec = checked_spec(spec, feedback)
         self._residuals: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
         self._lock = threading.Lock()
+        self._warned = False
 
     def process_dxo(self, dxo: DXO, shareable: Any, fl_ctx: Any) -> DXO:
         """Return a DXO with encoded arrays if it leaves this site, with decoded arrays if it arrives."""
@@ -62,6 +67,7 @@ class FrameFilter(DXOFilter):
         key = f"{BASE}/{peer.get_identity_name()}" if peer else BASE
         base = {} if is_task else fl_ctx.get_prop(key, {})
         meta = dict(dxo.meta)
+        self._warn_of_missing_filters(dxo, base, leaves, is_task)
         data = self._encoded(dxo, base, is_task, meta) if leaves else _decoded(dxo, base, is_task, meta)
         if is_task:
             arrays = {name: x for name, x in (dxo.data if leaves else data).items() if _is_array(x)}
@@ -69,6 +75,17 @@ class FrameFilter(DXOFilter):
                 arrays = {name: x.copy() if isinstance(x, np.ndarray) else x.clone() for name, x in arrays.items()}
             fl_ctx.set_prop(key, arrays, private=True, sticky=True)
         return DXO(dxo.data_kind, data, meta)
+
+    def _warn_of_missing_filters(self, dxo: DXO, base: dict[str, Any], leaves: bool, is_task: bool) -> None:
+        """Warn once if arrays are sent uncompressed, because a filter is missing on this or on the other site."""
+        if self._warned or not any(map(_is_array, dxo.data.values())):
+            return
+        if leaves and not is_task and not base:
+            self._warned = True
+            logger.warning("results are not compressed, because no FrameFilter is an input filter of this client")
+        elif not leaves and KINDS not in dxo.meta:
+            self._warned = True
+            logger.warning("arrays arrive uncompressed, because no FrameFilter is an output filter of the other site")
 
     def _encoded(self, dxo: DXO, base: dict[str, Any], is_task: bool, meta: dict[str, Any]) -> dict[str, Any]:
         spec = Lossless() if is_task else self._codec
@@ -98,6 +115,8 @@ def _decoded(dxo: DXO, base: dict[str, Any], is_task: bool, meta: dict[str, Any]
         import torch
 
         like = torch.empty(0)
+    if kinds and not base and not is_task:
+        raise FrameError("the result holds frames, but no FrameFilter is an output filter of this server's tasks")
     for name, kind in kinds.items():
         frame, before = data.get(name), base.get(name)
         if not isinstance(frame, bytes) or (before is None and not is_task):

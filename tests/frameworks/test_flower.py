@@ -1,5 +1,10 @@
 """codec.integrations.flower compresses messages of real Flower strategies and client apps."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -226,6 +231,65 @@ def test_stochastic_rounding_differs_between_clients_and_rounds():
 def test_specs_that_cannot_serve_are_refused_at_once(spec, how):
     with pytest.raises(codec.SpecError):
         Compression(spec, **how)
+
+
+@pytest.mark.parametrize(
+    "spec", [codec.Quantize(4), codec.TopK(), codec.Sign(group_size=1024), codec.Float8(), codec.Delta()]
+)
+def test_scalars_and_empty_arrays_arrive(spec):
+    """A learned temperature is a 0-d array, which keeps its shape in every round."""
+    first = {"scale": np.array(2.6592, np.float32), "empty": np.zeros((0, 4), np.float32), "one": np.ones(1)}
+    made = ClientApp(mods=[Compression(spec)])
+
+    @made.train()
+    def train(message, context):
+        values = {name: a.numpy() for name, a in message.content["arrays"].items()}
+        return reply_of(message, {name: np.asarray(x + 0.01, x.dtype) for name, x in values.items()})
+
+    federation = Federation(made, NODES)
+    result = trained(federation, Average(fraction_evaluate=0), record(first), 3)
+    assert federation.errors == {}
+    for name, x in first.items():
+        found = result.arrays[name].numpy()
+        assert found.shape == x.shape
+        np.testing.assert_allclose(found, x + 0.03, atol=0.02)
+
+
+def test_mod_without_the_strategy_is_logged_once(caplog):
+    _, federation = outcome(FedAvg(), [Compression("small")])
+    assert federation.errors == {}
+    [line] = [r.message for r in caplog.records if r.name == "codec.flower"]
+    assert "the strategy must be codec.integrations.flower.Compressed" in line
+
+
+def test_strategy_without_the_mod_is_logged_once(caplog):
+    outcome(Average(), [])
+    [line] = [r.message for r in caplog.records if r.name == "codec.flower"]
+    assert line.startswith("3 of 3 clients failed, one of them with ")
+    assert "need the mod codec.integrations.flower.Compression" in line
+    caplog.clear()
+
+    def only_decodes(message, context, call_next):
+        given = message.content["arrays"]
+        message.content["arrays"] = ArrayRecord({n: Array(codec.decode(a.data)) for n, a in given.items()})
+        return call_next(message, context)
+
+    outcome(Average(fraction_evaluate=0), [only_decodes])
+    [line] = [r.message for r in caplog.records if r.name == "codec.flower"]
+    assert line.startswith("3 of 3 clients reply with uncompressed arrays: ")
+
+
+def test_a_complete_integration_logs_nothing(caplog):
+    outcome(Average(), [Compression("small")])
+    assert not [r for r in caplog.records if r.name == "codec.flower"]
+
+
+def test_example_trains():
+    command = [sys.executable, "-P", "examples/federated.py", "--rounds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert re.fullmatch(
+        r"small: replies have 1\d\.\d% of the bytes of float32; relative error .* 0\.\d+\n", done.stdout
+    )
 
 
 def test_page_runs():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from nvflare.apis.filter import FilterContextKey
 from nvflare.apis.fl_constant import FilterKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.utils.task_utils import apply_filters
+from nvflare.app_common.decomposers.numpy_decomposers import NumpyArrayDecomposer
 from nvflare.app_common.np.np_trainer import NPTrainer
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.fuel.utils import fobs
@@ -88,6 +90,57 @@ def test_lossless_results_are_exact_and_other_entries_are_kept(spec):
     for name in ("weight", "bias", "count"):
         np.testing.assert_array_equal(dxo.data[name], expected[name], strict=True)
     np.testing.assert_array_equal(model["weight"], weights()["weight"])  # the server's own copy did not change
+
+
+@pytest.mark.parametrize(
+    ("missing", "why"),
+    [
+        ((), ""),
+        (("server", "task_data"), "no FrameFilter is an output filter of the other site"),
+        (("client", "task_data"), "no FrameFilter is an input filter of this client"),
+        (("client", "task_result"), "no FrameFilter is an output filter of the other site"),
+    ],
+)
+def test_a_missing_filter_is_logged_once(missing, why, caplog):
+    fobs.register(NumpyArrayDecomposer)  # arrays that no filter encodes
+    sites = {"server": Site("server"), "client": Site("one", "Quantize(4)")}
+    if missing:
+        sites[missing[0]].filters[missing[1]] = {}, ""
+    model = {"weight": weights()["weight"]}
+    for _ in range(2):
+        if missing == ("client", "task_data"):  # without the filter, frames would be refused by the trainer
+            client = sites["client"].apply("task_result", DXO(DataKind.WEIGHTS, model).to_shareable(), "server")
+            assert KINDS not in from_shareable(client).meta or not from_shareable(client).meta[KINDS]
+            continue
+        refused = pytest.raises(codec.FrameError, match="no FrameFilter is an output filter of this server's tasks")
+        with refused if missing == ("server", "task_data") else nullcontext():
+            exchange(sites["server"], sites["client"], "one", model, lambda x: x)
+    assert [r.message.partition("because ")[2] for r in caplog.records if r.name == "codec.nvflare"] == [why] * bool(
+        why
+    )
+
+
+@pytest.mark.parametrize("spec", ["Quantize(4)", "TopK()", "Sign(group_size=1024)", "Float8()", "Delta()"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_scalars_and_empty_arrays_arrive(spec, library):
+    model = {
+        "scale": np.array(2.6592, np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+        "one": np.ones(1, np.float32),
+    }
+    if library == "torch":
+        model = {name: torch.from_numpy(x) for name, x in model.items()}
+    server, client = Site("server"), Site("one", spec)
+
+    def moved(values):
+        return {name: x + 0.01 if torch.is_tensor(x) else np.asarray(x + 0.01, x.dtype) for name, x in values.items()}
+
+    for _ in range(3):
+        dxo, _ = exchange(server, client, "one", model, moved)
+        for name, x in model.items():
+            assert (type(dxo.data[name]), dxo.data[name].shape) == (type(x), x.shape)
+            np.testing.assert_allclose(np.asarray(dxo.data[name]), np.asarray(x) + 0.01, atol=0.01)
+        model = dxo.data
 
 
 @pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
