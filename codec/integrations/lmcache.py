@@ -14,6 +14,10 @@ has a slot of a fixed size, and a chunk whose encoding does not fit into its slo
     Bits of :class:`codec.Quantize`, 1 to 8. Default: lossless.
 ``group_size``
     Number of tokens (keys) or channels (values) that share a scale and a zero point; default 64.
+``head_size``
+    Channels of a key, for servers that store the key and the value of a head next to each other, as vLLM does from 0.26
+    on. Such a chunk has one side; ``head_size`` splits its rows into keys and values. Without ``head_size``, a chunk of
+    one side is quantized with the larger one of ``key_bits`` and ``value_bits``, in groups along tokens.
 ``slot``
     Size of a slot as a fraction of the chunk's size, for lossless chunks; default 0.75.
 ``max_workers``
@@ -39,17 +43,33 @@ class Settings:
     """Validated settings of the serde, with the codec and the slot size for each tensor layout."""
 
     def __init__(
-        self, key_bits: int | None = None, value_bits: int | None = None, group_size: int = 64, slot: float = 0.75
+        self,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        group_size: int = 64,
+        slot: float = 0.75,
+        head_size: int | None = None,
     ) -> None:
         if not 0 < slot <= 2:
             raise ValueError(f"slot must be above 0 and at most 2, as a fraction of the chunk's size, got {slot}")
+        if head_size is not None and (type(head_size) is not int or head_size < 1):
+            raise ValueError(f"head_size must be the number of channels of a key, at least 1, got {head_size}")
         page_codec((1, 2, 16, 16), "bfloat16", key_bits, value_bits, group_size)  # raises if a setting is invalid
-        self._quantize, self._slot = (key_bits, value_bits, group_size), slot
+        self._bits, self._group_size, self._slot = (key_bits, value_bits), group_size, slot
+        self._head_size = head_size
 
     def codec_of(self, shape: torch.Size, dtype: torch.dtype) -> PageCodec:
         """Return the codec for an LMCache tensor of this shape and dtype."""
-        page = as_page(torch.empty(shape, dtype=dtype, device="meta"))
-        return page_codec(tuple(page.shape), str(dtype).removeprefix("torch."), *self._quantize)
+        page = self.page(torch.empty(shape, dtype=dtype, device="meta"))
+        key_bits, value_bits = self._bits
+        if page.shape[1] == 1:  # the rows may hold keys, which need more bits
+            value_bits = None if None in self._bits else max(key_bits, value_bits)
+        name = str(dtype).removeprefix("torch.")
+        return page_codec(tuple(page.shape), name, key_bits, value_bits, self._group_size)
+
+    def page(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a view of a chunk as a page; see :func:`as_page`."""
+        return as_page(x, self._head_size)
 
     def slot_nbytes(self, shapes: list[torch.Size], dtypes: list[torch.dtype]) -> int:
         """Return the slot size of a chunk in bytes.
@@ -63,15 +83,31 @@ class Settings:
         return nbytes
 
 
-def as_page(x: torch.Tensor) -> torch.Tensor:
+def as_page(x: torch.Tensor, head_size: int | None = None) -> torch.Tensor:
     """Return a view of a chunk with shape (layers, sides, tokens, channels).
 
-    Accepts (2, layers, tokens, channels) and, for latent attention, (layers, tokens, channels). Tensors of other shapes
-    become a flat page.
+    Accepts (2, layers, tokens, channels); (1, layers, tokens, channels) and (layers, tokens, channels), whose rows are
+    latents of attention, or the key and the value of each head. If `head_size` is given, the rows of (1, layers,
+    tokens, channels) are split into keys and values of `head_size` channels. Otherwise a chunk of one side becomes
+    (layers, 1, channels, tokens): groups along tokens suit keys as well as values. Tensors of other shapes become a
+    flat page.
+
+    Raises
+    ------
+    ValueError
+        The rows are not keys and values of `head_size` channels.
     """
-    if x.ndim == 4 and x.shape[0] <= 2:
+    if x.ndim == 4 and x.shape[0] == 2:
         return x.transpose(0, 1)
-    return x.unsqueeze(1) if x.ndim == 3 else flat_page(x)
+    if x.ndim == 4 and x.shape[0] == 1 and head_size is not None:
+        if x.shape[3] % (2 * head_size):
+            raise ValueError(
+                f"head_size={head_size}: a row of the chunk has {x.shape[3]} values, not keys and values of that size"
+            )
+        return x[0].unflatten(2, (-1, 2, head_size)).permute(0, 3, 1, 2, 4)
+    if x.ndim == 3 or (x.ndim == 4 and x.shape[0] == 1):
+        return x.reshape(x.shape[-3:]).transpose(1, 2).unsqueeze(1)
+    return flat_page(x)
 
 
 def tensors(obj: MemoryObj) -> Iterator[tuple[torch.Tensor, torch.Size, torch.dtype]]:
@@ -93,7 +129,9 @@ class CodecSerializer(Serializer):
         """Write the encoded chunk, fill the rest of the slot with zeros, and return the slot size in bytes."""
         slot, given = dst.raw_tensor.view(torch.uint8), list(tensors(src))
         nbytes = self._settings.slot_nbytes([shape for _, shape, _ in given], [dtype for *_, dtype in given])
-        data = b"".join(self._settings.codec_of(shape, dtype).encode(as_page(x)) for x, shape, dtype in given)
+        data = b"".join(
+            self._settings.codec_of(shape, dtype).encode(self._settings.page(x)) for x, shape, dtype in given
+        )
         if len(data) > nbytes:
             raise ValueError(f"the encoded chunk has {len(data)} bytes, but its slot has {nbytes}: use a larger slot=")
         slot[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -116,7 +154,7 @@ class CodecDeserializer(Deserializer):
         data = memoryview(src.byte_array).cast("B")
         for x, shape, dtype in tensors(dst):
             nbytes = page_nbytes(data)
-            self._settings.codec_of(shape, dtype).decode(data[:nbytes], out=as_page(x))
+            self._settings.codec_of(shape, dtype).decode(data[:nbytes], out=self._settings.page(x))
             data = data[nbytes:]
 
 
