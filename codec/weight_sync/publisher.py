@@ -11,7 +11,7 @@ from codec.weight_sync.http import UpdateServer, serve
 from codec.weight_sync.sender import WeightSender
 from codec.weight_sync.store import UpdateStore, chain, read_head, read_update
 from codec.weight_sync.update import Update
-from codec.weight_sync.weights import Given, items
+from codec.weight_sync.weights import Given
 
 
 class Publisher:
@@ -108,8 +108,7 @@ class Publisher:
         full = full or self._full
         number = sender.next_version
         file = self._store.path(number, None if full else sender.version)
-        given = dict(items(weights)) if full else weights
-        self._staged = sender.diff(given, version=number, full=full, file=file)
+        self._staged = sender.diff(weights, version=number, full=full, file=file)
         return self._staged
 
     def _resume(self) -> bool:

@@ -128,13 +128,13 @@ class WeightSender:
         Parameters
         ----------
         weights : mapping, torch.nn.Module, or iterable of (str, tensor)
-            All new weights, in any order. An iterable is read once, one tensor at a time, so that a generator may
-            gather sharded tensors one by one. Tensors on a device are copied to host memory in pieces of 32 MiB.
+            All new weights, in any order. An iterable is read once, and each of its tensors is encoded before the next
+            one is requested: a generator may gather sharded tensors one by one, also into one buffer. So is a mapping
+            that is not a dict. Tensors on a device are copied to host memory in pieces of 32 MiB.
         version : int, optional
             Version of the new weights, at least :attr:`next_version`, the default.
         full : bool
-            True: encode a snapshot, which needs no base and may change names, dtypes and shapes. `weights` must then be
-            a mapping or module.
+            True: encode a snapshot, which needs no base and may change names, dtypes and shapes.
         file : str or path, optional
             File for the update. It appears once it is complete, and must not change before :meth:`commit`. Encoding
             then needs at most 256 MB of memory, for weights of any size. Default: the update is in memory.
@@ -154,8 +154,6 @@ class WeightSender:
         self._base.settle()
         number = self.next_version if version is None else whole("version", version, self.next_version, MAX_VERSION)
         self._pending = None
-        if full and not hasattr(weights, "keys") and not hasattr(weights, "state_dict"):
-            raise ArgumentError("full=True needs a mapping from names to tensors, or a module")
         base = None if full else self._base.weights
         update = write_update(weights, number, base, self.version, file=file, options=self._options, progress=progress)
         self._pending, self._last = update, number

@@ -1,6 +1,6 @@
 """Weights of one version in host memory, with the digest of each piece."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -68,7 +68,14 @@ def copied(given: Given) -> Weights:
         for k, piece in enumerate(pieces_of(v)):
             slot.piece(k)[:] = piece
         slot.digests = slot.measure()
+    check_any(weights)
     return weights
+
+
+def check_any(tensors: Sized) -> None:
+    """Raise ArgumentError if there are no tensors, as of an iterator that was read before."""
+    if not tensors:
+        raise ArgumentError("no tensors were given: an iterator is read once, pass a new one for each call")
 
 
 def allocated(kinds: Mapping[str, Kind], memory: Bytes | None = None) -> Weights:
@@ -94,8 +101,8 @@ def _aligned(kind: Kind) -> int:
 
 
 def is_streamed(given: Given) -> bool:
-    """Return True for an iterable, which can be read only once; False for a mapping or module."""
-    return not isinstance(given, Mapping) and not hasattr(given, "state_dict")
+    """Return False for a dict or module, whose tensors all exist; True for what may compute each tensor when read."""
+    return not isinstance(given, dict) and not hasattr(given, "state_dict")
 
 
 def items(given: Given) -> Iterable[tuple[str, Any]]:

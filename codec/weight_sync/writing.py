@@ -24,7 +24,7 @@ from codec.weight_sync.update import (
     index_nbytes,
     weights_digest,
 )
-from codec.weight_sync.weights import Given, Weights, as_view, is_streamed, items, kind_of, pieces_of
+from codec.weight_sync.weights import Given, Weights, as_view, check_any, is_streamed, items, kind_of, pieces_of
 
 BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
 BATCH_PIECES = 1024  # number of pieces after which waiting pieces are encoded
@@ -47,8 +47,8 @@ class Encoder:
 
     Parameters
     ----------
-    kinds : mapping of str to Kind
-        Dtype and shape of all tensors.
+    kinds : mapping of str to Kind, or None
+        Dtype and shape of all tensors. None, for snapshots only: those of the tensors that are added.
     base : Weights or None
         Weights before the update. None: write a snapshot.
     file : binary file
@@ -57,19 +57,24 @@ class Encoder:
         Engine and number of threads.
     """
 
-    def __init__(self, kinds: Mapping[str, Kind], base: Weights | None, file: BinaryIO, options: Any) -> None:
-        self._kinds, self._base, self._file, self._options = kinds, base, file, options
+    def __init__(self, kinds: Mapping[str, Kind] | None, base: Weights | None, file: BinaryIO, options: Any) -> None:
+        self._given, self._base, self._file, self._options = kinds, base, file, options
+        self._kinds = dict[str, Kind]() if kinds is None else dict(kinds)
         self._waiting: list[Piece] = []
         self._nbytes = 0  # bytes of waiting pieces
         self._sizes: dict[str, list[int]] = {}
         self._digests: dict[str, list[bytes]] = {}
-        file.seek(index_nbytes(kinds))
+        # Without kinds, the size of the index is not known: finish() moves the frames to make room for the index
+        self._begin = 0 if kinds is None else index_nbytes(kinds)
+        file.seek(self._begin)
 
-    def add(self, name: str, tensor: Any) -> None:
-        """Add a tensor. Its pieces are encoded in batches, so its memory must not change before :meth:`flush`."""
+    def add(self, name: str, tensor: Any) -> int:
+        """Add a tensor, and return its size in bytes. Its memory must not change before :meth:`flush`."""
         v = as_view(tensor)
         if name in self._sizes:
             raise ArgumentError(f"tensor {name!r} was given twice")
+        if self._given is None:
+            self._kinds[name] = kind_of(name, v)
         if (known := self._kinds.get(name)) is None or kind_of(name, v) != known:
             was = "no such tensor" if known is None else str(known)
             raise ArgumentError(
@@ -79,7 +84,7 @@ class Encoder:
         old = None if self._base is None else self._base[name]
         if old is not None and v.device == "cpu" and v.address == old.view.address:  # view of the base: unchanged
             self.put(name, ((None, digest) for digest in old.digests))
-            return
+            return v.nbytes
         self._sizes[name], self._digests[name] = [], []
         for k, new in enumerate(pieces_of(v)):
             self._waiting.append(
@@ -88,6 +93,7 @@ class Encoder:
             self._nbytes += len(new)
             if self._nbytes >= BATCH_NBYTES or len(self._waiting) >= BATCH_PIECES:
                 self.flush()
+        return v.nbytes
 
     def flush(self) -> None:
         """Encode all waiting pieces, and write their frames."""
@@ -131,9 +137,10 @@ class Encoder:
         Raises
         ------
         ArgumentError
-            A tensor of `kinds` was not added.
+            A tensor of `kinds` was not added, or there are no tensors.
         """
         self.flush()
+        check_any(self._kinds)
         if missing := self._kinds.keys() - self._sizes.keys():
             names = ", ".join(map(repr, sorted(missing)[:5]))
             raise ArgumentError(
@@ -142,9 +149,22 @@ class Encoder:
         digest = weights_digest({name: (self._kinds[name], d) for name, d in self._digests.items()})
         before = NO_DIGEST if self._base is None else self._base.digest()
         tensors = [(name, self._kinds[name], sizes) for name, sizes in self._sizes.items()]
+        if (begin := index_nbytes(self._kinds)) > self._begin:
+            _move(self._file, self._begin, self._file.tell(), begin - self._begin)
         self._file.seek(0)
         self._file.write(head_and_index(Head(version, base, before, digest), tensors))
         return digest
+
+
+def _move(file: BinaryIO, begin: int, end: int, by: int) -> None:
+    """Move the bytes from `begin` to `end` of a file by `by` bytes towards its end, in blocks from the last one on."""
+    while begin < end:
+        at = max(begin, end - BATCH_NBYTES)
+        file.seek(at)
+        block = file.read(end - at)
+        file.seek(at + by)
+        file.write(block)
+        end = at
 
 
 def write_update(
@@ -162,37 +182,37 @@ def write_update(
     Parameters
     ----------
     given : mapping or iterable of (str, tensor)
-        All tensors of the new weights, in any order. An iterable is read once, one tensor at a time.
+        All tensors of the new weights, in any order. An iterable is read once, and each of its tensors is encoded
+        before the next one is requested, so that a generator may use one buffer for all tensors.
     version, base_version : int
         Versions after and before the update.
     base : Weights or None
-        Weights before the update. None: encode a snapshot; `given` must then be a mapping.
+        Weights before the update. None: encode a snapshot.
     file : path or None
         File to write, which appears once it is complete. None: return the update in memory.
     options : CallOptions, optional
         Engine and number of threads.
     progress : callable, optional
-        Called after each tensor with the number of bytes read so far, and with the total.
+        Called after each tensor with the number of bytes read so far, and with the total; in a snapshot of an
+        iterable, the total is the number of bytes read so far.
     """
     pairs, streamed = items(given), is_streamed(given)
-    if base is None:
-        pairs = list(pairs)
-        kinds = {check_name(name): kind_of(name, as_view(x)) for name, x in pairs}
-    else:
+    if base is not None:
         kinds = base.kinds
-    total, done = sum(kind.nbytes for kind in kinds.values()), 0
+    else:
+        kinds = None if streamed else {check_name(name): kind_of(name, as_view(x)) for name, x in pairs}
+    total, done = sum(kind.nbytes for kind in (kinds or {}).values()), 0
 
     def encode_to(target: BinaryIO) -> None:
         nonlocal done
         encoder = Encoder(kinds, base, target, options)
         for name, tensor in pairs:
-            encoder.add(check_name(name), tensor)
+            done += encoder.add(check_name(name), tensor)
             if streamed:
                 encoder.flush()  # a generator may write its next tensor to the same memory
             del tensor  # free this tensor before a generator gathers the next one
-            done += kinds[name].nbytes
             if progress is not None:
-                progress(done, total)
+                progress(done, max(done, total))
         encoder.finish(version, base_version if base is not None else None)
 
     if file is None:

@@ -1,10 +1,15 @@
-"""Updates bring the values of tensors in any layout: not contiguous, lazily computed, or of other libraries."""
+"""Updates bring the values of tensors in any layout, and of tensors that exist only until the next one is read."""
+
+import tempfile
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
 
 import codec
+from codec.weight_sync import Publisher, pull, writing
+from support.weight_updates import equal, stepped, weights
 
 RNG = np.random.default_rng(0)
 LAYOUTS = {
@@ -50,14 +55,14 @@ def zeros(x):
     return np.zeros_like(np.asarray(x), np.asarray(x).dtype.newbyteorder("="), order="C")
 
 
-@pytest.mark.parametrize("way", ["mapping", "pairs", "full"])
+@pytest.mark.parametrize("way", ["mapping", "pairs", "full", "full pairs"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_update_has_the_values_of_tensors_in_any_layout(layout, way):
     # Many tensors, so that the memory of a contiguous copy that was freed too early is used again
     new = {f"{k}.weight": LAYOUTS[layout](k) for k in range(8)}
     old = {name: zeros(x) for name, x in new.items()}
     sender, receiver = codec.WeightSender(old), codec.WeightReceiver(old)
-    receiver.apply(sender.diff(iter(new.items()) if way == "pairs" else new, full=way == "full"))
+    receiver.apply(sender.diff(iter(new.items()) if "pairs" in way else new, full="full" in way))
     for name, x in receiver.tensors(like=torch.empty(0)):
         assert np.array_equal(values(x), values(new[name])), name
 
@@ -67,3 +72,69 @@ def test_base_has_the_values_of_tensors_in_any_layout(layout):
     new = {f"{k}.weight": LAYOUTS[layout](k) for k in range(4)}
     for name, x in codec.WeightReceiver(new).tensors(like=torch.empty(0)):
         assert np.array_equal(values(x), values(new[name])), name
+
+
+class OneBuffer(Mapping):
+    """Mapping that gathers each tensor into the same buffer when the tensor is read."""
+
+    def __init__(self, tensors):
+        self.tensors, self.buffer = tensors, np.empty(1 << 16, np.uint8)
+
+    def __getitem__(self, name):
+        x = self.tensors[name]
+        self.buffer[: x.nbytes] = np.frombuffer(x.tobytes(), np.uint8)
+        return self.buffer[: x.nbytes].view(x.dtype).reshape(x.shape)
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self):
+        return len(self.tensors)
+
+
+GATHERS = {"generator": lambda x: iter(OneBuffer(x).items()), "mapping": OneBuffer}
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("gather", GATHERS)
+def test_tensors_that_share_one_buffer_arrive(gather, full):
+    """A generator or mapping may gather each tensor into the memory of the one before it."""
+    old, new = weights(), stepped(weights(), 1)
+    sender, receiver = codec.WeightSender(GATHERS[gather](old)), codec.WeightReceiver(old)
+    receiver.apply(sender.diff(GATHERS[gather](new), full=full))
+    assert equal(new, receiver.tensors())
+
+
+def test_publisher_takes_one_buffer_for_snapshots_after_the_first():
+    """A snapshot is staged again after the first one was abandoned, and on request."""
+    new, one = weights(), stepped(weights(), 1)
+    for again, expected in (({}, new), ({"full": True}, one)):
+        with Publisher(tempfile.mkdtemp()) as publisher:
+            publisher.stage(GATHERS["generator"](new))
+            publisher.commit() if again else publisher.abandon()
+            assert publisher.stage(GATHERS["generator"](expected), **again).base is None
+            publisher.commit()
+            receiver = codec.WeightReceiver()
+            pull(receiver, publisher.source)
+            assert equal(expected, receiver.tensors())
+
+
+def test_snapshot_of_an_iterable_has_the_bytes_of_one_of_a_dict(tmp_path, monkeypatch):
+    """Frames that were written before the size of the index was known are moved, in blocks, behind the index."""
+    monkeypatch.setattr(writing, "BATCH_NBYTES", 1000)
+    new = stepped(weights(), 1)
+    sender = codec.WeightSender(weights())
+    expected = bytes(sender.diff(new, version=5, full=True).data)
+    sender.abandon()
+    sender = codec.WeightSender(weights())
+    assert bytes(sender.diff(iter(new.items()), version=5, full=True).data) == expected
+    sender.diff(iter(new.items()), version=6, full=True, file=tmp_path / "snapshot")
+    assert codec.Update.open(tmp_path / "snapshot").digest == codec.Update(expected).digest
+
+
+def test_snapshot_of_an_exhausted_iterator_is_refused():
+    sender = codec.WeightSender(weights())
+    with pytest.raises(codec.ArgumentError, match="no tensors were given"):
+        sender.diff(iter(()), full=True)
+    with pytest.raises(codec.ArgumentError, match="no tensors were given"):
+        codec.WeightSender(iter(()))
