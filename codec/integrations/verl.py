@@ -64,6 +64,9 @@ class CodecCheckpointEngine(CheckpointEngine):
             self._publisher = Publisher(folder, host=host, base=base)
         self._receiver = WeightReceiver()
         self._source, self._after = "", -1
+        self._unloaded: set[str] = (
+            set()
+        )  # names of tensors that have changed in the receiver, but not yet in the rollout
 
     def prepare(self) -> dict[str, Any]:
         """Return the location of the store and the last published version on the master, {} on other ranks."""
@@ -99,19 +102,25 @@ class CodecCheckpointEngine(CheckpointEngine):
                 pass
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the tensors that have changed. The update is committed once the generator is exhausted."""
-        receiver, like = self._receiver, torch.empty(0)
-        names: set[str] = set()
-        *before, last = await self._updates()
-        for one in before:
-            update = read_update(self._source, one)
-            receiver.apply(update)
-            names.update(update.changed)
-        update = receiver.stage(read_update(self._source, last))
-        names.update(update.changed)
-        for name, tensor in receiver.updated([name for name in update.entries if name in names], like=like):
+        """Yield the tensors that the rollout lacks. The update is committed once the generator is exhausted.
+
+        If it is not, the next call yields these tensors again, with their newest values.
+        """
+        receiver = self._receiver
+        receiver.discard()
+        for one in await self._updates():
+            if receiver.staged is not None:
+                receiver.commit()
+            self._unloaded.update(receiver.stage(read_update(self._source, one)).changed)
+        # Nothing is staged if an earlier call, which did not end, has committed the last version
+        kinds, read = receiver.kinds, receiver.tensors
+        if receiver.staged is not None:
+            kinds, read = receiver.staged.tensors, receiver.updated
+        for name, tensor in read([name for name in kinds if name in self._unloaded], like=torch.empty(0)):
             yield name, tensor
-        receiver.commit()
+        if receiver.staged is not None:
+            receiver.commit()
+        self._unloaded.clear()
 
     async def _updates(self) -> list[Listed]:
         """Wait for a new version, and return the updates from this worker's version to the new one."""

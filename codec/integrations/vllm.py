@@ -65,10 +65,18 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         """Open this worker's copy of the weights. A copy that is open already, as after a trainer restart, stays."""
         self._source = init_info.source
         if self._receiver is None:
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            folder = None if init_info.folder is None else f"{init_info.folder}/rank-{rank}"
+            folder = None if init_info.folder is None else f"{init_info.folder}/{self._worker_name()}"
             self._receiver = WeightReceiver(folder=folder)
             self._unloaded.update(self._receiver.kinds)
+
+    def _worker_name(self) -> str:
+        """Return a name that no other worker of this server has.
+
+        The data-parallel engines of a dense model are process groups of their own, in which ranks begin at 0.
+        """
+        index = getattr(self.parallel_config, "data_parallel_index", 0)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return f"engine-{index}-rank-{rank}"
 
     def start_weight_update(self) -> None:
         """Do nothing: :meth:`receive_weights` prepares the layers after it has checked the update."""
@@ -105,9 +113,11 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
             self._load(receiver.updated(names, like=like))
         except BaseException:
             receiver.discard()
+            self._unloaded.update(receiver.kinds)  # in case that the old weights cannot be loaded, either
             if receiver.version is not None:
                 self._drop_cpu_kernels()
                 self._load(receiver.tensors(like=like))
+                self._unloaded.clear()
             raise
         receiver.commit()
         self._unloaded.clear()

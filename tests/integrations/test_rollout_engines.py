@@ -1,0 +1,165 @@
+"""Rollout engines of verl and vLLM on stand-ins for the base classes of these packages, which `make rollouts` has."""
+
+import asyncio
+import importlib
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import codec
+from codec.weight_sync import Publisher
+
+
+def stand_in(monkeypatch, plugin, modules):
+    """Import a module of codec.integrations while `modules` stand in for those of another package."""
+    for name, attributes in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules.pop(plugin, None)
+    importlib.import_module(plugin)
+    return sys.modules.pop(plugin)  # so that no later import finds the module with stand-ins
+
+
+@pytest.fixture
+def verl(monkeypatch, tmp_path):
+    class Registry:
+        @staticmethod
+        def register(_):
+            return lambda engine: engine
+
+    base = {"CheckpointEngine": object, "CheckpointEngineRegistry": Registry}
+    modules = {"verl": {}, "verl.checkpoint_engine": {}, "verl.checkpoint_engine.base": base}
+    engine = stand_in(monkeypatch, "codec.integrations.verl", modules).CodecCheckpointEngine
+    return Run(engine(1, True, folder=str(tmp_path)), engine(1))
+
+
+class Run:
+    """An actor and a rollout whose engine may fail while it loads tensors."""
+
+    def __init__(self, actor, rollout):
+        self.actor, self.rollout = actor, rollout
+        self.weights, self.served = {name: torch.zeros(300) for name in "abcd"}, {}
+
+    async def update(self, change="", takes=9):
+        """Change tensors, and send the weights to an engine that fails after it has taken `takes` tensors."""
+        for name in change:
+            self.weights[name][3] += 1
+        self.rollout.init_process_group(**self.actor.prepare())
+        await self.actor.send_weights(iter(self.weights.items()))
+        await self.receive(takes)
+
+    async def receive(self, takes=9):
+        tensors = self.rollout.receive_weights()
+        async for name, tensor in tensors:
+            if takes == 0:
+                await tensors.aclose()
+                return
+            self.served[name] = tensor.clone()
+            takes -= 1
+
+    def is_served(self):
+        return all(torch.equal(self.served[name], x) for name, x in self.weights.items())
+
+
+@pytest.mark.parametrize("takes", [0, 1])
+def test_verl_rollout_that_failed_several_times_gets_all_changes(verl, takes):
+    asyncio.run(verl.update())
+    for change in ("ab", "bc", "b"):
+        asyncio.run(verl.update(change, takes))
+    asyncio.run(verl.update("d"))
+    assert verl.is_served()
+    verl.served.clear()
+    asyncio.run(verl.update("a"))
+    assert verl.served.keys() == {"a"}
+
+
+def test_verl_rollout_that_failed_gets_the_changes_without_a_new_version(verl):
+    """The receiver is at the last version after a failed call that had applied it, for example by another load."""
+    asyncio.run(verl.update())
+    asyncio.run(verl.update("a", 0))
+    asyncio.run(verl.receive())
+    assert verl.is_served()
+    verl.rollout._unloaded.add("b")
+    verl.served.clear()
+    asyncio.run(verl.receive())
+    assert verl.served.keys() == {"b"}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    class Engine:
+        def __class_getitem__(cls, _):
+            return cls
+
+        def __init__(self, config, vllm_config, device, model):
+            self.device, self.model, self.parallel_config = device, model, vllm_config.parallel_config
+
+        def parse_update_info(self, info):
+            return info
+
+    @dataclass
+    class Info:
+        pass
+
+    package = "vllm.distributed.weight_transfer"
+    factory = {"WeightTransferEngineFactory": object, "WeightTransferTrainerFactory": object}
+    base = ModuleType(f"{package}.base")
+    base.WeightTransferInitInfo = base.WeightTransferUpdateInfo = Info
+    base.WeightTransferEngine, base.layerwise_groups = Engine, lambda names: [[name] for name in names]
+    modules = {"vllm": {}, "vllm.distributed": {}, package: {"base": base}, base.__name__: vars(base)}
+    return stand_in(monkeypatch, "codec.integrations.vllm", modules | {f"{package}.factory": factory})
+
+
+def engine_of(vllm, index):
+    parallel = SimpleNamespace(data_parallel_index=index, data_parallel_rank=0, rank=0)
+    config = SimpleNamespace(parallel_config=parallel)
+    return vllm.CodecWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
+
+
+def test_vllm_engines_of_a_dense_model_store_their_weights_apart(vllm, tmp_path):
+    """Each data-parallel engine of a dense model is rank 0 of a world of its own."""
+    with Publisher(tmp_path / "updates") as publisher:
+        publisher.publish({"w": np.ones(8, np.float32)})
+        engines = [engine_of(vllm, index) for index in range(2)]
+        for engine in engines:
+            engine.init_transfer_engine(vllm.CodecInitInfo(publisher.source, str(tmp_path / "workers")))
+        for engine in engines:
+            engine.shutdown()
+
+
+def test_vllm_engine_whose_rollback_failed_loads_everything(vllm, tmp_path):
+    """If the old weights cannot be loaded after a failed update, the next update loads all tensors again."""
+    weights = {name: np.zeros(8, np.float32) for name in "abc"}
+    engine, loaded, faults = engine_of(vllm, 0), {}, []
+
+    def load(tensors):
+        for name, x in tensors:
+            if faults:
+                raise faults.pop()
+            loaded[name] = x.numpy().copy()
+
+    engine._load = load
+    with Publisher(tmp_path) as publisher:
+        engine.init_transfer_engine(vllm.CodecInitInfo(publisher.source))
+        for step, fault in enumerate(([], [MemoryError(), MemoryError()], [])):
+            weights["a"][step] = 1
+            update = publisher.stage(weights)
+            faults[:] = fault
+            if fault:
+                loaded.clear()  # what a failed load leaves in the engine is undefined
+            described = update.version, update.base, update.nbytes
+            engine.receive_weights(vllm.CodecUpdateInfo("stage", *described))
+            publisher.commit()
+            try:
+                engine.receive_weights(vllm.CodecUpdateInfo("load", *described))
+            except MemoryError:
+                assert fault
+    assert loaded.keys() == weights.keys()
+    assert all(np.array_equal(loaded[name], x) for name, x in weights.items())
+    assert isinstance(engine._receiver, codec.WeightReceiver)
+    engine.shutdown()
