@@ -11,6 +11,19 @@ from codec.files.opening import opened
 _NO_FILES = ("", ".", "..", "-")  # folders, and the name of standard input
 
 
+def weight_map(path: str) -> dict[str, str]:
+    """Return for each tensor that an index lists the name of the file that contains it.
+
+    Raises
+    ------
+    ArgumentError
+        As in :func:`shard_names`.
+    """
+    shard_names(path)
+    with opened(path) as fd:
+        return json.loads(os.pread(fd, MAX_JSON, 0))["weight_map"]
+
+
 def shard_names(path: str) -> list[str]:
     """Return the names of the files that an index lists; they must be in the folder of the index.
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from codec.errors import ArgumentError, StateError
+from codec.files.shards import weight_map
 from codec.integrations.slime_version import Version, write_version
 from codec.tensors.view import TensorView
 from codec.weight_sync.files import read_safetensors
@@ -140,7 +141,21 @@ def _opened(folder: Path, checkpoint: str | PathLike[str]) -> FolderBase:
 
 
 def _checkpoint(folder: Path) -> Iterator[tuple[str, TensorView]]:
-    files = sorted(folder.glob("*.safetensors"))
+    """Yield the tensors that engines load from a checkpoint's folder, which may contain other copies of them.
+
+    Engines load the tensors that the index names, from the files that it names; without an index, model.safetensors, or
+    all files if there is none of that name.
+    """
+    if (index := folder / "model.safetensors.index.json").exists():
+        places = weight_map(str(index))
+        for shard in sorted(set(places.values())):
+            found = read_safetensors(str(folder / shard))[0]
+            for name in (name for name, place in places.items() if place == shard):
+                if name not in found:
+                    raise ArgumentError(f"{folder / shard} has no tensor {name!r}, which {index} assigns to this file")
+                yield name, found[name].view
+        return
+    files = [path] if (path := folder / "model.safetensors").exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ArgumentError(f"{folder} has no .safetensors files: name the folder of a checkpoint")
     for path in files:

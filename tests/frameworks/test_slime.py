@@ -265,3 +265,33 @@ def test_doubled_versions_gaps_and_other_bases_are_errors(run, monkeypatch):
     monkeypatch.delenv("CODEC_SLIME_CHECKPOINT")
     with pytest.raises(codec.ArgumentError, match="CODEC_SLIME_CHECKPOINT"):
         slime.fetch(run.path / "third", 2)
+
+
+@pytest.mark.parametrize("beside", ["consolidated", "model", "stale tensor in a shard", "no index"])
+def test_checkpoint_has_the_tensors_that_its_index_names(tmp_path, beside):
+    """Other copies of tensors in the folder of a checkpoint are not read."""
+    tensors = {f"layers.{k}.weight": np.full((4, 3), k, np.float32) for k in range(4)}
+    places = {name: f"model-{k // 2}.safetensors" for k, name in enumerate(tensors)}
+    for file in set(places.values()):
+        shard = {name: x for name, x in tensors.items() if places[name] == file}
+        if beside == "stale tensor in a shard" and file == "model-1.safetensors":
+            shard["layers.0.weight"] = np.zeros((4, 3), np.float32)
+        safetensors.numpy.save_file(shard, tmp_path / file)
+    if beside in ("model", "no index"):
+        safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    if beside == "consolidated":
+        others = {name.replace("layers", "blocks"): x for name, x in tensors.items()}
+        safetensors.numpy.save_file(others, tmp_path / "consolidated.safetensors")
+    if beside != "no index":
+        (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    base = slime._opened(tmp_path / "base", tmp_path)
+    found = {name: slot.memory.tobytes() for name, slot in base.weights.items()}
+    base.close()
+    assert found == {name: x.tobytes() for name, x in tensors.items()}
+
+
+def test_checkpoint_without_a_tensor_that_its_index_names_is_an_error(tmp_path):
+    safetensors.numpy.save_file({"a": np.zeros(3, np.float32)}, tmp_path / "model-0.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-0.safetensors", "b": "model-0.safetensors"}}))
+    with pytest.raises(codec.ArgumentError, match="has no tensor 'b'"):
+        slime._opened(tmp_path / "base", tmp_path)
