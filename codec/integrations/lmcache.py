@@ -63,7 +63,7 @@ class Settings:
         page = self.page(torch.empty(shape, dtype=dtype, device="meta"))
         key_bits, value_bits = self._bits
         if page.shape[1] == 1:  # the rows may hold keys, which need more bits
-            value_bits = None if None in self._bits else max(key_bits, value_bits)
+            value_bits = None if key_bits is None or value_bits is None else max(key_bits, value_bits)
         name = str(dtype).removeprefix("torch.")
         return page_codec(tuple(page.shape), name, key_bits, value_bits, self._group_size)
 
