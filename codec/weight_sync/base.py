@@ -1,5 +1,8 @@
 """Weights of one version in memory, to which updates are applied."""
 
+import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,11 +14,14 @@ from codec.errors import ChecksumError, CodecError, LimitError, StateError
 from codec.tensors.jax_arrays import of_kind
 from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
 from codec.weight_sync.update import MAX_VERSION, PIECE_NBYTES, Bytes, Kind, Update, weights_digest
-from codec.weight_sync.weights import Given, Slot, Weights, allocated, copied, new_tensor
+from codec.weight_sync.weights import Given, Weights, allocated, copied, new_tensor
 
 
 class Base:
     """Weights of one version. An update is applied to all tensors, or to none.
+
+    An error or interruption before the first value is overwritten leaves the weights unchanged. After this point, the
+    update is *in place*: it cannot be undone, and :meth:`settle` completes it.
 
     Parameters
     ----------
@@ -37,7 +43,11 @@ class Base:
         self.options = options
         self.version: int | None = None
         self.weights = Weights()
-        self._applying: Update | None = None  # update that an exception interrupted while it overwrote the weights
+        self.lock = threading.RLock()  # held while the weights change
+        self.turn = threading.RLock()  # held by a receiver while it stages, loads and commits an update
+        self._applying: Update | None = None  # update in place, which an exception has interrupted
+        self._changes = 0  # number of times that the weights began to change
+        _bases.add(self)
 
     def fill(self, given: Given, version: int) -> None:
         """Copy tensors into this object as its weights, and set their version."""
@@ -45,9 +55,30 @@ class Base:
         self.complete(copied(given), version)
 
     def settle(self) -> None:
-        """Complete an update that was interrupted by an exception such as KeyboardInterrupt."""
-        if self._applying is not None:
-            self.apply(self._applying)
+        """Complete an update in place that was interrupted by an exception such as KeyboardInterrupt.
+
+        Raises
+        ------
+        StateError
+            The update cannot be completed now, such as on a full disk. A later call tries again.
+        """
+        with self.lock:
+            if self._applying is not None:
+                self._overwrite(self._applying, resumed=True)
+
+    def reached(self, update: Update) -> bool:
+        """Return True if `update` was applied, or is in place; try to complete it. False: the weights are unchanged."""
+        try:
+            self.settle()
+        except CodecError:
+            if self._applying is None:
+                raise
+            return self._applying is update
+        return self.has(update)
+
+    def has(self, update: Update) -> bool:
+        """Return True if these are the weights after `update`."""
+        return self.version == update.version and self.weights.digest() == update.digest
 
     def check(self, update: Update) -> None:
         """Check that an update can be applied: decode each of its frames into scratch memory, and verify the digests.
@@ -61,7 +92,7 @@ class Base:
         LimitError
             The weights would be larger than `max_nbytes`.
         """
-        if update.digest == self.weights.digest() and update.version == self.version:
+        if self.has(update):
             raise StateError(f"the update to version {update.version} was applied already; the weights are unchanged")
         if self.version is not None and update.version <= self.version:
             raise StateError(
@@ -126,28 +157,57 @@ class Base:
         """Yield names and new tensors with the values after `update`, or the current values if `update` is None.
 
         The weights are unchanged.
+
+        Raises
+        ------
+        StateError
+            The weights have changed since the first tensor was yielded.
         """
+        changes = self._changes
         for name in names:
+            self._check_unchanged(changes)
             kind = self.weights[name].kind if update is None else update.entries[name].kind
             tensor, memory = new_tensor(kind, like)
             for k, (begin, end) in enumerate(kind.spans):
                 self.decode(update, name, k, memory[begin:end])
+            self._check_unchanged(changes)  # another thread may have changed them meanwhile
             yield name, of_kind(tensor, like)
             del tensor, memory  # free this tensor before the next one is allocated
 
+    def _check_unchanged(self, changes: int) -> None:
+        if changes != self._changes:
+            raise StateError(
+                "the weights have changed while their tensors were read: the tensors would be of two versions. Read "
+                "them again"
+            )
+
     def apply(self, update: Update) -> None:
-        """Apply an update that :meth:`check` has accepted. If a call is interrupted, a second call completes it."""
-        resumed = self._applying is not None
-        self._applying = update
-        target = self.weights if self.in_place(update) else self.allocate(update.tensors)
+        """Apply an update that :meth:`check` has accepted."""
+        with self.lock:
+            if self.in_place(update):
+                self.prepare(update)
+                self._applying = update
+                self._overwrite(update, resumed=False)
+                return
+            target = self.allocate(update.tensors)
+            for name, slot in target.items():
+                for k in range(len(slot.digests)):
+                    self.decode(update, name, k, slot.piece(k))
+                slot.digests = slot.measure()
+            self.complete(target, update.version)
+
+    def _overwrite(self, update: Update, *, resumed: bool) -> None:
+        """Overwrite the weights with their values after `update`, or complete an interrupted call if `resumed`."""
+        self._changes += 1
         for name, entry in update.entries.items():
             for k, (begin, end) in enumerate(entry.frames):
                 if begin < end:
-                    self._apply_piece(update, name, k, target[name], resumed)
-        self.complete(target, update.version)
+                    self._overwrite_piece(update, name, k, resumed)
+        self.complete(self.weights, update.version)
         self._applying = None
 
-    def _apply_piece(self, update: Update, name: str, k: int, slot: Slot, resumed: bool) -> None:
+    def _overwrite_piece(self, update: Update, name: str, k: int, resumed: bool) -> None:
+        slot = self.weights[name]
         out = slot.piece(k)
         if update.base is None:
             self.decode(update, name, k, out)
@@ -168,6 +228,9 @@ class Base:
         """Return True if applying the update overwrites the current weights, False if it writes to new memory."""
         return update.tensors == self.weights.kinds
 
+    def prepare(self, update: Update) -> None:
+        """Save what is needed to complete an update in place. An exception leaves the weights unchanged."""
+
     def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
         """Allocate memory for tensors of these kinds."""
         return allocated(kinds)
@@ -182,10 +245,23 @@ class Base:
 
     def complete(self, weights: Weights, version: int) -> None:
         """Replace the weights and the version of this object."""
+        self._changes += 1
         self.weights, self.version = weights, version
 
     def close(self) -> None:
         """Release the files of the weights; weights in memory have none."""
+
+
+_bases: "weakref.WeakSet[Base]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Replace the locks, which threads of the parent may hold."""
+    for base in _bases:
+        base.lock, base.turn = threading.RLock(), threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _frame(update: Update, name: str, k: int) -> Bytes:

@@ -1,6 +1,6 @@
 """Receive weight updates: check an update, pass the changed tensors to the serving program, and commit it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -8,6 +8,7 @@ from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.served import Served
+from codec.weight_sync.serving import Serving, Write
 from codec.weight_sync.update import Kind, Update
 from codec.weight_sync.weights import Given
 
@@ -20,11 +21,16 @@ class WeightReceiver:
     An update is staged, passed to the program that serves the weights, and committed. It is applied to all tensors or
     to none: after any failure, the receiver has either the weights before the update or the weights after it.
 
+    A receiver serves one program. Once a call with `load` or `into` returns, the program has the weights of the
+    receiver's version: the receiver remembers in :attr:`unloaded` which tensors the program lacks, and passes them
+    together with those that an update changes. After an error, the program has the weights of :attr:`version`, except
+    for tensors in :attr:`unloaded`, which the next call passes again.
+
     Parameters
     ----------
     weights : mapping, torch.nn.Module, or iterable of (str, tensor); optional
-        Weights of `version`, which are copied to host memory. Default: the weights in `folder`. Without either, the
-        first update must be a snapshot.
+        Weights of `version`, which the program serves. They are copied to host memory. Default: the weights in
+        `folder`, of which the program has none yet. Without either, the first update must be a snapshot.
     version : int
         Version of `weights`.
     folder : str or path, optional
@@ -44,6 +50,8 @@ class WeightReceiver:
         Digest of the weights, 16 bytes.
     kinds : dict of str to Kind
         ``dtype`` and ``shape`` of all tensors.
+    unloaded : frozenset of str
+        Names of the tensors that the serving program may lack.
     staged : Update or None
         Update that is staged but not yet committed.
 
@@ -77,6 +85,7 @@ class WeightReceiver:
         options: CallOptions | None = None,
     ) -> None:
         self._base = base_in(folder, max_nbytes, options)
+        self._serving = Serving(self._base)
         self._staged: Update | None = None
         try:
             if weights is not None:
@@ -106,6 +115,14 @@ class WeightReceiver:
     def kinds(self) -> dict[str, Kind]:
         """Dtype and shape of all tensors."""
         return self._base.weights.kinds
+
+    @property
+    def unloaded(self) -> frozenset[str]:
+        """Names of the tensors that the serving program may lack; all of them after a folder was opened.
+
+        The next call with `load` or `into` passes these tensors, too, as does :meth:`updated`.
+        """
+        return frozenset(self._serving.unloaded)
 
     @property
     def staged(self) -> Update | None:
@@ -138,16 +155,19 @@ class WeightReceiver:
         self._staged = None
         parsed = update if isinstance(update, Update) else Update(update)
         self._base.check(parsed)
+        self._serving.begin()
         self._staged = parsed
         return parsed
 
     def updated(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
-        """Yield copies of tensors with their values after the staged update.
+        """Yield copies of tensors with their values after the staged update, for the program to load.
+
+        :meth:`commit` then counts these tensors as loaded.
 
         Parameters
         ----------
         names : iterable of str, optional
-            Names of the tensors. Default: the tensors that the update changes.
+            Names of the tensors. Default: the tensors that the update changes, and those in :attr:`unloaded`.
         like : array or tensor, optional
             Yield tensors of the library of this one, such as ``torch.empty(0)``. Default: numpy arrays.
 
@@ -159,10 +179,11 @@ class WeightReceiver:
         Raises
         ------
         StateError
-            No update is staged.
+            No update is staged, or the weights have changed since the first tensor was yielded.
         """
         update = self._require_staged()
-        yield from self._base.tensors(update.changed if names is None else _known(names, update.entries), update, like)
+        chosen = self._serving.lacking(update) if names is None else _known(names, update.entries)
+        yield from self._serving.updated(chosen, update, like)
 
     def tensors(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
         """Yield copies of tensors with their current values, which do not include a staged update.
@@ -173,20 +194,28 @@ class WeightReceiver:
             Names of the tensors. Default: all.
         like : array or tensor, optional
             As in :meth:`updated`.
+
+        Raises
+        ------
+        StateError
+            The weights have changed since the first tensor was yielded: the tensors would be of two versions.
         """
         self._base.settle()
         table = self._base.weights
         yield from self._base.tensors(list(table) if names is None else _known(names, table), None, like)
 
     def commit(self) -> None:
-        """Apply the staged update to the weights of this receiver.
+        """Apply the staged update to the weights of this receiver, after the program has loaded :meth:`updated`.
+
+        Tensors that :meth:`updated` has not yielded since :meth:`stage` are then in :attr:`unloaded`.
 
         Raises
         ------
         StateError
-            No update is staged.
+            No update is staged, or the folder cannot be written. In the second case, either the weights are unchanged,
+            or the next use of this receiver completes the update: read :attr:`version`.
         """
-        self._base.apply(self._require_staged())
+        self._serving.commit(self._require_staged())
         self._staged = None
 
     def discard(self) -> None:
@@ -196,15 +225,18 @@ class WeightReceiver:
     def apply(self, update: Any, load: Load | None = None, *, like: Any = None, into: Any = None) -> None:
         """Stage an update, pass the changed tensors to `load` or write them to `into`, and commit.
 
+        Tensors in :attr:`unloaded` are passed with the changed ones, so that the program then serves the version of the
+        update.
+
         Parameters
         ----------
         update : Update, bytes, buffer or array
             As in :meth:`stage`.
         load : callable, optional
-            Function of an iterator of (name, changed tensor), such as the ``load_weights`` method of a model. If it
-            raises an exception, it is called a second time with the old values of these tensors, so that the program
-            serves the old version again; then the exception is re-raised. For a first snapshot there are no old values,
-            and no second call.
+            Function of an iterator of (name, tensor), such as the ``load_weights`` method of a model. If `load` raises
+            an exception, or the commit fails, `load` is called a second time with the old values of these tensors, so
+            that the program serves the old version again; then the exception is re-raised. For a first snapshot there
+            are no old values, and no second call. If the second call fails, too, the tensors stay in :attr:`unloaded`.
         like : array or tensor, optional
             As in :meth:`updated`.
         into : mapping from names to tensors, or torch.nn.Module; optional
@@ -217,38 +249,65 @@ class WeightReceiver:
         ------
         StateError, FrameError, LimitError
             As in :meth:`stage`. `load` was not called, and `into` is unchanged.
+        StateError
+            The folder cannot be written, as in :meth:`commit`. The program serves :attr:`version`.
         ArgumentError
-            `load` and `into` are both given, or `into` lacks a changed tensor, or has another dtype or shape for one.
+            `load` and `into` are both given, or `into` lacks a tensor, or has another dtype or shape for one.
         """
-        if load is not None and into is not None:
-            raise ArgumentError("pass either load= or into=, got both")
-        staged = self.stage(update)
-        if into is not None:
-            self._write(staged, into)
-            return
-        if load is not None:
+        with self._base.turn:
+            staged = self.stage(update)
             try:
-                load(self.updated(like=like))
-            except BaseException:
+                if load is None and into is None:
+                    self._serving.commit(staged)
+                else:
+                    kinds = {name: staged.entries[name].kind for name in self._serving.lacking(staged)}
+                    self._serving.advance(staged, self._writer(load, into, kinds, like))
+            finally:
                 self._staged = None
-                names = [name for name in staged.changed if name in self._base.weights]
-                if names:
-                    load(self.tensors(names, like=like))
-                raise
-        self.commit()
 
-    def _write(self, staged: Update, into: Any) -> None:
-        try:
-            served = Served(into, staged)
-            try:
-                served.write(self._base, staged)
-                self.commit()
-            except BaseException:
-                if self.version != staged.version:  # the property completes an interrupted commit
-                    served.write(self._base, None)
-                raise
-        finally:
-            self._staged = None
+    def reload(
+        self, load: Load | None = None, *, like: Any = None, into: Any = None, names: Iterable[str] | None = None
+    ) -> None:
+        """Pass the current values of all tensors to a program that lacks them, such as one that was restarted.
+
+        Parameters
+        ----------
+        load, like, into : optional
+            As in :meth:`apply`.
+        names : iterable of str, optional
+            Names of the tensors. Default: all.
+
+        Raises
+        ------
+        ArgumentError
+            Not exactly one of `load` and `into` is given, or `into` lacks a tensor or has another kind for one.
+        """
+        with self._base.turn:
+            self._base.settle()
+            kinds = self._base.weights.kinds
+            chosen = list(kinds) if names is None else _known(names, kinds)
+            self._serving.reload(chosen, self._writer(load, into, {name: kinds[name] for name in chosen}, like))
+
+    def _writer(self, load: Load | None, into: Any, kinds: dict[str, Kind], like: Any) -> Write:
+        """Return the function that passes tensors of these kinds to the program."""
+        if (load is None) == (into is None):
+            raise ArgumentError(f"pass either load= or into=, got {'neither' if load is None else 'both'}")
+        if load is None:
+            served = Served(into, kinds)
+            return lambda names, update, whole: list(served.write(self._base, names, update, whole))
+
+        def write(names: Sequence[str], update: Update | None, whole: set[str]) -> list[str]:
+            passed: list[str] = []
+
+            def tensors() -> Iterator[tuple[str, Any]]:
+                for name, tensor in self._base.tensors(names, update, like):
+                    passed.append(name)
+                    yield name, tensor
+
+            load(tensors())
+            return passed
+
+        return write
 
     def verify(self) -> None:
         """Recompute the digests of all tensors in memory, and compare them with the stored digests.

@@ -1,6 +1,8 @@
 """Overwrite the tensors of a serving program piece by piece, so that no tensor needs a second copy in memory."""
 
 import sys
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,38 +22,55 @@ class _Target(NamedTuple):
 
 
 class Served:
-    """Tensors of a serving program that an update changes.
+    """Tensors of a serving program that are to be overwritten.
 
     Parameters
     ----------
     given : mapping or torch.nn.Module
-        Contiguous writable tensors in host memory, or torch tensors on any device. Names that the update does not
-        change are ignored.
-    update : Update
-        Update whose changed tensors are to be overwritten.
+        Contiguous writable tensors in host memory, or torch tensors on any device. Other names are ignored.
+    kinds : mapping of str to Kind
+        Names of the tensors, with their dtypes and shapes.
 
     Raises
     ------
     ArgumentError
-        A changed tensor is missing, has another dtype or shape, or is not writable.
+        A tensor is missing, has another dtype or shape, or is not writable.
     """
 
-    def __init__(self, given: Any, update: Update) -> None:
+    def __init__(self, given: Any, kinds: Mapping[str, Kind]) -> None:
         tensors = dict(items(given))
         self._targets: dict[str, _Target] = {}
-        for name in update.changed:
+        for name, kind in kinds.items():
             if name not in tensors:
-                raise ArgumentError(f"into= has no tensor {name!r}, which the update changes")
-            self._targets[name] = _target(name, tensors[name], update.entries[name].kind)
+                raise ArgumentError(f"into= has no tensor {name!r}, which the update changes or the program lacks")
+            self._targets[name] = _target(name, tensors[name], kind)
 
-    def write(self, base: Base, update: Update | None) -> None:
-        """Write the values after `update`, which `base` has checked; if it is None, the current values of `base`."""
+    def write(self, base: Base, names: Iterable[str], update: Update | None, whole: AbstractSet[str]) -> Iterator[str]:
+        """Write the values after `update`, which `base` has checked; if it is None, the current values of `base`.
+
+        Parameters
+        ----------
+        base : Base
+            Weights.
+        names : iterable of str
+            Names of the tensors to write.
+        update : Update or None
+            Update of the weights.
+        whole : set of str
+            Names of the tensors of which all pieces are written; of others, those that the update changes.
+
+        Yields
+        ------
+        str
+            Name of each tensor that was written. A tensor of another kind than the current one is left out.
+        """
         scratch = np.empty(0, np.uint8)
-        for name, target in self._targets.items():
+        for name in names:
+            target = self._targets[name]
             if update is None and base.weights.kinds.get(name) != target.kind:
                 continue
             for k, (begin, end) in enumerate(target.kind.spans):
-                if update is not None and update.frame(name, k) is None:
+                if update is not None and update.frame(name, k) is None and name not in whole:
                     continue
                 if target.memory is not None:
                     base.decode(update, name, k, target.memory[begin:end])
@@ -61,6 +80,7 @@ class Served:
                 base.decode(update, name, k, scratch[: end - begin])
                 _copy(scratch[: end - begin], target, begin)
             mark_written(target.tensor)
+            yield name
 
 
 def _target(name: str, tensor: Any, kind: Kind) -> _Target:

@@ -6,7 +6,9 @@ first; renaming the new ``head`` publishes the update. The folder may be on a sh
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from codec.weight_sync.writing import remove_temporary
 
 _FORMAT = 1
 _MOST_HEAD = 1 << 24  # maximum size of the file ``head``, in bytes
+_NAME = re.compile(r"head|\d{20}\.(?:update|snapshot)")  # files of a store
 TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
 
 
@@ -81,7 +84,7 @@ class UpdateStore:
         self._keep = whole("keep", keep, 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            remove_temporary(self.folder)
+            remove_temporary(self.folder, _NAME.fullmatch)
         except OSError as e:
             raise ArgumentError(f"{self.folder} cannot be used: {e.strerror}") from None
 
@@ -133,8 +136,9 @@ class UpdateStore:
     def _delete_before(self, version: int, kept: set[str]) -> None:
         """Delete the files of versions up to `version`, except `kept`."""
         for path in self.folder.glob("*.*"):
-            if path.stem.isdecimal() and int(path.stem) <= version and path.name not in kept:
-                path.unlink(missing_ok=True)
+            if _NAME.fullmatch(path.name) and int(path.stem) <= version and path.name not in kept:
+                with suppress(OSError):  # deleted when the next snapshot is published
+                    path.unlink()
 
 
 def read_head(source: str | PathLike[str], timeout: float = TIMEOUT) -> list[Listed]:
@@ -262,9 +266,12 @@ def pull(
     FrameError, LimitError
         As in :meth:`WeightReceiver.stage`. The receiver keeps the last version that it has reached.
     """
-    for one in chain(read_head(source, timeout), receiver.version):
+    path = chain(read_head(source, timeout), receiver.version)
+    for one in path:
         update = read_update(source, one, timeout)
         receiver.apply(update, load, like=like, into=into)
         if progress is not None:
             progress(update)
+    if not path and receiver.unloaded and (load is not None or into is not None):
+        receiver.reload(load, like=like, into=into, names=receiver.unloaded)
     return receiver.version

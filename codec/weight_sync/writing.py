@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
@@ -225,7 +226,17 @@ def write_update(
         return Update(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))  # what readers refuse, replaces nothing
 
 
-def remove_temporary(folder: Path) -> None:
-    """Delete temporary files that a killed process has left in a folder. No other process may write to the folder."""
+def remove_temporary(folder: Path, is_own: Callable[[str], object]) -> None:
+    """Delete temporary files that a killed process has left in a folder. No other process may write to the folder.
+
+    Parameters
+    ----------
+    folder : path
+        The folder.
+    is_own : callable
+        Function that returns True for the names of the files that were being written.
+    """
     for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+        if is_own(path.name[1:-4].rpartition(".")[0]):
+            with suppress(OSError):
+                path.unlink()

@@ -1,0 +1,75 @@
+"""File ``state`` of a folder of weights: version, kinds, digests, and the name of the file of values."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from codec._c.library import DTYPES
+from codec.errors import StateError
+from codec.files.replacing import replaced
+from codec.weight_sync.update import MAX_RANK, MAX_VERSION, Kind
+from codec.weight_sync.weights import Weights
+
+_FORMAT = 1
+
+
+class FolderState(NamedTuple):
+    """Contents of the file."""
+
+    version: int
+    tensors: list[tuple[str, Kind, list[bytes]]]  # name, kind and digests of the pieces, in the order of the values
+    file: str
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Dtype and shape of all tensors by name."""
+        return {name: kind for name, kind, _ in self.tensors}
+
+
+def state_of(weights: Weights, version: int, file: str) -> FolderState:
+    """Return the state of weights."""
+    return FolderState(version, [(name, slot.kind, list(slot.digests)) for name, slot in weights.items()], file)
+
+
+def write_state(path: Path, state: FolderState) -> None:
+    """Write a state to a file, which appears once it is complete."""
+    tensors = [[name, kind.dtype, kind.shape, [d.hex() for d in digests]] for name, kind, digests in state.tensors]
+    head = {"format": _FORMAT, "version": state.version, "file": state.file}
+    body = json.dumps({**head, "tensors": tensors}).encode()
+    with replaced(path) as f:
+        f.write(hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body)
+
+
+def read_state(path: Path) -> FolderState:
+    """Read a state from a file.
+
+    Raises
+    ------
+    StateError
+        The file cannot be read, or is damaged.
+    """
+    try:
+        check, _, body = path.read_bytes().partition(b"\n")
+        if check.decode() != hashlib.blake2b(body, digest_size=16).hexdigest():
+            raise ValueError("its digest does not match its contents")
+        return _parsed(json.loads(body))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise StateError(f"{path} cannot be read: {e}; start from an empty folder") from None
+
+
+def _parsed(state: Any) -> FolderState:
+    if state["format"] != _FORMAT:
+        raise ValueError(f"it has format {state['format']}, but this library reads format {_FORMAT}")
+    version, file = state["version"], state["file"]
+    if type(version) is not int or not 0 <= version <= MAX_VERSION or not str(file).startswith("values-"):
+        raise ValueError("it has no version or file")
+    tensors: list[tuple[str, Kind, list[bytes]]] = []
+    for name, dtype, shape, found in state["tensors"]:
+        if dtype not in DTYPES or len(shape) > MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{name!r} has no dtype or shape")
+        kind, digests = Kind(dtype, tuple(shape)), [bytes.fromhex(d) for d in found]
+        if len(digests) != len(kind.spans):
+            raise ValueError(f"{name!r} lacks digests")
+        tensors.append((name, kind, digests))
+    return FolderState(version, tensors, Path(file).name)
