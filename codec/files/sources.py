@@ -199,7 +199,7 @@ def _described(name: str, x: Any) -> tuple[str, tuple[int, ...]]:
 def _bytes_of(x: Any) -> Bytes:
     """Return the bytes of a tensor or array, without a copy if it is contiguous and in host memory."""
     if hasattr(x, "detach"):
-        flat = x.detach().cpu().contiguous().reshape(-1)
+        flat = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return flat.view(importlib.import_module("torch").uint8).numpy()
     flat = np.ascontiguousarray(x).reshape(-1)
     return flat.astype(flat.dtype.newbyteorder("="), copy=False).view(np.uint8)
