@@ -101,13 +101,13 @@ def device_name(device: Any) -> str:
     return kind if kind == "cpu" else f"{kind}:{index}"
 
 
-def _dtype_name(code: int, bits: int, lanes: int) -> str:
-    """Return the name of a DLPack type, or its description if the library has no such dtype."""
+def _dtype_name(code: int, bits: int, lanes: int) -> str | None:
+    """Return the name of a DLPack type; None if the library has no such dtype."""
     if lanes == 1 and code in _FLOAT8:
         return f"float8_{_FLOAT8[code]}"
     if lanes == 1 and code in _CODES:
         return "bool" if code == 6 else f"{_CODES[code]}{bits}"
-    return f"DLPack type (code {code}, {bits} bits, {lanes} lanes)"
+    return None
 
 
 def from_dlpack(x: Any) -> Exported:
@@ -123,7 +123,9 @@ def from_dlpack(x: Any) -> Exported:
     if not 0 <= t.ndim <= _MAX_RANK or (t.ndim and not t.shape):
         raise ArgumentError(f"a DLPack tensor of {t.ndim} dimensions, or without a shape, cannot be encoded")
     itemsize, rest = divmod(t.bits * t.lanes, 8)
-    name = _dtype_name(t.code, t.bits, t.lanes)
+    name = _dtype_name(t.code, t.bits, t.lanes) or (
+        f"{getattr(x, 'dtype', 'unknown')} (DLPack type of code {t.code}, {t.bits} bits, {t.lanes} lanes)"
+    )
     if rest or not itemsize:
         raise ArgumentError(
             f"{name} cannot be encoded, since its values are not whole bytes: convert the tensor to another dtype"
@@ -148,8 +150,11 @@ def _capsule_of(x: Any) -> Any:
             return x.__dlpack__(**stream, max_version=_VERSION)
         except TypeError:  # x implements DLPack before version 1.0
             return x.__dlpack__(**stream)
-    except BufferError as e:
-        raise ArgumentError(f"{type(x).__name__} does not export its memory by DLPack: {e}") from None
+    except Exception as e:  # such as JAX's own error for values of less than a byte
+        kind, why = f"{type(x).__name__} of dtype {getattr(x, 'dtype', 'unknown')}", str(e).partition("\n")[0]
+        raise ArgumentError(
+            f"{kind} does not export its memory by DLPack: {why}; convert it to a numpy array, or to another dtype"
+        ) from None
 
 
 def _tensor_in(capsule: Any) -> tuple[DLTensor, bool]:

@@ -340,6 +340,9 @@ def _hint(x: object) -> str:
         return "; encode_many() encodes each tensor of a mapping"
     if isinstance(x, list | tuple):
         return "; encode_many() encodes each tensor of a sequence, numpy.array() makes an array of numbers"
+    jax: Any = sys.modules.get("jax.core")
+    if jax is not None and isinstance(x, getattr(jax, "Tracer", ())):
+        return ": inside jit, grad and vmap of JAX, arrays have no values; call codec outside, or by jax.pure_callback"
     return ""
 
 

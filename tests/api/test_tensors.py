@@ -280,3 +280,20 @@ def test_arrays_of_views_keep_the_owner_alive(x):
     del part
     gc.collect()
     assert owner() is None
+
+
+class Unexportable:
+    """Array whose library has no DLPack type for its dtype, such as JAX for int4."""
+
+    dtype = "int4"
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **_):
+        raise RuntimeError("UNIMPLEMENTED: type S4 has no DLPack equivalent\nand a trace")
+
+
+def test_dlpack_producers_that_fail_are_rejected_with_their_dtype():
+    with pytest.raises(codec.ArgumentError, match=r"Unexportable of dtype int4 .* no DLPack equivalent; convert"):
+        view(Unexportable())

@@ -81,3 +81,16 @@ def test_weights_are_synchronized():
     assert all(same(first[name], old[name]) for name in old)
     with pytest.raises(codec.ArgumentError, match="a writable array or tensor, got ArrayImpl"):
         receiver.apply(sender.diff(old), into=new)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float8_e4m3b11fnuz", "float8_e3m4", "complex64"])
+def test_leaf_of_a_dtype_that_cannot_be_encoded_is_named(dtype):
+    tree = {"layer/w": jnp.ones(4), "layer/scale": jnp.ones(4).astype(dtype)}
+    with pytest.raises(codec.ArgumentError, match=f"'layer/scale': .*{dtype}"):
+        codec.WeightSender(tree)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_traced_arrays_are_rejected_with_the_way_out(transform):
+    with pytest.raises(codec.ArgumentError, match=r"call codec outside, or by jax\.pure_callback"):
+        transform(lambda x: (codec.encode(x), x.sum())[1])(jnp.ones(3))
