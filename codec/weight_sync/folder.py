@@ -26,7 +26,7 @@ from codec.weight_sync.coding import digest_of, digests_in
 from codec.weight_sync.folder_state import FolderState, read_state, state_of, write_state
 from codec.weight_sync.lock import Lock
 from codec.weight_sync.update import MAX_VERSION, Bytes, Kind, Update, check_name
-from codec.weight_sync.weights import Given, Weights, allocated, as_view, items, kind_of, memory_nbytes, pieces_of
+from codec.weight_sync.weights import Given, Weights, allocated, items, kind_of, memory_nbytes, pieces_of, view_of
 from codec.weight_sync.writing import remove_temporary
 
 _FILES = ("state", "next", "pending")  # files that are written under a temporary name first
@@ -131,7 +131,7 @@ class FolderBase(Base):
             for name, x in items(given):
                 if check_name(name) in kinds:
                     raise ArgumentError(f"tensor {name!r} was given twice")
-                v = as_view(x)
+                v = view_of(name, x)
                 kinds[name], digests[name], at = kind_of(name, v), [], begin
                 for piece in pieces_of(v):
                     self._write(fd, piece, at)

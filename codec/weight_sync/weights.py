@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from codec._c.library import ITEMSIZE
-from codec.errors import ArgumentError
+from codec.errors import ArgumentError, CodecError
 from codec.tensors.view import TensorView, empty, fetch, view
 from codec.tensors.wrapper import View
 from codec.weight_sync.coding import digest_of
@@ -15,7 +15,20 @@ from codec.weight_sync.update import PIECE_NBYTES, Bytes, Kind, check_name, weig
 
 _ALIGNMENT = 64
 
-Given = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+class Module(Protocol):
+    """Module of torch, or an object with the same methods; its weights are the tensors of its state dict."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Yield parameters with their names."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return parameters and buffers by name."""
+        ...
+
+
+Given = Mapping[str, Any] | Iterable[tuple[str, Any]] | Module
 
 
 @dataclass(slots=True)
@@ -63,7 +76,7 @@ def copied(given: Given) -> Weights:
     for name, x in items(given):
         if check_name(name) in weights:
             raise ArgumentError(f"tensor {name!r} was given twice")
-        v = as_view(x)
+        v = view_of(name, x)
         slot = weights[name] = Slot(kind_of(name, v), np.empty(v.nbytes, np.uint8))
         for k, piece in enumerate(pieces_of(v)):
             slot.piece(k)[:] = piece
@@ -106,9 +119,13 @@ def is_streamed(given: Given) -> bool:
 
 
 def items(given: Given) -> Iterable[tuple[str, Any]]:
-    """Return (name, tensor) pairs of a mapping, of a torch module's state_dict, or of an iterable of pairs."""
+    """Return (name, tensor) pairs of a mapping, of a torch module's state_dict, or of an iterable of pairs.
+
+    Extra states of a module that are None are left out.
+    """
     if hasattr(given, "state_dict"):
-        given = cast(Any, given).state_dict()
+        tensors = cast(Module, given).state_dict()
+        return {name: x for name, x in tensors.items() if x is not None or not _is_extra(name)}.items()
     if isinstance(given, Mapping):
         return cast(Mapping[str, Any], given).items()
     if hasattr(given, "dtype") or isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
@@ -116,7 +133,11 @@ def items(given: Given) -> Iterable[tuple[str, Any]]:
         raise ArgumentError(
             f"weights must be a mapping from names to tensors, or an iterable of such pairs, got {kind}"
         )
-    return given
+    return cast(Iterable[tuple[str, Any]], given)
+
+
+def _is_extra(name: Any) -> bool:
+    return str(name).rpartition(".")[2] == "_extra_state"
 
 
 def as_view(x: Any) -> TensorView:
@@ -124,6 +145,26 @@ def as_view(x: Any) -> TensorView:
     if isinstance(x, TensorView):
         return x
     return view(x.tensor, x.dtype) if isinstance(x, View) else view(x)
+
+
+def view_of(name: str, x: Any) -> TensorView:
+    """Return a TensorView of the tensor `name`, as :func:`as_view` does.
+
+    Raises
+    ------
+    ArgumentError
+        x is not a tensor, or has a dtype that cannot be encoded; the message begins with `name`.
+    """
+    try:
+        return as_view(x)
+    except CodecError as e:
+        extra = ArgumentError(
+            "the extra state of a module must be a tensor or None: leave it out, such as by dict(module."
+            f"named_parameters()), and send it by other means; got {type(x).__name__}"
+        )
+        error = extra if _is_extra(name) else e
+        error.of(name)
+        raise error from None
 
 
 def kind_of(name: str, v: TensorView) -> Kind:

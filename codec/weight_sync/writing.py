@@ -25,7 +25,7 @@ from codec.weight_sync.update import (
     index_nbytes,
     weights_digest,
 )
-from codec.weight_sync.weights import Given, Weights, as_view, check_any, is_streamed, items, kind_of, pieces_of
+from codec.weight_sync.weights import Given, Weights, check_any, is_streamed, items, kind_of, pieces_of, view_of
 
 BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
 BATCH_PIECES = 1024  # number of pieces after which waiting pieces are encoded
@@ -71,7 +71,7 @@ class Encoder:
 
     def add(self, name: str, tensor: Any) -> int:
         """Add a tensor, and return its size in bytes. Its memory must not change before :meth:`flush`."""
-        v = as_view(tensor)
+        v = view_of(name, tensor)
         if name in self._sizes:
             raise ArgumentError(f"tensor {name!r} was given twice")
         if self._given is None:
@@ -201,7 +201,7 @@ def write_update(
     if base is not None:
         kinds = base.kinds
     else:
-        kinds = None if streamed else {check_name(name): kind_of(name, as_view(x)) for name, x in pairs}
+        kinds = None if streamed else {check_name(name): kind_of(name, view_of(name, x)) for name, x in pairs}
     total, done = sum(kind.nbytes for kind in (kinds or {}).values()), 0
 
     def encode_to(target: BinaryIO) -> None:

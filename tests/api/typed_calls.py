@@ -11,6 +11,7 @@ import torch
 import codec
 from codec.engines import DeviceEngine, Engine, cuda, native, numba
 from codec.tensors.view import Array
+from codec.weight_sync import Publisher
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -90,3 +91,14 @@ def check_hooks(model: torch.nn.parallel.DistributedDataParallel) -> None:
     assert_type(hook, codec.torch.Hook)
     assert_type(hook.stats(), codec.torch.Stats)
     assert_type(hook.stats().ratio, float)
+
+
+def check_weights(model: torch.nn.Module, sender: codec.WeightSender, publisher: Publisher) -> None:
+    """Every source of weights that the documentation names is accepted: modules, mappings, pairs."""
+    for receiver in (codec.WeightReceiver(model), codec.WeightReceiver(dict(model.named_parameters()))):
+        update = sender.diff(model)
+        receiver.apply(update.data, into=model)
+    assert_type(codec.WeightSender(model).diff(model.named_parameters(), full=True), codec.Update)
+    assert_type(publisher.publish(model), int)
+    publisher.stage(model, full=True)
+    codec.WeightSender([torch.zeros(3)])  # pyright: ignore[reportArgumentType]

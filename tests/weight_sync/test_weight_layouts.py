@@ -138,3 +138,40 @@ def test_snapshot_of_an_exhausted_iterator_is_refused():
         sender.diff(iter(()), full=True)
     with pytest.raises(codec.ArgumentError, match="no tensors were given"):
         codec.WeightSender(iter(()))
+
+
+class WithExtraState(torch.nn.Linear):
+    """Layer whose state dict has an entry that is not a parameter or buffer, as the layers of FP8 libraries have."""
+
+    extra = None
+
+    def get_extra_state(self):
+        return self.extra
+
+
+def test_module_whose_extra_state_is_none_is_sent():
+    model = torch.nn.Sequential(WithExtraState(3, 2))
+    sender, receiver = codec.WeightSender(model), codec.WeightReceiver(model)
+    with torch.no_grad():
+        model[0].weight[0, 0] = 9
+    receiver.apply(sender.diff(model))
+    assert receiver.kinds.keys() == {"0.weight", "0.bias"}
+    assert np.array_equal(dict(receiver.tensors())["0.weight"], model[0].weight.detach())
+
+
+@pytest.mark.parametrize("call", ["sender", "folder", "diff", "full"])
+@pytest.mark.parametrize("bad", ["extra state", "leaf"])
+def test_error_names_the_entry_that_is_not_a_tensor(call, bad, monkeypatch, tmp_path):
+    monkeypatch.setattr(WithExtraState, "extra", {"scale": torch.ones(3)})
+    model = torch.nn.Sequential(WithExtraState(3, 2))
+    given = model if bad == "extra state" else {**dict(model.named_parameters()), "a.b": object()}
+    sender = codec.WeightSender(dict(model.named_parameters()))
+    calls = {
+        "sender": lambda: codec.WeightSender(given),
+        "folder": lambda: codec.WeightSender(given, folder=tmp_path),
+        "diff": lambda: sender.diff(given),
+        "full": lambda: sender.diff(given, full=True),
+    }
+    expected = {"extra state": "'0._extra_state': the extra state of a module must", "leaf": "'a.b': not a tensor"}
+    with pytest.raises(codec.ArgumentError, match=expected[bad]):
+        calls[call]()
