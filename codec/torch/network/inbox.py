@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 MOST_EARLY_NBYTES = 1 << 26  # maximum bytes of early messages, not yet requested, that are read from one rank
 MOST_AHEAD_NBYTES = 1 << 32  # maximum bytes of early messages from a rank while this rank waits for another one from it
-MOST_INBOXES = 1 << 16  # maximum number of collectives in flight, including those that only other ranks have begun
+MOST_INBOXES = 1 << 16  # maximum number of collectives that one other rank, but not this one, has begun
 
 _EARLY_COST = 1 << 10  # estimated bytes of memory of an early message besides its body
 _SCRATCH = memoryview(bytearray(1 << 16))  # buffer into which the bytes of dropped messages are read
@@ -168,9 +168,16 @@ class Arrival:
 
 
 class Inbox:
-    """Messages of one collective."""
+    """Messages of one collective.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    beginner : int or None
+        Rank whose message was the first of a collective that this rank has not begun; None: this rank has begun it.
+    """
+
+    def __init__(self, beginner: int | None = None) -> None:
+        self.beginner = beginner
         self.posted: dict[tuple[int, int, int], Receive] = {}  # requests whose message has not begun to arrive
         self.arrived: dict[tuple[int, int, int], Arrival] = {}  # early messages: not requested yet
         self.arriving: set[Arrival] = set()  # messages of which a part has arrived
@@ -180,6 +187,10 @@ class Inbox:
     def refusal(self, source: int | None) -> Refused | None:
         """Return an error if a rank has aborted the collective, otherwise None."""
         return Refused(source, self.aborts[source]) if source in self.aborts else None
+
+    def awaits(self, source: int) -> bool:
+        """Return True if this rank waits for a message or an abort that has not begun to arrive from a rank."""
+        return source in self.explained or any(r.source == source for r in self.posted.values())
 
     def take_waiting(self, source: int | None = None) -> list[Wait]:
         """Remove and return the requests for messages from one rank, or from all ranks."""
@@ -206,18 +217,28 @@ class Inboxes(dict[int, Inbox]):
     def __init__(self, ranks: Iterable[int]) -> None:
         super().__init__()
         self.early = dict.fromkeys(ranks, 0)  # bytes of memory of early messages, by rank
+        self._begun = dict.fromkeys(self.early, 0)  # inboxes of collectives that this rank has not begun, by beginner
         self._next = 0  # collectives with lower numbers have begun on this rank
 
     def begin(self, number: int) -> Inbox:
         """Begin a collective, and return its inbox."""
         self._next = max(self._next, number + 1)
-        return self.setdefault(number, Inbox())
+        inbox = self.setdefault(number, Inbox())
+        self._release(inbox)
+        return inbox
+
+    def _release(self, inbox: Inbox) -> None:
+        """Count the inbox no longer as one of its beginner."""
+        if inbox.beginner is not None:
+            self._begun[inbox.beginner] -= 1
+            inbox.beginner = None
 
     def end(self, number: int) -> None:
         """End a collective, and drop its messages."""
         inbox = self.pop(number, None)
         if inbox is None:
             return
+        self._release(inbox)
         for arrival in inbox.arriving:
             arrival.drop()
         for arrival in inbox.arrived.values():
@@ -225,18 +246,19 @@ class Inboxes(dict[int, Inbox]):
         for source, body in inbox.aborts.items():
             self.early[source] -= _EARLY_COST + len(body)
 
-    def find(self, number: int) -> Inbox | None:
-        """Return the inbox of a collective, or None if the collective has ended on this rank.
+    def find(self, number: int, source: int) -> Inbox | None:
+        """Return the inbox of a collective for a message of rank `source`; None if the collective has ended here.
 
         Raises
         ------
         OSError
-            There are too many inboxes.
+            This rank has begun too many collectives that only other ranks know.
         """
         if number not in self and number >= self._next:
-            if len(self) >= MOST_INBOXES:
+            if self._begun[source] >= MOST_INBOXES:
                 raise OSError(f"it has begun {MOST_INBOXES} collectives that this rank has not begun")
-            self[number] = Inbox()
+            self._begun[source] += 1
+            self[number] = Inbox(source)
         return self.get(number)
 
     def keep(self, inbox: Inbox, arrival: Arrival) -> None:
@@ -257,8 +279,8 @@ class Inboxes(dict[int, Inbox]):
     def must_wait(self, arrival: Arrival) -> bool:
         """Return True if an early message must not be read yet, because its sender's limit is reached.
 
-        If this rank waits for a message from the same sender, the early message is read nevertheless, since the awaited
-        message may follow it.
+        If this rank waits for a message or abort from the same sender, the early message is read nevertheless, since
+        the awaited one may follow it.
 
         Raises
         ------
@@ -268,7 +290,7 @@ class Inboxes(dict[int, Inbox]):
         early = self.early[arrival.source] + arrival.cost
         if early <= MOST_EARLY_NBYTES:
             return False
-        if not any(r.source == arrival.source for inbox in self.values() for r in inbox.posted.values()):
+        if not any(inbox.awaits(arrival.source) for inbox in self.values()):
             return True
         if early > MOST_AHEAD_NBYTES:
             raise OSError(f"it has sent {early} bytes of messages that this rank has not requested")

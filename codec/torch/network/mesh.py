@@ -314,10 +314,13 @@ class Mesh:
         receive: Receive | None = None
         error: Exception | None = None
         with self._lock:
-            inbox = self._inboxes.find(number)
-            if inbox is None:
+            inbox = self._inboxes.find(number, stripe.peer)
+            if inbox is None or (arrival.abort and stripe.peer in inbox.aborts):
                 arrival.drop()
             elif arrival.abort:
+                if inbox.beginner is not None and self._inboxes.must_wait(arrival):
+                    stripe.paused = True
+                    return False
                 arrival.allocate()
             elif (receive := inbox.posted.pop(arrival.place, None)) is not None:
                 error = receive.mismatch(arrival)

@@ -9,7 +9,8 @@ import pytest
 import codec
 from codec.torch.network import inbox
 from codec.torch.network.inbox import Refused
-from support.meshes import ABORT, DATA, SECONDS, SIGNATURE, ask, outcome, packed, received, until
+from codec.torch.network.mesh import Mesh
+from support.meshes import ABORT, DATA, SECONDS, SIGNATURE, ask, outcome, packed, received, tcp_pair, until
 
 # Tests of sending and receiving
 
@@ -166,7 +167,54 @@ def test_rank_that_begins_too_many_collectives_is_lost(hand, monkeypatch, kind):
     awaited = ask(mesh, 0)
     peer.sendall(b"".join(packed(number, kind=kind) for number in range(1, 60)))
     assert isinstance(outcome(awaited), codec.PeerError)
-    assert len(mesh._inboxes) == 50
+    assert len(mesh._inboxes) == 51
+
+
+def test_collectives_that_one_rank_has_begun_do_not_count_for_another_rank(monkeypatch):
+    """A rank that begins as many collectives as it may does not make this rank lose the next one that sends."""
+    monkeypatch.setattr(inbox, "MOST_INBOXES", 50)
+    pairs = {peer: tcp_pair() for peer in (1, 2)}
+    mesh = Mesh(0, {peer: [mine] for peer, (mine, _) in pairs.items()})
+    pairs[1][1].sendall(b"".join(packed(number) for number in range(1, 51)))
+    until(lambda: len(mesh._inboxes) == 50)
+    pairs[2][1].sendall(packed(70) + packed(0, b"end"))
+    mesh.begin(0)
+    assert received(ask(mesh, 0, source=2)) == b"end"
+    mesh.close()
+    for _, peer in pairs.values():
+        peer.close()
+
+
+def test_connection_pauses_at_many_early_aborts_and_goes_on_when_their_collectives_begin(hand, monkeypatch):
+    """Bodies of aborts count as early messages until their collectives have begun and ended."""
+    monkeypatch.setattr(inbox, "MOST_EARLY_NBYTES", 1 << 16)
+    mesh, peer = hand
+    n, body = 40, bytes(8192)
+    data = b"".join(packed(number, body, kind=ABORT) for number in range(1, n + 1)) + packed(n + 1, b"end")
+    sender = threading.Thread(target=peer.sendall, args=(data,))
+    sender.start()
+    until(lambda: any(s.paused for s in mesh._by_fd.values()))
+    assert mesh._inboxes.early[1] <= 1 << 16
+    for number in range(1, n + 1):
+        mesh.begin(number)
+        assert isinstance(outcome(ask(mesh, number)), Refused)
+        mesh.end(number)
+    mesh.begin(n + 1)
+    assert received(ask(mesh, n + 1)) == b"end"
+    sender.join(SECONDS)
+    mesh.end(n + 1)
+    assert mesh._inboxes.early == {1: 0}
+
+
+def test_awaited_abort_behind_early_ones_is_read(hand, monkeypatch):
+    monkeypatch.setattr(inbox, "MOST_EARLY_NBYTES", 1 << 16)
+    mesh, peer = hand
+    mesh.begin(0)
+    wait = mesh.explanation(0, 1)
+    early = b"".join(packed(number, bytes(8192), kind=ABORT) for number in range(1, 20))
+    threading.Thread(target=peer.sendall, args=(early + packed(0, b"reason", kind=ABORT),), daemon=True).start()
+    assert outcome(wait) is None
+    assert mesh._inboxes[0].aborts == {1: b"reason"}
 
 
 # Tests of messages that arrive when their collective has ended
