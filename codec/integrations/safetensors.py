@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from codec.errors import ArgumentError, LimitError
-from codec.files.header import Tensor
+from codec.files.header import Tensor, read_header
+from codec.files.index import is_container
+from codec.files.opening import FileBytes, MemoryBytes, opened, readable
 from codec.files.packing import pack
 from codec.files.reading import ModelFile, open_bytes, open_model
 from codec.files.replacing import replaced
@@ -20,7 +22,7 @@ from codec.files.restoring import new_array, new_tensor, read_all
 from codec.files.shards import shard_names
 from codec.files.sources import MemorySource
 
-__all__ = ["load", "load_file", "safe_open", "save", "save_file"]
+__all__ = ["is_packed", "load", "load_file", "safe_open", "save", "save_file"]
 
 _INDEX = ".index.json"
 _FRAMEWORKS = {"pt": new_tensor, "torch": new_tensor, "np": new_array, "numpy": new_array}
@@ -121,6 +123,18 @@ def load(data: bytes, *, framework: str = "pt", max_nbytes: int | None = None) -
     model = open_bytes(data)
     _check_limit(model, max_nbytes)
     return read_all(model, _new(framework))
+
+
+def is_packed(file: str | os.PathLike[str] | bytes) -> bool:
+    """Return True if a file, given by its name or its bytes, is packed; False also for files that cannot be read."""
+    try:
+        if isinstance(file, bytes):
+            with readable("the file in memory"):
+                return is_container(read_header(MemoryBytes(file)))
+        with opened(os.fspath(file)) as fd:
+            return is_container(read_header(FileBytes(fd)))
+    except ArgumentError:
+        return False
 
 
 class safe_open:

@@ -1,5 +1,11 @@
-"""Compressed gradients with the Trainer of Hugging Face Transformers."""
+"""Compressed gradients with the Trainer of Hugging Face Transformers, and packed files in ``from_pretrained``.
 
+Once this module is imported, ``from_pretrained`` of transformers reads packed model files (``codec pack``) as well as
+.safetensors files, whole or sharded, tensor by tensor. The weights are bit-identical. Weights that are offloaded to
+disk must be unpacked.
+"""
+
+import importlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,6 +13,7 @@ from typing import Any
 import torch
 
 from codec.errors import StateError
+from codec.integrations import safetensors
 from codec.integrations.attach import Given, attach, hook_of, host, restore, state_of, wrapper_of
 from codec.specs import Lossless
 from codec.torch import Hook
@@ -83,3 +90,25 @@ class Compression(_TrainerCallback):
         saved = state_of(self._hook)  # all ranks must call state_of(); one rank saves the result
         if saved and args.should_save:
             torch.save(saved, Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FILE)
+
+
+def _read_packed_files() -> None:
+    """Let the module of transformers that loads weights open packed files with this library."""
+    loading: Any = importlib.import_module("transformers.modeling_utils")
+    open_plain: Any = loading.safe_open
+    load_plain: Any = getattr(loading, "_safe_load_bytes", None)  # since transformers 5
+
+    def open_any(filename: Any, framework: str, device: Any = "cpu", **how: Any) -> Any:
+        if safetensors.is_packed(filename):
+            return safetensors.safe_open(filename, framework, device)
+        return open_plain(filename, framework=framework, device=device, **how)
+
+    def load_any(data: bytes) -> Any:
+        return safetensors.load(data) if safetensors.is_packed(data) else load_plain(data)
+
+    loading.safe_open = open_any
+    if load_plain is not None:
+        loading._safe_load_bytes = load_any
+
+
+_read_packed_files()
