@@ -128,7 +128,20 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the public names of the package, including lazily imported ones."""
-    return sorted([*__all__, "torch", "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])
+    return sorted(
+        [
+            *__all__,
+            "kv",
+            "torch",
+            "weight_sync",
+            "__all__",
+            "__doc__",
+            "__file__",
+            "__name__",
+            "__path__",
+            "__version__",
+        ]
+    )
 
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any attribute

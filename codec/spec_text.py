@@ -38,6 +38,7 @@ def spec_of(text: str) -> Spec:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
         if isinstance(e, CodecError):
             raise
+        why = e.msg if isinstance(e, SyntaxError) else e  # without the position, which is in "<unknown>"
         raise SpecError(
-            f"a spec must be the name of a preset, or text such as Quantize(4), got {shown(text)}: {e}"
+            f"a spec must be the name of a preset, or text such as Quantize(4), got {shown(text)}: {why}"
         ) from None

@@ -6,10 +6,13 @@ from typing import Any, get_args
 
 from codec._options import options
 from codec.advisor.advise import advise
-from codec.advisor.cost_model import Algorithm
+from codec.advisor.cost_model import Algorithm, link_of
 from codec.cli.console import EXIT_CODES, add_json, add_threads, print_line, visible
+from codec.errors import ArgumentError
 from codec.files.arrays import arrays_of
 from codec.tensors.wrapper import view
+
+_SLOWEST = 1e4  # bits per second; a lower rate lacks its unit
 
 
 def add_commands(commands: Any) -> None:
@@ -27,7 +30,7 @@ def add_commands(commands: Any) -> None:
         nargs="*",
         help="names of arrays to measure; default: all of float32, bfloat16 and float16, or of --dtype",
     )
-    p.add_argument("--link", required=True, help="100mbit, 10Gbps, or bits per second")
+    p.add_argument("--link", required=True, help="100mbit (megabits per second), 10Gbps, or bits per second")
     p.add_argument("--rtt", help="round trip between ranks, as ping measures it: 40ms, or seconds; default: 0.2ms")
     p.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
     p.add_argument("--algorithm", choices=get_args(Algorithm), help="default: two_shot; of 2 ranks all_gather")
@@ -41,6 +44,10 @@ def add_commands(commands: Any) -> None:
 
 def run_advise(args: argparse.Namespace) -> int:
     """Print the advice of :func:`codec.advise` for the arrays of a file."""
+    if (rate := link_of(args.link).bits_per_second) < _SLOWEST:
+        raise ArgumentError(
+            f"--link {args.link} is {rate:g} bits per second: write a unit, such as 100mbit for 100 megabits per second"
+        )
     arrays = arrays_of(args.file, args.arrays, args.dtype)
     total = sum(x.nbytes for x in arrays.values()) / 1e6
     names = visible(", ".join(arrays)) or "nothing"

@@ -32,6 +32,8 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(metavar="command")
     for group in _GROUPS:
         group.add_commands(commands)
+    for command in commands.choices.values():
+        command.set_defaults(command=command)
     return made
 
 
@@ -39,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     _complete_standard_streams()
     made = parser()
-    args = made.parse_args(argv)
+    args, unknown = made.parse_known_args(argv)
     args.parser = made
+    if unknown:
+        getattr(args, "command", made).error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.run is tools.run_flags and not args.flags:
         made.print_help()
         return 0

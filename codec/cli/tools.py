@@ -44,7 +44,7 @@ def add_commands(commands: Any) -> None:
         description='Print a script that completes commands and options, such as eval "$(codec completion bash)". The '
         f"package shtab must be installed. {EXIT_CODES}",
     )
-    p.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    p.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"))
     p.set_defaults(run=run_completion)
 
 
@@ -60,6 +60,8 @@ def run_completion(args: argparse.Namespace) -> int:
         shtab: Any = importlib.import_module("shtab")
     except ImportError:
         raise EngineError("codec completion needs shtab, which is not installed: pip install shtab") from None
+    if args.shell not in shtab.SUPPORTED_SHELLS:
+        raise EngineError(f"shtab {shtab.__version__} does not support {args.shell}: pip install -U shtab")
     print(shtab.complete(args.parser, shell=args.shell))
     return 0
 

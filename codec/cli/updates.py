@@ -84,11 +84,8 @@ def run_apply(args: argparse.Namespace) -> int:
         return OTHER_BASE
     entries = {"file": args.output, "nbytes": nbytes, "version": base.version,
                "tensors": len(base.weights), "digest": base.weights.digest().hex()}  # fmt: skip
-    report(
-        args,
-        entries,
-        f"{args.output}: version {base.version}, {len(base.weights)} tensors, with the header of {args.old}",
-    )
+    count = readable.count(len(base.weights), "tensor")
+    report(args, entries, f"{args.output}: version {base.version}, {count}, with the header of {args.old}")
     return 0
 
 

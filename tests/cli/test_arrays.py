@@ -122,3 +122,9 @@ def test_json_reports_sizes(tmp_path, capsys):
 def test_wrong_codecs_are_errors(text, tmp_path, capsys):
     np.save(tmp_path / "x.npy", X)
     failed(capsys, "compress", tmp_path / "x.npy", "--codec", text)
+
+
+def test_errors_of_specs_name_no_position(tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.ones(3, np.float32))
+    assert run("compress", tmp_path / "x.npy", "--codec", "Quantize(4") == 1
+    assert capsys.readouterr().err.endswith("got 'Quantize(4': '(' was never closed\n")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -70,10 +71,38 @@ def test_completion_scripts_know_commands_and_options(capsys):
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=True).returncode == 0
     for word in ("unpack", "--force", "--link"):
         assert word in script
+    for shell in ("zsh", "fish", "tcsh"):
+        assert main(["completion", shell]) == 0
+        assert "unpack" in capsys.readouterr().out
+
+
+def test_unknown_options_print_the_usage_of_their_command(capsys):
+    for arguments in (["pack", "--foo", "x"], ["pack", "x", "y"]):
+        with pytest.raises(SystemExit) as e:
+            main(arguments)
+        assert e.value.code == 2
+        err = capsys.readouterr().err
+        assert err.startswith("usage: codec pack [-h]")
+        assert err.endswith(
+            f"codec pack: error: unrecognized arguments: {arguments[-1] if 'y' in arguments else '--foo'}\n"
+        )
+    with pytest.raises(SystemExit):
+        main(["--foo"])
+    assert capsys.readouterr().err.startswith("usage: codec [-h]")
+
+
+def test_links_without_a_unit_are_refused(tmp_path, capsys):
+    np.savez(tmp_path / "x.npz", w=np.ones((10, 10), np.float32))
+    assert main(["advise", str(tmp_path / "x.npz"), "--link", "100"]) == 1
+    assert "--link 100 is 100 bits per second: write a unit, such as 100mbit" in capsys.readouterr().err
 
 
 def test_missing_packages_are_named(monkeypatch, tmp_path, capsys):
     np.save(tmp_path / "x.npy", np.ones(3))
+    old = types.SimpleNamespace(SUPPORTED_SHELLS=["bash"], __version__="1.7")
+    monkeypatch.setitem(sys.modules, "shtab", old)
+    assert main(["completion", "fish"]) == 1
+    assert "shtab 1.7 does not support fish: pip install -U shtab" in capsys.readouterr().err
     for name in ("shtab", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["completion", "bash"]) == 1
