@@ -18,7 +18,16 @@ from codec._c.library import ITEMSIZE, MANTISSA_BITS
 from codec._options import options
 from codec.batch import decode_many, encode_many
 from codec.cli.compressors import compressors, lmzip, missing
-from codec.cli.console import EXIT_CODES, add_json, check_output, print_error, print_table, progress_bar
+from codec.cli.console import (
+    EXIT_CODES,
+    STANDARD,
+    add_json,
+    check_output,
+    output_file,
+    print_error,
+    print_table,
+    progress_bar,
+)
 from codec.errors import ArgumentError, CodecError, EngineError
 from codec.files.opening import printable
 from codec.tensors.wrapper import view
@@ -61,7 +70,8 @@ def add_commands(commands: Any) -> None:
 def run_bench(args: argparse.Namespace) -> int:
     """Run ``codec bench``: print a table of sizes and speeds."""
     if args.plot is not None:
-        check_output(args.plot, args.force, args.file)
+        if check_output(args.plot, args.force, args.file) == STANDARD:
+            raise ArgumentError("--plot must name a file, since the table is printed on standard output")
         _matplotlib()
     tensors = _tensors(args.file, args.key, args.max_mb * 1e6)
     total = sum(len(values) for *_, values in tensors)
@@ -253,8 +263,11 @@ def _draw(rows: list[Row], path: str, name: str) -> None:
     axes.set_xlim(right=4 * max(row.decompress for row in rows))  # space for the names beside the points
     axes.grid(alpha=0.3)
     try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as e:
+        with output_file(path, name) as file:
+            figure.savefig(file, format=Path(path).suffix[1:] or "png", dpi=120)
+    except CodecError:
+        raise
+    except ValueError as e:  # matplotlib has no such format
         raise ArgumentError(f"{printable(path)} cannot be written: {e}") from None
     finally:
         plt.close(figure)

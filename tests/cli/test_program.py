@@ -137,3 +137,15 @@ def test_updates_are_recognized_without_reading_pipes(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     assert not updates.is_update(str(tmp_path / "fifo"))
     assert not updates.is_update(str(tmp_path / "none"))
+
+
+def test_plots_are_written_as_other_outputs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program.bench, "_SECONDS", 0)
+    np.savez(tmp_path / "x.npz", w=np.ones((10, 10), np.float32))
+    (tmp_path / "x.npz").chmod(0o600)
+    for name, code in (("p.png", 0), ("p.foo", 1), ("-", 1), ("folder/p.png", 1)):
+        path = name if name == "-" else str(tmp_path / name)
+        assert main(["bench", str(tmp_path / "x.npz"), "--plot", path]) == code
+    assert capsys.readouterr().err.count("codec: ") == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["p.png", "x.npz"]
+    assert (tmp_path / "p.png").stat().st_mode & 0o777 == 0o600
