@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 from codec._options import ALGORITHMS, CallOptions
 from codec.errors import ArgumentError, CodecError, SpecError
-from codec.optimizers.from_torch import unwrapped
+from codec.optimizers.wrappers import unwrapped
 from codec.spec_text import spec_of
 from codec.specs import Spec
 from codec.torch import Hook, ddp_hook
@@ -86,7 +86,7 @@ class Launch:
             return
         how: dict[str, Any] = {"grad_scaler": _scaler(), "options": self._options}
         if needs_optimizer(self._spec):
-            how["optimizer"] = _optimizer(model)
+            how["optimizer"] = _optimizers(model)
         hook = ddp_hook(self._spec, **how)
         try:
             hook.register(model)
@@ -127,23 +127,26 @@ def _scaler() -> Any:
     return scalers[0] if len(scalers) == 1 else None
 
 
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that has all trainable parameters of a model.
+def _optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that have the trainable parameters of a model.
 
     Raises
     ------
     SpecError
-        There is no such optimizer, or there are several.
+        A parameter is in none of them, or in several.
     """
     wanted = {p for p in model.parameters() if p.requires_grad}
     plain: set[torch.optim.Optimizer] = {unwrapped(o) for o in _living(torch.optim.Optimizer)}
-    found = {o for o in plain if wanted <= {p for g in o.param_groups for p in g["params"]}}
-    if len(found) != 1:
+    params = {o: wanted & {p for g in o.param_groups for p in g["params"]} for o in plain}
+    found = {o: mine for o, mine in params.items() if mine}
+    if sum(map(len, found.values())) != len(wanted) or set().union(*found.values()) != wanted:
         raise SpecError(
-            f"the codec needs one optimizer with all parameters of the model, found {len(found)} at the first forward "
-            "pass: make the optimizer before that pass, or use a codec that needs none, such as --codec balanced"
+            "the codec needs optimizers that have each parameter of the model exactly once, found "
+            f"{sum(map(len, found.values()))} in {len(found)} optimizers for {len(wanted)} parameters at the first "
+            "forward pass: make the optimizers before that pass, or use a codec that needs none, such as --codec "
+            "balanced"
         )
-    return found.pop()
+    return list(found)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

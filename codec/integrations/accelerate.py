@@ -43,8 +43,8 @@ def compress(accelerator: Any, model: Any, spec: Given = Lossless(), **how: Any)
     spec : Spec, str or Hook
         Codec, name of a preset, or hook that :func:`codec.torch.ddp_hook` returned. Default: lossless.
     **how
-        Keyword arguments of :func:`codec.torch.ddp_hook`. Defaults: `optimizer` is the accelerator's optimizer, if
-        there is one; `grad_scaler` is the accelerator's scaler with ``mixed_precision="fp16"``.
+        Keyword arguments of :func:`codec.torch.ddp_hook`. Defaults: `optimizer` is a list of the accelerator's
+        optimizers; `grad_scaler` is the accelerator's scaler with ``mixed_precision="fp16"``.
 
     Returns
     -------

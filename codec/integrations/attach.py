@@ -47,7 +47,7 @@ def hook_of(given: Given, how: Mapping[str, Any], optimizers: Sequence[Any] = ()
     how : mapping
         Keyword arguments of :func:`codec.torch.ddp_hook` for a new hook.
     optimizers : sequence of torch.optim.Optimizer
-        Optimizers that the framework uses. If there is exactly one, it is the default of ``optimizer=``.
+        Optimizers that the framework uses, the default of ``optimizer=``.
     scaler : torch.amp.GradScaler or None
         Scaler that the framework uses. If it is enabled, it is the default of ``grad_scaler=``.
 
@@ -63,8 +63,8 @@ def hook_of(given: Given, how: Mapping[str, Any], optimizers: Sequence[Any] = ()
             )
         return given
     arguments = dict(how)
-    if len(optimizers) == 1:
-        arguments.setdefault("optimizer", optimizers[0])
+    if optimizers:
+        arguments.setdefault("optimizer", list(optimizers))
     if scaler is not None and scaler.is_enabled():
         arguments.setdefault("grad_scaler", scaler)
     return ddp_hook(given, **arguments)

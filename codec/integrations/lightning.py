@@ -24,8 +24,8 @@ class Compression(_Callback):
     spec : Spec, str or Hook
         Codec, name of a preset, or hook that :func:`codec.torch.ddp_hook` returned. Default: lossless.
     **how
-        Keyword arguments of :func:`codec.torch.ddp_hook`. Defaults: `optimizer` is the trainer's optimizer, if it has
-        one; `grad_scaler` is the trainer's scaler with ``precision="16-mixed"``.
+        Keyword arguments of :func:`codec.torch.ddp_hook`. Defaults: `optimizer` is a list of the trainer's optimizers;
+        `grad_scaler` is the trainer's scaler with ``precision="16-mixed"``.
 
     Raises
     ------

@@ -43,7 +43,7 @@ from codec.optimizers.formulas import (
     Nesterov,
     RMSprop,
 )
-from codec.optimizers.from_torch import from_optimizer, state_of
+from codec.optimizers.from_torch import Formula, from_optimizer, state_of
 
 __all__ = [
     "SGD",
@@ -52,6 +52,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Custom",
+    "Formula",
     "Lion",
     "Momentum",
     "Muon",

@@ -1,12 +1,13 @@
-"""Conversion of torch optimizers, and of other packages' Lion, to optimizers and state of :mod:`codec.optimizers`."""
+"""Conversion of torch optimizers, of other packages' Lion, and of a user's formula, to descriptions and state."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from codec.arguments import whole
+from codec.arguments import shown, whole
 from codec.errors import ArgumentError
 from codec.optimizers.base import Optimizer
+from codec.optimizers.custom import Custom, Formula
 from codec.optimizers.formulas import (
     SGD,
     Adafactor,
@@ -20,6 +21,7 @@ from codec.optimizers.formulas import (
     Nesterov,
     RMSprop,
 )
+from codec.optimizers.wrappers import unwrapped
 
 _BUFFERS = {"m": ("momentum_buffer", "exp_avg"), "v": ("exp_avg_sq", "square_avg", "sum")}
 # Options of third-party Lions, each with the value for which the step is that of the Lion paper.
@@ -41,7 +43,7 @@ def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> 
 
     Parameters
     ----------
-    optimizer : torch.optim.SGD, Adagrad, RMSprop, Adam, AdamW, NAdam, Adafactor or Muon, or a Lion
+    optimizer : torch.optim.SGD, Adagrad, RMSprop, Adam, AdamW, NAdam, Adafactor or Muon, a Lion, or a Formula
         The torch optimizer, or a wrapper with the attribute ``optimizer``, such as those of Accelerate and Lightning. A
         Lion of any package is accepted, such as those of lion_pytorch and timm, if its class is named Lion, its weight
         decay is decoupled, and its only state array is ``exp_avg``.
@@ -54,7 +56,8 @@ def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> 
     Returns
     -------
     Optimizer
-        Optimizer of :mod:`codec.optimizers` with the group's options and number of steps.
+        Optimizer of :mod:`codec.optimizers` with the group's options and number of steps. For a :class:`Formula`,
+        ``SGD(lr=1)``, whose A is ``theta``, because :func:`state_of` returns A as ``theta``.
 
     Raises
     ------
@@ -79,6 +82,8 @@ def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> 
     if not -len(groups) <= whole("group", group, -len(groups)) < len(groups):
         raise ArgumentError(f"group must be an index into the optimizer's {len(groups)} param_groups, got {group}")
     g: dict[str, Any] = groups[group]
+    if isinstance(optimizer, Formula):
+        return SGD(1.0)
     if parameter is not None and not optimizer.state.get(parameter):
         g = {**g, "dampening": 0.0}  # SGD ignores dampening in the first step of a parameter
     known = {name: float(g[name]) for name in ("lr", "weight_decay")} | {"maximize": bool(g.get("maximize"))}
@@ -86,33 +91,32 @@ def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> 
     return _READERS[kind](g, known, lambda: _steps(optimizer, counted))
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """Return the torch optimizer inside wrappers such as those of Accelerate and Lightning."""
-    for _ in range(8):
-        inside = getattr(optimizer, "optimizer", None)
-        if not hasattr(inside, "param_groups"):
-            break
-        optimizer = inside
-    return optimizer
-
-
 def check_known(optimizer: Any) -> str:
-    """Return the name of the class of a torch optimizer.
+    """Return the name of the class of a torch optimizer, or "Formula".
 
     Raises
     ------
     ArgumentError
-        No formula for the step of this class is known.
+        No formula for the step of this class is known, or the object is not a torch optimizer.
     """
     optim: Any = getattr(sys.modules.get("torch"), "optim", None)
     kind = type(optimizer).__name__
+    if isinstance(optimizer, Formula):
+        return kind
+    if not hasattr(optimizer, "param_groups"):
+        own = isinstance(optimizer, Optimizer | Custom)
+        describes = ", which describes a step for Truncate.bind(), but has no parameters and no state" if own else ""
+        raise ArgumentError(
+            f"optimizer must be a torch optimizer, got {shown(optimizer)}{describes}: pass the torch optimizer, or "
+            "codec.optimizers.Formula(optimizer, function) if the formula for its step is yours"
+        )
     if kind == "Lion" and _is_torch_optimizer(optimizer):
         _check_lion(optimizer)
     elif kind not in _READERS or type(optimizer) is not getattr(optim, kind, None):
         known = ", ".join(name for name in _READERS if name != "Lion")
         raise ArgumentError(
             f"the formula for the step of {kind} is not known: use {known} of torch.optim or a Lion, which may be "
-            "wrapped, or write the formula with codec.optimizers.Custom"
+            "wrapped, or pass codec.optimizers.Formula(optimizer, function), whose function computes A"
         )
     return kind
 
@@ -211,26 +215,32 @@ _READERS = {
 }
 
 
-def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
+def state_of(optimizer: Any, parameter: Any, *, m: str | None = None, v: str | None = None) -> dict[str, Any]:
     """Return the state of one parameter before the step, as keyword arguments of :meth:`codec.Truncate.bind`.
 
     Parameters
     ----------
-    optimizer : torch.optim.Optimizer
+    optimizer : torch.optim.Optimizer or Formula
         The torch optimizer, or a wrapper, as for :func:`from_optimizer`.
     parameter : torch.nn.Parameter
         One of the optimizer's parameters.
+    m, v : str, optional
+        Names of these tensors in the optimizer's state. Default: torch's names, ``momentum_buffer`` or ``exp_avg`` for
+        `m`, ``exp_avg_sq``, ``square_avg`` or ``sum`` for `v`.
 
     Returns
     -------
     dict of str to torch.Tensor
-        ``theta``, and ``m`` and ``v`` if the optimizer has them. The tensors are not copied. Adafactor's ``v`` is a new
-        tensor, computed from its row and column statistics.
+        ``theta``, and ``m`` and ``v`` if the optimizer has them; before its first step it has none. The tensors are not
+        copied. Adafactor's ``v`` is a new tensor, computed from its row and column statistics. For a
+        :class:`Formula`, ``theta`` is a new tensor, A.
 
     Raises
     ------
     ArgumentError
-        `optimizer` is not a torch optimizer, or the parameter is not one of its parameters.
+        `optimizer` is not a torch optimizer, or the parameter is not one of its parameters. The state has no tensor of
+        the given name; or the optimizer is not built in, and its state has a tensor of the parameter's size whose name
+        is not known.
 
     Examples
     --------
@@ -240,15 +250,42 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     """
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "param_groups"):
-        raise ArgumentError(f"optimizer must be an optimizer of torch.optim, not {type(optimizer).__name__}")
+        check_known(optimizer)
     group = next((g for g in optimizer.param_groups if any(parameter is p for p in g["params"])), None)
     if group is None:
         raise ArgumentError(f"a parameter of shape {tuple(parameter.shape)} is in none of the optimizer's param_groups")
+    if isinstance(optimizer, Formula):
+        return {"theta": optimizer.term(parameter, group)}
     have: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    found = {ours: have[name] for ours, names in _BUFFERS.items() for name in names if have.get(name) is not None}
+    given = {name: its for name, its in (("m", m), ("v", v)) if its is not None}
+    if have and (lacking := [its for its in given.values() if have.get(its) is None]):
+        raise ArgumentError(f"the state of this parameter has no {lacking[0]!r}, only {', '.join(map(repr, have))}")
+    names = _BUFFERS | {ours: (its,) for ours, its in given.items()}
+    found = {ours: have[name] for ours, each in names.items() for name in each if have.get(name) is not None}
+    _check_complete(optimizer, parameter, have, names)
     if "beta2_decay" in group and have:
         found["v"] = _adafactor_v(parameter, have, *group["eps"])
     return {"theta": parameter, **found}
+
+
+def _check_complete(
+    optimizer: Any, parameter: Any, have: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Raise ArgumentError if the state of an optimizer that is not built in has a tensor of an unknown name.
+
+    Without this check, a formula of the user's would be computed without this tensor.
+    """
+    if type(optimizer) is getattr(sys.modules["torch"].optim, type(optimizer).__name__, None):
+        return
+    known = {name for each in names.values() for name in each}
+    size = tuple(parameter.shape)
+    for name, x in have.items():
+        if name not in known and size and tuple(getattr(x, "shape", ())) == size:
+            raise ArgumentError(
+                f"the state of {type(optimizer).__name__} has a tensor {name!r}, and it is not known whether this is m "
+                f"or v: pass its name, state_of(optimizer, parameter, v={name!r}), or pass all tensors to bind() "
+                "yourself"
+            )
 
 
 def _adafactor_v(parameter: Any, have: Mapping[str, Any], eps1: float | None, eps2: float) -> Any:

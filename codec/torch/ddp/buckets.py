@@ -1,19 +1,19 @@
-"""Buckets of gradients: their parameters, offsets and order in memory, and the optimizer state that Truncate needs."""
+"""Buckets of gradients: their parameters, offsets and order in memory."""
 
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError, SpecError, optimizers
+from codec import ArgumentError
 from codec._c.library import lib
 from codec.explain import CARRIES_NONFINITE, bits_of, count_nonfinite
-from codec.specs import Spec, SpecLike, Truncate
+from codec.specs import Spec, Truncate
 from codec.stateful.ranges import NOBODY, Layout, numel
 from codec.tensors.segments import Records, pack, segments
 from codec.tensors.view import view
@@ -188,11 +188,6 @@ def flat(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
-def _flat_or_zeros(x: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
-    """Flatten the state tensor `x` of a parameter; return zeros for None, before the optimizer's first step."""
-    return flat(torch.zeros_like(local(p)) if x is None else x, p)
-
-
 def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Return a view of each parameter's gradient in a bucket, with the parameter's shape; complex for complex ones.
 
@@ -238,59 +233,6 @@ class Buffers:
         if buffer is None or buffer.numel() < n:
             buffer = self._buffers[key] = torch.empty(n, dtype=dtype, device=device)
         return torch.cat(tensors, out=buffer[:n])
-
-
-def check_has(optimizer: Any, spec: Spec, name: str) -> None:
-    """Raise SpecError if the spec of a parameter needs an optimizer, and there is none."""
-    if needs_optimizer(spec) and optimizer is None:
-        raise SpecError(f"{spec}, the spec of {name}, needs the state of the optimizer: pass ddp_hook(optimizer=)")
-
-
-def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, number: int) -> SpecLike:
-    """Return the spec of a part, bound to the optimizer's parameter groups and state if the spec needs them.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer or None
-        Optimizer of the model.
-    part : Part
-        Parameters of a bucket.
-    scale : float
-        Factor by which a GradScaler has multiplied all gradients; 1 without one.
-    buffers : Buffers
-        Cached memory for the concatenated state.
-    number : int
-        Key of the part in `buffers`.
-
-    Raises
-    ------
-    ArgumentError
-        The optimizer does not have a parameter of the part.
-    SpecError
-        There is no optimizer.
-    """
-    if not needs_optimizer(part.spec):
-        return part.spec
-    check_has(optimizer, part.spec, part.names[0])
-    group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
-        raise ArgumentError(
-            f"optimizer= lacks the parameters {', '.join(lacking)}: choose another spec for them by policy="
-        )
-    groups: list[tuple[int, Any]] = []
-    offset = 0
-    for p in part.parameters:
-        group = replace(optimizers.from_optimizer(optimizer, group_of[p], parameter=p), grad_scale=scale)
-        if not groups or groups[-1][1] != group:
-            groups.append((offset, group))
-        offset += n_values(p)
-    states = [(p, optimizers.state_of(optimizer, p)) for p in part.parameters]
-    known = [name for name in ("theta", "m", "v") if any(name in s for _, s in states)]
-    state = {
-        name: buffers.joined((number, name), [_flat_or_zeros(s.get(name), p) for p, s in states]) for name in known
-    }
-    assert isinstance(part.spec, Truncate)
-    return part.spec.bind(groups, **state)
 
 
 def check_join(module: torch.nn.Module | None) -> None:

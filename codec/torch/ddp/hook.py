@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, SpecError, StateError
 from codec.arguments import shown
-from codec.specs import Preset, Spec, check_contraction, require_feedback
+from codec.specs import BoundSpec, Preset, Spec, check_contraction, require_feedback
 from codec.stateful import CodebookRefresher
 from codec.torch.collectives.bytes import exchange
 from codec.torch.ddp import checkpoint, lifetime
 from codec.torch.ddp.buckets import Bucket, n_values, needs_optimizer, sizes_of
+from codec.torch.ddp.optimizer_state import Optimizers
 from codec.torch.ddp.policy import feeds_back, names_of
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import ParameterStats, Stats
@@ -66,9 +67,9 @@ class Hook:
         return self.reducer.plan.spec
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """Argument ``optimizer=`` of :func:`ddp_hook`, without the wrapper of Accelerate or Lightning."""
-        return self.reducer.optimizer
+    def optimizers(self) -> tuple[Any, ...]:
+        """Argument ``optimizer=`` of :func:`ddp_hook` as a tuple, without the wrappers of Accelerate or Lightning."""
+        return self.reducer.optimizers.all
 
     @property
     def refresher(self) -> CodebookRefresher | None:
@@ -225,7 +226,7 @@ class Hook:
         4
         """
         plan = self.reducer.plan
-        plan.spec = check(spec, self.optimizer, feedback, self.reducer.algorithm, self.refresher)
+        plan.spec = check(spec, self.reducer.optimizers, feedback, self.reducer.algorithm, self.refresher)
         plan.feedback_argument = feedback
         self.reducer.state.begin_feedback()
         lifetime.warn_of_adam(self.reducer)
@@ -353,15 +354,23 @@ def check_feedback(feedback: Any) -> None:
 
 def check(
     spec: Spec | Preset,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
     feedback: bool | float | None,
     algorithm: str,
     refresher: CodebookRefresher | None,
 ) -> Spec:
     """Check that these arguments of :func:`ddp_hook` do not contradict each other; return the spec."""
+    if isinstance(spec, BoundSpec):
+        raise ArgumentError(
+            f"spec must not be bound, since the optimizer's state changes in each step, got {spec!r}: pass "
+            f"{spec.spec!r} and optimizer=, a torch optimizer or codec.optimizers.Formula(optimizer, function), with "
+            "which the hook binds the spec in each step"
+        )
     spec = plain_spec(spec)
-    if needs_optimizer(spec) and optimizer is None:
-        raise SpecError(f"{spec} needs the state of the optimizer: pass optimizer=")
+    if needs_optimizer(spec):
+        if not optimizers.all:
+            raise SpecError(f"{spec} needs the state of the optimizer: pass optimizer=")
+        optimizers.check_known()
     check_feedback(feedback)
     if feedback:
         check_contraction(spec)

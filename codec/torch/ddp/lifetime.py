@@ -136,8 +136,9 @@ def warn_of_adam(reducer: Reducer) -> None:
     """
     if not _distorts(reducer):
         return
-    if reducer.optimizer is not None:
-        _warn_if_adam(reducer.plan.lossiest, reducer.optimizer)
+    if reducer.optimizers.all:
+        for optimizer in reducer.optimizers.all:
+            _warn_if_adam(reducer.plan.lossiest, optimizer)
         return
     if not _unchecked:
         _listen()

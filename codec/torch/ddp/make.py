@@ -14,14 +14,13 @@ from codec import ArgumentError, CallOptions, SpecError
 from codec._options import settings_of
 from codec.advisor.cost_model import link_of
 from codec.arguments import shown, whole
-from codec.optimizers.from_torch import check_known, unwrapped
 from codec.specs import Lossless, Preset, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch.auto.gradients import GradientChoice
 from codec.torch.auto.quality import Auto, auto_of, quality_of
 from codec.torch.ddp import lifetime
-from codec.torch.ddp.buckets import needs_optimizer
 from codec.torch.ddp.hook import Hook, check, check_feedback
+from codec.torch.ddp.optimizer_state import Optimizers
 from codec.torch.ddp.policy import Chooser, Plan, Policy, default_policy, policy_of
 from codec.torch.ddp.reducer import Reducer, Transform
 from codec.torch.reduction.execution import algorithm_of
@@ -53,9 +52,11 @@ def ddp_hook(
         Codec of the gradients, or the name of a preset. Default: lossless. "auto" or :class:`Auto`: the hook measures
         the link. Of the specs that :class:`Auto`'s quality allows, it finds the fastest one, and uses the least lossy
         one that is about as fast. It changes its choice when the link changes, at the same step on all ranks.
-    optimizer : torch.optim.Optimizer, optional
-        Optimizer of the model. :class:`codec.Truncate` computes from its next step how many bits of each gradient
-        matter (:func:`codec.optimizers.from_optimizer`). Wrappers of Accelerate and Lightning are removed.
+    optimizer : torch.optim.Optimizer, codec.optimizers.Formula, or list of them, optional
+        Optimizer of the model; a list if the model has several, such as Muon and AdamW. :class:`codec.Truncate`
+        computes from the next step how many bits of each gradient matter (:func:`codec.optimizers.from_optimizer`).
+        Each parameter that Truncate encodes must be in exactly one of them. For an optimizer that is not built in, pass
+        a :class:`codec.optimizers.Formula`. Wrappers of Accelerate and Lightning are removed.
     feedback : bool or float, optional
         Error feedback: each rank adds the encoding errors of its frames, the residuals, to its gradients of the next
         step. A rank that encodes sums does the same with them. Residuals take 8 bytes per value on each rank. Training
@@ -119,20 +120,18 @@ def ddp_hook(
     >>> hook = codec.torch.ddp_hook(codec.Sign(), transform=momentum).register(model)
     >>> model(torch.ones(8, 100)).sum().backward()  # gradients are now the mean momenta
     """
-    optimizer = unwrapped(optimizer)
+    optimizers = Optimizers(optimizer)
     settings = settings_of(options)
     if (auto := auto_of(spec)) is None:
-        choice, spec = None, check(cast(Spec | Preset, spec), optimizer, feedback, algorithm_of(settings), refresher)
+        choice, spec = None, check(cast(Spec | Preset, spec), optimizers, feedback, algorithm_of(settings), refresher)
     else:
         choice, spec = _choice(auto, feedback, refresher, settings), Lossless()
-    if needs_optimizer(spec):
-        check_known(optimizer)
     start_step = whole("start_step", start_step, 0, 1 << 40)
     if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
         raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
     reducer = Reducer(
         Plan(spec, feedback, policy_of(policy), start_step, choice),
-        optimizer=optimizer,
+        optimizers=optimizers,
         refresher=refresher,
         grad_scaler=grad_scaler,
         transform=transform,
@@ -151,7 +150,7 @@ def _choice(
     lossless, *lossy = floor.specs
     specs = lossless, *(s for s in lossy if not feedback or s.contraction)  # residuals of non-contractions diverge
     for each in specs:
-        check(each, None, None if each == lossless else feedback, algorithm, None)
+        check(each, Optimizers(None), None if each == lossless else feedback, algorithm, None)
     check_feedback(feedback)
     stated = None if auto.link is None else link_of(auto.link)
     options = CallOptions(threads=settings.threads)  # other options do not apply: samples are encoded in host memory

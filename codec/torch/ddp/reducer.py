@@ -13,7 +13,8 @@ from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward
 from codec.torch.ddp import uncompressed
-from codec.torch.ddp.buckets import Bucket, Part, bind_to_part, check_has, check_join, cut, cut_as, n_values, scatter
+from codec.torch.ddp.buckets import Bucket, Part, check_join, cut, cut_as, n_values, scatter
+from codec.torch.ddp.optimizer_state import Optimizers
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.step import Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
@@ -35,8 +36,8 @@ class Reducer:
     ----------
     plan : Plan
         Spec and error feedback of each parameter.
-    optimizer : torch.optim.Optimizer or None
-        Optimizer of the model.
+    optimizers : Optimizers
+        Optimizers of the model.
     refresher : CodebookRefresher or None
         Codebooks that all ranks agree on.
     grad_scaler : torch.amp.GradScaler or None
@@ -51,7 +52,7 @@ class Reducer:
         self,
         plan: Plan,
         *,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         refresher: CodebookRefresher | None,
         grad_scaler: Any,
         transform: Transform | None,
@@ -59,7 +60,7 @@ class Reducer:
     ) -> None:
         check_timeout(settings.timeout)
         self.plan = plan
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.refresher = refresher
         self.transform = transform
         self.settings, self.algorithm = settings, execution.algorithm_of(settings)
@@ -87,7 +88,7 @@ class Reducer:
             Residuals belong to other parameters or to another rank.
         """
         for p, name in names.items():
-            check_has(self.optimizer, self.plan.spec_of(name, p), name)
+            self.optimizers.check_has(self.plan.spec_of(name, p), name)
         self.state.check_owner(names, group.rank(), group.size())
 
     def serve(self, names: Mapping[torch.nn.Parameter, str], group: Any, module: torch.nn.Module) -> None:
@@ -379,7 +380,7 @@ class Reducer:
         if not part.whole:
             places = zip(part.offsets, part.layout, strict=True)
             x = self.state.buffers.joined((which, "grad"), [buffer[o : o + n] for o, (_, _, n) in places])
-        spec = bind_to_part(self.optimizer, part, step.scale, self.state.buffers, which)
+        spec = self.optimizers.bind(part, step.scale, self.state.buffers, which)
         stream = (step.number << 20) + part.number
         r = arguments.reduction_of(x, spec, "mean", stream, segments=part.segments, settings=self.settings)
         if part.whole and (r.on_device or buffer.device.type == "cpu"):

@@ -20,10 +20,11 @@ def test_missing_framework_is_named_with_the_way_to_get_it():
 def test_arguments_of_the_framework_are_defaults_of_a_hook():
     optimizer = torch.optim.SGD(small_net().parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    assert attach.hook_of("near", {}, [optimizer], scaler).optimizer is optimizer
-    assert attach.hook_of("near", {"optimizer": optimizer}, [], None).optimizer is optimizer
+    other = torch.optim.AdamW(small_net().parameters())
+    assert attach.hook_of("near", {}, [optimizer, other], scaler).optimizers == (optimizer, other)
+    assert attach.hook_of("near", {"optimizer": optimizer}, [other], None).optimizers == (optimizer,)
     with pytest.raises(codec.SpecError, match="pass optimizer="):
-        attach.hook_of("near", {}, [optimizer, optimizer])
+        attach.hook_of("near", {})
     off = torch.amp.GradScaler("cpu", enabled=False)
     for given, kept in ((scaler, scaler), (off, None), (None, None)):
         assert attach.hook_of("small", {}, (), given).reducer._scaler is kept

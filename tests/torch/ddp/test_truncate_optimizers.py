@@ -109,3 +109,119 @@ def test_layers_unfrozen_later_train_as_float32(name):
         assert losses == pytest.approx(plain, abs=1e-5)
         for p, q in zip(found, expected, strict=True):
             torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-4)
+
+
+def rmsprop_term(theta, state, group):
+    """Return A of RMSprop with momentum."""
+    if not state:
+        return None
+    kept = theta / group["lr"] - group["momentum"] * state["momentum_buffer"]
+    return kept * ((group["alpha"] * state["square_avg"]).sqrt() + group["eps"])
+
+
+def _several(model, how):
+    """Return two optimizers of a model, of which the second one needs a formula, and the argument ``optimizer=``."""
+    first, second = list(model.parameters())[::2], list(model.parameters())[1::2]
+    adamw = torch.optim.AdamW([{"params": first[:3], "lr": 1e-2}, {"params": first[3:], "weight_decay": 0}])
+    rmsprop = torch.optim.RMSprop(second, lr=1e-3, momentum=0.9)
+    formula = codec.optimizers.Formula(rmsprop, rmsprop_term)
+    return (adamw, rmsprop), {"list": [adamw, formula], "tuple": (formula, adamw)}[how]
+
+
+class _Both:
+    """Two optimizers that step together."""
+
+    def __init__(self, *each):
+        self.each = each
+
+    def zero_grad(self):
+        for optimizer in self.each:
+            optimizer.zero_grad()
+
+    def step(self):
+        for optimizer in self.each:
+            optimizer.step()
+
+
+def _with_several(rank, size, guard, how):
+    """Train 6 steps without codec, then one with the hook; return the parameters of each."""
+    results = []
+    for hooked in (False, True):
+        model = ddp_training.wrapped()
+        both, argument = _several(model.module, how)
+        if hooked:
+            hook = codec.torch.ddp_hook(
+                codec.Truncate(guard=guard), optimizer=argument, policy=ddp_training.ENCODE_ALL, start_step=6
+            )
+            hook.register(model)
+        ddp_training.train(model, _Both(*both), rank, 6)
+        before = [p.detach().clone() for p in model.parameters()]
+        ddp_training.train(model, _Both(*both), rank, 1, first=6)
+        results.append((before, [p.detach().clone() for p in model.parameters()]))
+    copies = [None] * size
+    dist.all_gather_object(copies, ddp_training.parameter_bytes(model))
+    assert len(set(copies)) == 1
+    (start, plain), (same, found) = results
+    assert all(torch.equal(a, b) for a, b in zip(start, same, strict=True))
+    return start, plain, found, hook.stats()
+
+
+@pytest.mark.parametrize("how", ["list", "tuple"])
+@pytest.mark.parametrize("guard", ["exact", "near"])
+def test_step_of_several_optimizers_is_within_the_bound_of_plain_ddp(guard, how):
+    """One of the two optimizers has a user's formula. Frames are encoded twice: by workers and of sums."""
+    start, plain, found, stats = run_ranks(2, _with_several, guard, how)[0]
+    relative = 2 * 2.0 ** (-28 if guard == "exact" else -16)
+    equal = total = 0
+    for w, p, q in zip(start, plain, found, strict=True):
+        step = (p - w).abs()
+        # c A is the new parameter without the gradient: within the step of the old parameter; 2^-23 is its rounding
+        assert ((p - q).abs() <= 1.2 * relative * (w.abs() + 10 * step) + 2**-23 * w.abs() + 1e-9).all()
+        equal += int((p == q).sum())
+        total += p.numel()
+    assert equal / total > (0.99 if guard == "exact" else 0.01)
+    assert stats.parameters == {}
+    assert any("Truncate" in key for key in stats.contents)
+
+
+def _lacking(rank, size):
+    for places, words in (
+        ((0,), "lacks the parameters .*: pass a list of all optimizers"),
+        ((0, 1, 0), "several optimizers of optimizer= have the parameters"),
+    ):
+        model = ddp_training.wrapped()
+        (adamw, rmsprop), known = _several(model.module, "list")
+        given = [known[i] for i in places]
+        hook = codec.torch.ddp_hook("near", optimizer=given, policy=ddp_training.ENCODE_ALL).register(model)
+        with pytest.raises(codec.CodecError, match=words):
+            ddp_training.train(model, _Both(adamw, rmsprop), rank, 1)
+        assert hook.stats().failed_steps == 1
+
+
+def test_parameters_must_be_in_exactly_one_of_several_optimizers():
+    run_ranks(2, _lacking)
+
+
+def test_hook_says_how_to_pass_an_optimizer_that_is_not_built_in():
+    """Each error leads to Formula, and none back to the argument that was refused."""
+    model = ddp_training.net()
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    bound = codec.Truncate().bind(codec.optimizers.SGD(0.1), theta=torch.ones(3))
+    mine = Mine(model.parameters())
+    for spec, optimizer, words in (
+        ("near", mine, "the formula for the step of Mine is not known"),
+        ("near", codec.optimizers.Custom(lambda theta: theta), "has no parameters and no state"),
+        ("near", codec.optimizers.SGD(0.1), "has no parameters and no state"),
+        ("near", [mine], "the formula for the step of Mine is not known"),
+        ("near", [model], "must be a torch optimizer"),
+        (bound, mine, "spec must not be bound"),
+    ):
+        with pytest.raises(codec.ArgumentError, match=rf"{words}.*codec\.optimizers\.Formula\(optimizer, function\)"):
+            codec.torch.ddp_hook(spec, optimizer=optimizer)
+    with pytest.raises(codec.ArgumentError, match="empty list"):
+        codec.torch.ddp_hook("near", optimizer=[])
+    formula = codec.optimizers.Formula(mine, lambda theta, state, group: theta / group["lr"])
+    assert codec.torch.ddp_hook("near", optimizer=formula).optimizers == (formula,)
