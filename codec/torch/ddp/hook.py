@@ -18,8 +18,7 @@ from codec.specs import BoundSpec, Preset, Spec, check_contraction, require_feed
 from codec.stateful import CodebookRefresher
 from codec.torch.collectives.bytes import exchange
 from codec.torch.ddp import checkpoint, lifetime
-from codec.torch.ddp.buckets import Bucket, n_values, needs_optimizer, sizes_of
-from codec.torch.ddp.optimizer_state import Optimizers
+from codec.torch.ddp.buckets import Bucket, Optimizers, n_values, needs_optimizer, sizes_of
 from codec.torch.ddp.policy import feeds_back, names_of
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import ParameterStats, Stats

@@ -13,8 +13,7 @@ from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward
 from codec.torch.ddp import uncompressed
-from codec.torch.ddp.buckets import Bucket, Part, check_join, cut, cut_as, n_values, scatter
-from codec.torch.ddp.optimizer_state import Optimizers
+from codec.torch.ddp.buckets import Bucket, Optimizers, Part, check_join, cut, cut_as, n_values, scatter
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.step import Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
