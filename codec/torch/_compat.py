@@ -163,7 +163,7 @@ def fsdp_shards(module: Any) -> list[tuple[tuple[int, ...], bool]]:
         return []
 
 
-_PIPELINING_TESTED = "2.13"  # version of torch with which codec.torch.pipelining is tested
+_PIPELINING_TESTED = "2.13 to 2.15"  # versions of torch with which codec.torch.pipelining is tested
 # Methods of PipelineStage that CompressedStage overrides, with the names of their leading parameters.
 STAGE_METHODS = {
     "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs"),
@@ -172,6 +172,7 @@ STAGE_METHODS = {
     "get_fwd_recv_ops": ("fwd_chunk_id",),
     "get_bwd_send_ops": ("bwd_chunk_id",),
     "get_bwd_recv_ops": ("bwd_chunk_id",),
+    "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
     "clear_runtime_states": (),
     # Private method. In the first step it runs the module to find the shapes of its outputs.
     "_prepare_forward_infra": ("num_microbatches", "args", "kwargs"),
@@ -184,7 +185,6 @@ STAGE_ATTRIBUTES = (  # instance attributes of PipelineStage that CompressedStag
     "submod",
     "args_recv_info",
     "grad_recv_info",
-    "fwd_cache",
     "bwd_cache",
 )
 

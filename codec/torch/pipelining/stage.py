@@ -108,6 +108,9 @@ class CompressedStage(PipelineStage):
         _compat.check_stage(self)
         specs = specs_of(forward, backward, _deltas_of(activations))
         self._spoilt: Buffers | None = None  # buffers of the module to restore before the next forward
+        # Inputs, and shapes of outputs, of the micro-batches of this step.
+        self._inputs: dict[int, list[torch.Tensor | None]] = {}
+        self._output_shapes: dict[int, list[torch.Size]] = {}
         # Not part of the public API: Attempt uses it to commit and roll back. The rank of a neighbour is looked up
         # lazily, since a schedule may assign stages to ranks after their creation.
         self.traffic = Traffic(
@@ -185,6 +188,8 @@ class CompressedStage(PipelineStage):
         # statistics. Before the first forward, torch may also run a backward pass from these outputs. Autograd needs
         # unchanged buffers for that, so the buffers are restored only when the first forward begins.
         self._spoilt = Buffers([self.submod])
+        # Torch 2.14 and later have a backup, too, but fail to restore expanded buffers and ignore assigned ones.
+        self._metadata_inference_buffer_backup = None
         try:
             return super()._prepare_forward_infra(num_microbatches, args, kwargs, *rest, **named)
         except BaseException:
@@ -200,6 +205,8 @@ class CompressedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Begin a run of the schedule."""
         super().clear_runtime_states()
+        self._inputs.clear()
+        self._output_shapes.clear()
         self.traffic.begin_run(training=self.has_backward)
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any) -> Any:
@@ -211,18 +218,13 @@ class CompressedStage(PipelineStage):
         if received:
             for info, tensor in zip(self.args_recv_info[fwd_chunk_id], received, strict=True):
                 info.buffer = tensor
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **named)
-        self._resize_gradients(fwd_chunk_id)
+        if self.has_backward and not self.is_first:
+            self._inputs[fwd_chunk_id] = [info.buffer for info in self.args_recv_info[fwd_chunk_id]]
+        output: Any = super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **named)
+        if self.has_backward and not self.is_last:
+            outputs: list[torch.Tensor] = [output] if isinstance(output, torch.Tensor) else list(output)
+            self._output_shapes[fwd_chunk_id] = [_compat.local(x).shape for x in outputs]
         return output
-
-    def _resize_gradients(self, chunk: int) -> None:
-        """Resize the receive buffers for gradients to the shapes of the outputs, which may differ between batches."""
-        outputs: tuple[Any, ...] = self.fwd_cache[chunk][0]
-        stage: Any = self  # torch has no type for these
-        for info, output in zip(stage.grad_recv_info.get(chunk, ()), outputs, strict=False):
-            buffer = info.buffer
-            if buffer is not None and buffer.shape != output.shape:
-                info.buffer = torch.empty(output.shape, dtype=buffer.dtype, device=buffer.device)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
         """Receive the gradients of the outputs, then run the backward pass of a micro-batch."""
@@ -237,8 +239,7 @@ class CompressedStage(PipelineStage):
         """Send gradients. Return no operations, so that the schedule sends nothing itself."""
         if bwd_chunk_id in self.bwd_cache and not self.is_first:
             # For inputs without a gradient, torch would send zeros with the shape of the first step. Use this shape.
-            inputs = [info.buffer for info in self.args_recv_info[bwd_chunk_id]]
-            gradients = zip(inputs, self.bwd_cache[bwd_chunk_id], strict=True)
+            gradients = zip(self._inputs.pop(bwd_chunk_id), self.bwd_cache[bwd_chunk_id], strict=True)
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(x) if g is None and x is not None and x.requires_grad else g for x, g in gradients
             )
@@ -246,21 +247,46 @@ class CompressedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Start to receive activations. Return no operations, so that the schedule receives nothing itself."""
-        return self._expect(Kind.ACTIVATIONS, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+        self._expect(Kind.ACTIVATIONS, fwd_chunk_id, [op.tensor for op in super().get_fwd_recv_ops(fwd_chunk_id)])
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Start to receive gradients. Return no operations, so that the schedule receives nothing itself."""
-        return self._expect(Kind.GRADIENTS, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+        if super().get_bwd_recv_ops(bwd_chunk_id):
+            infos = self._gradient_infos(bwd_chunk_id)
+            # Torch's buffers have the shapes of the first step, from which this micro-batch may differ.
+            for info, shape in zip(infos, self._output_shapes[bwd_chunk_id], strict=True):
+                if info.buffer is not None and info.buffer.shape != shape:
+                    info.buffer = torch.empty(shape, dtype=info.buffer.dtype, device=info.buffer.device)
+            self._expect(Kind.GRADIENTS, bwd_chunk_id, [info.buffer for info in infos if info.buffer is not None])
+        return []
+
+    def _gradient_infos(self, chunk: int) -> list[Any]:
+        """Return torch's records of the gradients of a micro-batch's outputs, with the buffers to receive into."""
+        stage: Any = self  # torch has no type for these
+        return list(stage.grad_recv_info[chunk])
 
     def _send(self, kind: Kind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if ops:
             self.traffic.send(kind, chunk, [op.tensor for op in ops])
         return []
 
-    def _expect(self, kind: Kind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        if ops:
-            self.traffic.expect(kind, chunk, [op.tensor for op in ops])
-        return []
+    def _expect(self, kind: Kind, chunk: int, tensors: list[torch.Tensor]) -> None:
+        if tensors:
+            self.traffic.expect(kind, chunk, tensors)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients of the outputs from the next stage, which is on this rank, too."""
+        # For a missing gradient, torch would use zeros with the shape of the first step.
+        infos = self._gradient_infos(mb_index)
+        given = zip(next_stage_bwd_outputs, infos, self._output_shapes[mb_index], strict=True)
+        gradients = tuple(
+            torch.zeros(shape, dtype=info.tensor_meta.dtype, device=self.device)
+            if g is None and info.tensor_meta
+            else g
+            for g, info, shape in given
+        )
+        super().set_local_bwd_input(gradients, mb_index)
 
 
 def _deltas_of(activations: Any) -> Deltas | None:

@@ -48,6 +48,29 @@ def test_lossless_stages_train_as_those_of_torch(ranks, schedule):
     assert compressed == ranks.run(_train, schedule, 2, {"plain": True, "static": True})
 
 
+def _train_with_groups(rank, size, schedule, setting):
+    """Train with groups of torch for directions or edges; return losses, a digest, and True if torch has made groups."""
+    config = pytest.importorskip("torch.distributed.config")
+    with config.patch(**{setting: True}):
+        p = Pipeline(schedule, rank, size, **LOSSLESS)
+        losses = p.train(2)
+    stage = p.stages[0]
+    groups = getattr(stage, "_p2p_edge_groups", None) or getattr(stage, "_downstream_group", None)
+    return losses, p.digest(), bool(groups)
+
+
+# Both settings of torch: the first one of 2.14, the second one of 2.15.
+@pytest.mark.parametrize("setting", ["pipeline_per_direction_p2p", "pipeline_per_edge_p2p"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_groups_of_torch_for_directions_or_edges_change_nothing(ranks, schedule, setting):
+    config = pytest.importorskip("torch.distributed.config")
+    if not hasattr(config, setting):
+        pytest.skip(f"torch {torch.__version__} has no {setting}")
+    found = ranks.run(_train_with_groups, schedule, setting)
+    assert all(groups for _, _, groups in found)
+    assert [r[:2] for r in found] == ranks.run(_train, schedule, 2, LOSSLESS)
+
+
 def _train_with_deltas(rank, size, schedule, epochs, arguments):
     p = Pipeline(schedule, rank, size, dropout=0.1, **arguments)
     losses = p.train(epochs)

@@ -70,6 +70,28 @@ def test_batches_of_different_sizes_train_as_without_a_pipeline(ranks, schedule)
                 torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
+def _train_with_cuts(rank, size, schedule):
+    """Train; in micro-batches of less than 5 samples, stage 2 passes no gradient to stage 1, which may be local."""
+    p = Pipeline(schedule, rank, size, **LOSSLESS)
+    for s in p.stages:
+        if s.stage_index == 2:
+            s.submod.register_forward_pre_hook(lambda _, args: (args[0].detach(),) if len(args[0]) < 5 else None)
+    for n in (20, 16, 24):
+        p.step(torch.arange(n))
+        if n == 16:
+            found = {
+                s.stage_index: any(x.grad is not None and x.grad.any() for x in s.submod.parameters()) for s in p.stages
+            }
+    return found
+
+
+# Schedules that split backward passes, such as ZBVZeroBubble, do not train a stage whose input needs no gradient.
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS", "DualPipeV"])
+def test_missing_gradients_of_smaller_batches_are_zeros(ranks, schedule):
+    found = ranks.run(_train_with_cuts, schedule)
+    assert found[0] | found[1] == {0: False, 1: False, 2: True, 3: True}
+
+
 def _with_deltas(rank, size, schedule, at):
     """Train two epochs; unless `at` is None, two messages of rank 0 are damaged at the fraction `at` of their bytes."""
     p = Pipeline(schedule, rank, size, dropout=0.1)
