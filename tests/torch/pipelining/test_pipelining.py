@@ -49,7 +49,7 @@ def test_lossless_stages_train_as_those_of_torch(ranks, schedule):
 
 
 def _train_with_groups(rank, size, schedule, setting):
-    """Train with groups of torch for directions or edges; return losses, a digest, and True if torch has made groups."""
+    """Train with groups of torch for directions or edges; return losses, a digest, and whether torch made groups."""
     config = pytest.importorskip("torch.distributed.config")
     with config.patch(**{setting: True}):
         p = Pipeline(schedule, rank, size, **LOSSLESS)
