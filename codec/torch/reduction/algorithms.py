@@ -76,6 +76,18 @@ async def all_gather(part: Part, r: Reduction) -> Values:
     return result
 
 
+async def senders(part: Part, r: Reduction) -> Values:
+    """Run an all-gather all-reduce that divides each sum by the number of ranks that have sent a nonzero value.
+
+    Sparse frames leave most values out. A value that one rank has sent is the mean of one value, not of N.
+    """
+    result = r.result(part, r.n)
+    async for piece, terms in BroadcastPhase(part, r).terms():
+        with part.clock.during("decode_s"):
+            r.mean_of_senders(terms, piece, result[piece.begin : piece.end])
+    return result
+
+
 def _store_or_defer_sum(part: Part, r: Reduction, piece: Piece, terms: Sequence[Array | None], place: Values) -> None:
     """Store the sum of a piece in the result, and check that it is finite in the tensor's dtype.
 

@@ -252,6 +252,23 @@ class Reduction:
                 codec.reduce([part], shared, op="sum", out=total, **how)
         self._complete(total, len(parts))
 
+    def mean_of_senders(self, parts: Sequence[Frame | None], piece: Piece, place: Values) -> None:
+        """Store in `place` the mean of each value over the ranks whose value is not zero, added in the order of ranks.
+
+        `parts` is as for :meth:`sum`.
+        """
+        total, count = np.zeros(piece.n, np.float32), np.zeros(piece.n, np.float32)
+        term = np.empty(piece.n, np.float32)
+        for part in parts:
+            if part is None:
+                term[:] = self.as_float32(self.own_term(piece))
+            else:
+                self.sum([part], piece, term)
+            total += term
+            count += term != 0
+        np.divide(total, count, out=total, where=count > 1)
+        place[:] = self.rounded(total)
+
     def _add_own(self, total: Values, own: Values, *, first: bool) -> None:
         """Add this rank's float32 values to a sum, or begin the sum with them."""
         with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN are part of the result
