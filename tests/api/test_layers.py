@@ -37,8 +37,8 @@ TORCH = [  # layers within codec.torch; `__init__`, which exports the public nam
     {"point_to_point", "reduction"},
     {"auto", "feedback", "parameter_server", "saving", "autograd"},
     {"collectives", "fsdp"},
-    {"backend", "ddp", "local_steps", "pipelining"},
-    {"one_bit_adam"},
+    {"backend", "ddp", "replicas", "pipelining"},
+    {"local_steps", "one_bit_adam"},
 ]
 ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # layers within codec.engines
 ROOT = Path(codec.__file__).parent

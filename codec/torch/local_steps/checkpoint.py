@@ -11,11 +11,13 @@ from codec.arguments import shown
 from codec.stateful.checkpoint import plain
 from codec.torch.feedback.checkpoint import parse
 from codec.torch.feedback.feedback import Feedback
-from codec.torch.local_steps import residuals
+from codec.torch.replicas import residuals
+from codec.torch.replicas.model import Parameters
+from codec.torch.replicas.replaced import Replaced, digest_of
 
-VERSION = 1
-_NUMBERS = ("rank", "world_size", "steps", "rounds", "apart", "fragments")
-_PARTS = ("anchors", "residuals", "outer", "pending")
+VERSION = 2
+_NUMBERS = ("rank", "world_size", "steps", "rounds", "apart", "start", "length")
+_PARTS = ("anchors", "residuals", "outer", "bases", "pending")
 _PENDING = ["due", "fragment", "mean", "mine"]
 _MOST = 1 << 48
 
@@ -27,7 +29,11 @@ class Saved:
     steps: int  # number of optimizer steps so far
     rounds: int  # number of synchronizations so far
     apart: bool  # True if the rank had taken steps since the last synchronization of all parameters
-    anchors: dict[str, torch.Tensor]  # values of the last synchronization, by parameter name
+    start: int  # step after which the round of the schedule began
+    length: int  # number of steps of this round
+    parameters: str  # digest of the parameters to which the state belongs
+    anchors: dict[str, torch.Tensor]  # values of the last synchronization, by name of a parameter or its rows
+    bases: dict[str, torch.Tensor]  # anchors after the last step of the outer optimizer, if others were set since
     feedback: Feedback | None
     outer: dict[str, Any]  # state of the outer optimizer; {} if there is none
     pending: dict[str, Any]  # synchronization in flight; {} if there is none
@@ -36,7 +42,7 @@ class Saved:
 def parsed(
     state: Any,
     anchors: Mapping[str, torch.Tensor],
-    sizes: Sequence[int],
+    fragments: Sequence[Sequence[str]],
     feedback: Feedback | None,
     place: tuple[int, int],
 ) -> Saved:
@@ -47,9 +53,9 @@ def parsed(
     state : dict
         Return value of :meth:`LocalSteps.state_dict`.
     anchors : dict of str to tensor
-        Current anchor of each parameter. The state must have the same names, shapes and dtypes.
-    sizes : sequence of int
-        Number of values of each fragment.
+        Current anchors by name. The state must have the same names, shapes and dtypes.
+    fragments : sequence of sequence of str
+        Names of the anchors of each fragment.
     feedback : Feedback or None
         Current error feedback; the state must have residuals if and only if it is not None. It is not changed.
     place : (int, int)
@@ -63,7 +69,7 @@ def parsed(
     if not isinstance(state, Mapping):
         raise StateError(f"the state of LocalSteps must be a dict, got {shown(state)}")
     entries = cast(Mapping[str, Any], state)
-    expected = {"version", *_NUMBERS, *_PARTS}
+    expected = {"version", "parameters", *_NUMBERS, *_PARTS}
     if wrong := sorted(map(str, set(entries) ^ expected)):
         raise StateError(
             f"the state of LocalSteps must have the entries {sorted(expected)}, but {wrong[0]!r} is missing or unknown"
@@ -79,11 +85,6 @@ def parsed(
             f"{place[1]}: load the state that this rank saved. To continue with another number of ranks, call "
             "synchronize(exact=True) before the model is saved, and create a new LocalSteps for the loaded model"
         )
-    if numbers["fragments"] != len(sizes):
-        raise StateError(
-            f"the state has {numbers['fragments']} fragments, but LocalSteps has fragments={len(sizes)}: pass an equal "
-            "number"
-        )
     for name in _PARTS:
         if not isinstance(entries[name], Mapping):
             raise StateError(f"{name!r} of the state must be a dict, got {shown(entries[name])}")
@@ -91,10 +92,32 @@ def parsed(
         numbers["steps"],
         numbers["rounds"],
         bool(numbers["apart"]),
+        numbers["start"],
+        numbers["length"],
+        plain(entries, "parameters", str),
         _tensors(entries["anchors"], anchors),
+        _tensors(entries["bases"], anchors, "base", partial=True),
         _feedback(entries["residuals"], anchors, feedback, place),
         dict(entries["outer"]),
-        _pending(entries["pending"], sizes),
+        _pending(entries["pending"], anchors, fragments),
+    )
+
+
+def replaced_of(saved: Saved, parameters: Parameters, replaced: Replaced | None) -> Replaced | None:
+    """Return the former values of the model if the state belongs to them; None if it belongs to the current ones.
+
+    Raises
+    ------
+    StateError
+        The state belongs to other parameters.
+    """
+    if replaced is not None and saved.parameters == replaced.digest:
+        return replaced
+    if saved.parameters == digest_of(parameters):
+        return None
+    raise StateError(
+        "the model does not have the parameters with which this state was saved: call model.load_state_dict() with the "
+        "model that this rank saved together with the state, and then load_state_dict() of the LocalSteps"
     )
 
 
@@ -134,12 +157,20 @@ def _fits(x: Any, shape: torch.Size) -> bool:
     return not isinstance(x, torch.Tensor) or x.shape == shape or x.numel() == 1
 
 
-def _tensors(given: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state; raise StateError unless names, shapes and dtypes are those of `expected`."""
-    if wrong := sorted(map(str, set(given) ^ set(expected))):
-        raise StateError(f"the parameters of the state and of the model differ: only one of both has {wrong[0]!r}")
-    for name, x in expected.items():
-        _check(f"the anchor of {name!r}", given[name], x.shape, x.dtype)
+def _tensors(
+    given: Mapping[str, Any], expected: Mapping[str, torch.Tensor], what: str = "anchor", *, partial: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state; raise StateError unless names, shapes and dtypes are those of `expected`.
+
+    If `partial`, some tensors may be missing.
+    """
+    if wrong := sorted(map(str, set(given) - set(expected) if partial else set(given) ^ set(expected))):
+        raise StateError(
+            f"the parameters of the state and of the model, or their fragments, differ: only one of both has "
+            f"{wrong[0]!r}; pass the model and the fragments= of the saved LocalSteps"
+        )
+    for name, x in given.items():
+        _check(f"the {what} of {name!r}", x, expected[name].shape, expected[name].dtype)
     return dict(given)
 
 
@@ -180,18 +211,23 @@ def _feedback(
     return loaded
 
 
-def _pending(given: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
+def _pending(
+    given: Mapping[str, Any], anchors: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """Return the synchronization that was in flight when the state was saved; {} if there was none."""
     if not given:
         return {}
     if (names := sorted(map(str, given))) != _PENDING:
         raise StateError(f"'pending' of the state must have the entries {_PENDING}, got {names}")
-    fragment: int = plain(given, "fragment", int)
+    number: int = plain(given, "fragment", int)
     due: int = plain(given, "due", int)
-    if not 0 <= fragment < len(sizes) or not 0 <= due < _MOST:
+    if not 0 <= number < len(fragments) or not 0 <= due < _MOST:
         raise StateError(
-            f"'pending' of the state is damaged: it names fragment {fragment} of {len(sizes)}, due after step {due}"
+            f"'pending' of the state is damaged: it names fragment {number} of {len(fragments)}, due after step {due}"
         )
-    for name in ("mine", "mean"):
-        _check(f"{name!r} of 'pending'", given[name], (sizes[fragment],), torch.float32)
-    return {"fragment": fragment, "due": due, "mine": given["mine"], "mean": given["mean"]}
+    expected = {name: anchors[name].to("meta", torch.float32) for name in fragments[number]}
+    for key in ("mine", "mean"):
+        if not isinstance(given[key], Mapping):
+            raise StateError(f"{key!r} of 'pending' must be a dict, got {shown(given[key])}")
+        _tensors(given[key], expected, f"entry {key!r} of 'pending'")
+    return {"fragment": number, "due": due, "mine": given["mine"], "mean": given["mean"]}

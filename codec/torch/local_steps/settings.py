@@ -1,15 +1,19 @@
-"""Arguments of LocalSteps: checks, and the schedule of synchronizations that they define."""
+"""Arguments of LocalSteps: checks and defaults."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from codec import ArgumentError, SpecError
+from codec import ArgumentError, CallOptions, SpecError
 from codec.arguments import shown, whole
-from codec.specs import Lossless, Spec, Truncate, require_feedback
+from codec.specs import Lossless, Spec, TopK, Truncate, require_feedback
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.reduction.arguments import plain_spec
 
-_MOST_STEPS = 1 << 40
+MOST_STEPS = 1 << 40
+
+Average = Literal["ranks", "senders"]
+Every = int | Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,17 @@ class Settings:
 
     Attributes
     ----------
-    every : int
-        Number of steps between two synchronizations of a parameter.
+    every : int or callable
+        Number of steps between two synchronizations of a parameter, or a function that returns this number.
     spec : Spec
         Codec of parameter changes.
     decay : float
         Factor by which residuals are multiplied each time before they are added.
+    average : {"ranks", "senders"}
+        Divisor of the sum of a value's changes: all ranks, or the ranks whose frame contains a nonzero value.
+    algorithm : {"", "all_gather", "senders"}
+        Algorithm for the changes, as in :class:`Term`. The sum of sparse frames is less sparse than they are, so that
+        two-shot, which encodes sums, would lose most values of TopK.
     warmup : int
         Number of initial steps that average gradients.
     warmup_spec : Spec
@@ -34,34 +43,43 @@ class Settings:
         Number of steps between the start of a synchronization and its end.
     """
 
-    every: int
+    every: Every
     spec: Spec
     decay: float
+    average: Average
+    algorithm: str
     warmup: int
     warmup_spec: Spec
     fragments: int
     delay: int
 
     @classmethod
-    def of(cls, every: Any, spec: Any, warmup: Any, fragments: Any, delay: Any) -> "Settings":
-        """Check the arguments of :class:`LocalSteps`.
+    def of(
+        cls, every: Any, spec: Any, average: Any, warmup: Any, fragments: Any, delay: Any, options: CallOptions
+    ) -> "Settings":
+        """Check the arguments of :class:`LocalSteps`; `options` are the settings of its collectives.
 
         Raises
         ------
         ArgumentError, SpecError
             An argument has a wrong type or value.
         """
-        every = whole("every", every, 1, _MOST_STEPS)
-        fragments = whole("fragments", fragments, 1, every)
+        if not callable(every):
+            every = whole("every", every, 1, MOST_STEPS)
+        most = MOST_STEPS if callable(every) else every
+        fragments = whole("fragments", fragments, 1, most)
         steps, warmup_spec = _parsed_warmup(warmup)
         # The upper bound ensures that only one synchronization is in flight at a time.
-        delay = whole("delay", delay, 0, every // fragments)
+        delay = whole("delay", delay, 0, most // fragments)
         decay = spec.decay if isinstance(spec, Feedback) else 1.0
         plain = _checked(plain_spec(spec.spec if isinstance(spec, Feedback) else spec), "spec")
         if not plain.contraction:
             require_feedback(plain, 'use rounding="nearest"')
         require_feedback(warmup_spec, "use another codec in the warm-up")
-        return cls(every, plain, decay, steps, warmup_spec, fragments, delay)
+        average = _checked_average(average, plain, options)
+        gathered = "all_gather" if isinstance(plain, TopK) and options.algorithm in (None, "auto") else ""
+        algorithm = "senders" if average == "senders" else gathered
+        return cls(cast(Every, every), plain, decay, average, algorithm, steps, warmup_spec, fragments, delay)
 
     @property
     def has_feedback(self) -> bool:
@@ -73,23 +91,30 @@ class Settings:
         """True if each scheduled synchronization covers all parameters, and ends in the step in which it starts."""
         return self.fragments == 1 and self.delay == 0
 
-    def due(self, step: int) -> list[int]:
-        """Return the indices of the fragments whose synchronization starts after step `step`; the first step is 1."""
-        local = step - self.warmup
-        if local <= 0:
-            return []
-        offsets = [self.every * (f + 1) // self.fragments for f in range(self.fragments)]
-        return [f for f, offset in enumerate(offsets) if (local - offset) % self.every == 0]
+
+def _checked_average(average: Any, spec: Spec, options: CallOptions) -> Average:
+    """Return the value of ``average=``; raise ArgumentError if it is unknown, or impossible with the algorithm."""
+    gathers = options.algorithm in (None, "auto", "all_gather")
+    if average is None:
+        return "senders" if isinstance(spec, TopK) and gathers else "ranks"
+    if average not in ("ranks", "senders"):
+        raise ArgumentError(f'average must be "ranks", "senders" or None, got {shown(average)}')
+    if average == "senders" and not gathers:
+        raise ArgumentError(
+            f'average="senders" needs the frames of all ranks on each rank, but codec.options has algorithm='
+            f'{options.algorithm!r}: remove algorithm=, or pass average="ranks"'
+        )
+    return average
 
 
 def _parsed_warmup(warmup: Any) -> tuple[int, Spec]:
     """Return the number of steps and the codec that the argument ``warmup=`` stands for."""
     if not isinstance(warmup, tuple):
-        return whole("warmup", warmup, 0, _MOST_STEPS), Lossless()
+        return whole("warmup", warmup, 0, MOST_STEPS), Lossless()
     pair = cast(tuple[Any, ...], warmup)
     if len(pair) != 2:
         raise ArgumentError(f"warmup must be a number of steps, or a pair (steps, spec), got {shown(pair)}")
-    return whole("steps of warmup", pair[0], 0, _MOST_STEPS), _checked(plain_spec(pair[1]), "warmup")
+    return whole("steps of warmup", pair[0], 0, MOST_STEPS), _checked(plain_spec(pair[1]), "warmup")
 
 
 def _checked(spec: Spec, name: str) -> Spec:

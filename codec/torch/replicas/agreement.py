@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import torch
 
 from codec import CodecError, FrameError, PeerError, StateError
 from codec.arguments import shown
-from codec.torch.local_steps.ranks import Ranks
+from codec.torch.replicas.ranks import Ranks
 from codec.torch.transport.messages import Array
 
 _CHUNK = 1 << 26  # maximum bytes of a message with parameters
@@ -22,6 +22,8 @@ class Position:
 
     steps: int  # number of optimizer steps so far
     rounds: int  # number of synchronizations so far
+    start: int  # step after which the current round of the schedule began
+    length: int  # number of steps of this round
     digest: str  # digest of the values that must be equal on all ranks: anchors, and the outer optimizer's state
 
 
@@ -57,7 +59,7 @@ def agree(ranks: Ranks, arguments: Mapping[str, Any], position: Position) -> lis
     first = _arguments(0, heads[0])
     for rank, head in enumerate(heads):
         theirs = _arguments(rank, head)
-        for name in first.keys() | theirs.keys():
+        for name in first | theirs:
             if theirs.get(name) != first.get(name):
                 raise PeerError(
                     f"rank {rank} has {_difference(name, theirs.get(name), first.get(name))} of rank 0: pass the same "
@@ -78,7 +80,7 @@ def check_equal(positions: Sequence[Position]) -> None:
             raise PeerError(
                 f"rank {rank} is at step {theirs.steps}, synchronization {theirs.rounds}, and rank 0 at step "
                 f"{positions[0].steps}, synchronization {positions[0].rounds}; if these are equal, the synchronized "
-                "parameters differ. Load states that all ranks saved at the same step"
+                "parameters differ, or the schedule. Load states that all ranks saved at the same step"
             )
 
 
@@ -92,21 +94,37 @@ def send_tensors(
     list of tensor
         On a receiver: copies of the tensors of `source`, in host memory. On other ranks: `tensors`.
     """
-    receives = ranks.rank in receivers
-    found = [torch.empty_like(x, device="cpu").contiguous() for x in tensors] if receives else list(tensors)
-    for mine, place in zip(tensors, found, strict=True):
-        values = _bytes_of(place if receives else mine.detach().cpu())
-        for begin in range(0, len(values), _CHUNK):
-            part = values[begin : begin + _CHUNK]
-            sent = [part if ranks.rank == source and rank in receivers else b"" for rank in range(ranks.size)]
-            data = ranks.exchange_bytes(sent)[source]
-            if receives:
-                if len(data) != len(part):
-                    raise FrameError(
-                        f"rank {source} has sent {len(data)} bytes of parameters, but {len(part)} are expected"
-                    )
-                part[:] = memoryview(data)
+    receives, sends = ranks.rank in receivers, ranks.rank == source
+    found = [torch.empty(x.shape, dtype=x.dtype) for x in tensors] if receives else list(tensors)
+    for batch in _batches([x.nbytes for x in tensors]):
+        data = b"".join(_bytes_of(tensors[i])[begin:end].tobytes() for i, begin, end in batch) if sends else b""
+        sent = [data if rank in receivers else b"" for rank in range(ranks.size)]
+        theirs = memoryview(ranks.exchange_bytes(sent)[source])
+        if not receives:
+            continue
+        expected = sum(end - begin for _, begin, end in batch)
+        if len(theirs) != expected:
+            raise FrameError(f"rank {source} has sent {len(theirs)} bytes of parameters, but {expected} are expected")
+        for i, begin, end in batch:
+            _bytes_of(found[i])[begin:end] = theirs[: end - begin]
+            theirs = theirs[end - begin :]
     return found
+
+
+def _batches(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Divide tensors of the given sizes in bytes into messages: lists of (index of a tensor, first byte, end)."""
+    batches: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for i, nbytes in enumerate(sizes):
+        begin = 0
+        while begin < nbytes:
+            if not room:
+                batches.append([])
+                room = _CHUNK
+            end = min(nbytes, begin + room)
+            batches[-1].append((i, begin, end))
+            room, begin = room - (end - begin), end
+    return batches
 
 
 def send_state(ranks: Ranks, source: int, receivers: Sequence[int], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,17 +143,18 @@ def send_state(ranks: Ranks, source: int, receivers: Sequence[int], state: Mappi
         ) from e
 
 
-def digest_of(tensors: Sequence[torch.Tensor]) -> str:
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     """Return a digest of the bits of tensors."""
     found = hashlib.blake2b(digest_size=16)
     for x in tensors:
-        found.update(_bytes_of(x.detach().cpu()).data)
+        found.update(_bytes_of(x).data)
     return found.hexdigest()
 
 
 def _bytes_of(x: torch.Tensor) -> Array:
-    """Return the bytes of a tensor that is in host memory: a view if the tensor is contiguous, else a copy."""
-    return x.contiguous().reshape(-1).view(torch.uint8).numpy()
+    """Return the bytes of a tensor: a view if the tensor is contiguous and in host memory, else of a copy."""
+    plain = x.detach().resolve_conj().resolve_neg()
+    return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _arguments(rank: int, head: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +166,7 @@ def _arguments(rank: int, head: Mapping[str, Any]) -> dict[str, Any]:
 
 def _position(rank: int, found: Any) -> Position:
     numbers = cast(list[Any], found if isinstance(found, list) else [])
-    if [type(x) for x in numbers] != [int, int, str]:
+    if [type(x) for x in numbers] != [int, int, int, int, str]:
         raise PeerError(f"rank {rank} has sent no position of LocalSteps: use the same version on all ranks")
     return Position(*numbers)
 

@@ -1,130 +1,195 @@
 """Fragments of a model, each of which is synchronized as a whole, and their values at the last synchronization."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from codec import view
-from codec.tensors.wrapper import View
-from codec.torch.local_steps.model import Parameters, parts_of
+from codec import ArgumentError
+from codec.torch.replicas.masters import Masters
+from codec.torch.replicas.model import Parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Parameter, or some rows of a parameter, that belongs to one fragment."""
+
+    name: str  # name of the parameter, followed by "[begin:end]" if the piece has only these rows
+    parameter: torch.nn.Parameter
+    rows: slice | None = None  # None: the whole parameter
+    exact: bool = False  # True: the changes are sent lossless
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part of `x`, a tensor with the shape of the parameter, that belongs to this piece."""
+        return x if self.rows is None else x[self.rows]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Current values, which share the memory of the parameter."""
+        return self.of(self.parameter.detach())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of :attr:`values`."""
+        return tuple(self.values.shape)
+
+    @property
+    def n(self) -> int:
+        """Number of values."""
+        return prod(self.shape)
 
 
 class Fragment:
-    """Parameters and their anchors, which are their values at the last synchronization, equal on all ranks.
+    """Pieces of parameters and their anchors, which are their values at the last synchronization, equal on all ranks.
 
     Anchors are float32 even if parameters are not (float64 if a parameter is float64), so that changes below the
     resolution of bfloat16 add up over synchronizations.
 
     Parameters
     ----------
-    parameters : dict of str to Parameter
-        Parameters by name.
+    pieces : sequence of Piece
+        Pieces of the fragment.
+
+    Attributes
+    ----------
+    anchors : list of Parameter
+        Anchor of each piece: a parameter of the outer optimizer.
+    bases : list of tensor or None
+        Anchors after the last step of the outer optimizer, if synchronizations outside the schedule have changed the
+        anchors since; otherwise None.
     """
 
-    def __init__(self, parameters: Parameters) -> None:
-        self.parameters = parameters
-        self.n = sum(p.numel() for p in parameters.values())
-        wide = any(p.dtype == torch.float64 for p in parameters.values())
-        first = next(iter(parameters.values()))
-        self.flat = torch.empty(self.n, dtype=torch.float64 if wide else torch.float32, device=first.device)
-        # Autograd leaves that share the memory of `flat`: the parameters of the outer optimizer.
-        self.anchors = {name: torch.nn.Parameter(x) for name, x in self.parts(self.flat)}
-        self.reset()
-
-    def parts(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield, for each parameter, its name and the view of its values in `flat`, in the parameter's shape."""
-        pieces = parts_of(flat, (p.numel() for p in self.parameters.values()))
-        for (name, p), piece in zip(self.parameters.items(), pieces, strict=True):
-            yield name, piece.view(p.shape)
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = list(pieces)
+        self.n = sum(piece.n for piece in self.pieces)
+        self.anchors = [torch.nn.Parameter(_anchor_of(piece)) for piece in self.pieces]
+        self.bases: list[torch.Tensor] | None = None
 
     @torch.no_grad()
     def reset(self) -> None:
         """Set the anchors to the current values of the parameters."""
-        for name, anchor in self.parts(self.flat):
-            anchor.copy_(self.parameters[name])
+        for piece, anchor in zip(self.pieces, self.anchors, strict=True):
+            anchor.copy_(piece.values)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Set the parameters to their anchors."""
-        for name, anchor in self.parts(self.flat):
-            self.parameters[name].copy_(anchor)
+    def restore(self, masters: Masters) -> None:
+        """Set the parameters, and their copies in optimizers, to the anchors."""
+        for piece, anchor in zip(self.pieces, self.anchors, strict=True):
+            for x in (piece.values, *masters.of(piece)):
+                x.copy_(anchor)
 
     @torch.no_grad()
-    def differences(self, out: torch.Tensor) -> None:
-        """Store the changes of the parameters since the last synchronization in `out`, a flat float32 tensor.
+    def differences(self, masters: Masters) -> list[torch.Tensor]:
+        """Return, in float32, the change of each piece since the last synchronization.
 
-        Changes are relative to the anchor rounded to the parameter's dtype, from which the local steps started.
+        Changes are relative to the anchor rounded to the parameter's dtype, from which the local steps started. If an
+        optimizer has a copy of the parameter in a wider dtype, it is the copy's change, since the anchor.
         """
-        for (name, anchor), (_, place) in zip(self.parts(self.flat), self.parts(out), strict=True):
-            p = self.parameters[name]
-            place.copy_(p.to(anchor.dtype) - anchor.to(p.dtype).to(anchor.dtype))
+        return [
+            difference(piece, anchor, masters).to(torch.float32)
+            for piece, anchor in zip(self.pieces, self.anchors, strict=True)
+        ]
 
-    @torch.no_grad()
-    def apply(self, mean: torch.Tensor, outer: torch.optim.Optimizer | None, since: torch.Tensor | None = None) -> None:
-        """Add the mean change to the anchors, or step the outer optimizer; then set the parameters to the anchors.
-
-        Parameters
-        ----------
-        mean : tensor of float32, shape (n,)
-            Mean of :meth:`differences` over the ranks.
-        outer : torch.optim.Optimizer or None
-            Optimizer of the anchors, which takes a step with the gradient ``-mean``. None: add the mean to the anchors.
-        since : tensor of float32, shape (n,), optional
-            This rank's own :meth:`differences` when the synchronization started. Changes of later local steps are then
-            kept: the parameters are set to the anchors plus these changes.
-        """
-        begun = None if since is None else self.flat.clone()
-        if outer is None:
-            self.flat.add_(mean)
-        else:
-            outer.zero_grad()
-            for name, part in self.parts(mean):
-                self.anchors[name].grad = part.neg().to(self.flat.dtype)
-            outer.step()
-            outer.zero_grad()
-        if begun is None or since is None:
-            self.restore()
-            return
-        parts = zip(self.parts(self.flat), self.parts(begun), self.parts(since), strict=True)
-        for (name, anchor), (_, old), (_, mine) in parts:
-            p = self.parameters[name]
-            p.copy_(p.to(anchor.dtype) + (anchor - old.to(p.dtype).to(anchor.dtype) - mine))
+    def has_changed(self) -> bool:
+        """Return True if a parameter differs from its anchor, rounded to the parameter's dtype."""
+        pairs = zip(self.pieces, self.anchors, strict=True)
+        return any(not torch.equal(piece.values, anchor.detach().to(piece.values.dtype)) for piece, anchor in pairs)
 
 
-def cut(parameters: Parameters, count: int) -> list[Fragment]:
+def difference(piece: Piece, anchor: torch.Tensor, masters: Masters) -> torch.Tensor:
+    """Return the change of a piece since it had the values of an anchor, in the dtype of the anchor."""
+    if wide := masters.of(piece):
+        return wide[0].to(anchor.device, anchor.dtype) - anchor
+    x = piece.values
+    return x.to(anchor.dtype) - anchor.to(x.dtype).to(anchor.dtype)
+
+
+def _anchor_of(piece: Piece) -> torch.Tensor:
+    x = piece.values
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=True).contiguous()
+
+
+def cut(parameters: Parameters, exact: Iterable[torch.nn.Parameter], count: int) -> list[Fragment]:
     """Split a model's parameters, in their order, into `count` fragments with about equal numbers of values.
 
-    Parameters are not divided. `count` must be at most the number of parameters.
+    Parameters of two or more dimensions may be divided between rows. Each boundary is the one that is nearest to a
+    multiple of 1 / `count` of all values.
+
+    Parameters
+    ----------
+    parameters : dict of str to Parameter
+        Parameters by name.
+    exact : iterable of Parameter
+        Parameters whose changes are sent lossless.
+    count : int
+        Number of fragments.
+
+    Raises
+    ------
+    ArgumentError
+        The parameters have too few rows.
     """
-    total, found = sum(p.numel() for p in parameters.values()), list[Parameters]()
-    names, before = list(parameters), 0
-    for i, name in enumerate(names):
-        must = len(names) - i == count - len(found)  # each of the remaining parameters must start a fragment
-        if not found or (len(found) < count and (must or before * count >= total * len(found))):
-            found.append({})
-        found[-1][name] = parameters[name]
-        before += parameters[name].numel()
-    return [Fragment(part) for part in found]
+    lossless = set(exact)
+    rows = {name: len(p) if p.dim() > 1 else 1 for name, p in parameters.items()}
+    if (most := sum(rows.values())) < count:
+        raise ArgumentError(f"fragments={count} cannot be made of {most} rows of parameters: use fewer fragments")
+    # Boundaries are counted in rows of all parameters, one after the other; sizes[i] is the number of values of row i
+    sizes = [p.numel() // rows[name] for name, p in parameters.items()]
+    counts = list(rows.values())
+    ends = _boundaries(counts, sizes, count)
+    fragments: list[list[Piece]] = [[] for _ in range(count)]
+    first = 0  # number of the first row of the parameter
+    for (name, p), n in zip(parameters.items(), counts, strict=True):
+        for pieces, (begin, end) in zip(fragments, itertools.pairwise([0, *ends]), strict=True):
+            a, b = max(begin, first) - first, min(end, first + n) - first
+            if a >= b:
+                continue
+            whole = b - a == n
+            label = name if whole else f"{name}[{a}:{b}]"
+            pieces.append(Piece(label, p, None if whole else slice(a, b), p in lossless))
+        first += n
+    return [Fragment(pieces) for pieces in fragments]
 
 
-def view_of(fragments: Sequence[Fragment], flat: torch.Tensor) -> View:
-    """Return a View that names the fragments' parameters in a flat tensor, so that residuals are stored by name."""
-    return view(flat, segments={name: tuple(p.shape) for f in fragments for name, p in f.parameters.items()})
+def _boundaries(counts: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
+    """Return the number of rows before the end of each of `count` fragments.
+
+    `counts` and `sizes` are, for each parameter, the number of rows, and of values of a row.
+    """
+    total, rows = sum(c * s for c, s in zip(counts, sizes, strict=True)), sum(counts)
+    ends: list[int] = []
+    for k in range(1, count):
+        at, row = total * k / count, 0
+        for c, s in zip(counts, sizes, strict=True):
+            if at <= c * s:
+                row += round(at / s)
+                break
+            at, row = at - c * s, row + c
+        least = ends[-1] + 1 if ends else 1
+        ends.append(min(max(row, least), rows - (count - k)))  # each fragment has at least one row
+    return [*ends, rows]
 
 
-def split(fragments: Sequence[Fragment], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Split a flat tensor into a view for each fragment."""
-    return parts_of(flat, (f.n for f in fragments))
+def split(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Tensor]:
+    """Split a flat tensor into consecutive views of the given shapes."""
+    found: list[torch.Tensor] = []
+    begin = 0
+    for shape in shapes:
+        n = prod(shape)
+        found.append(flat[begin : begin + n].view(tuple(shape)))
+        begin += n
+    return found
 
 
-def named(fragments: Sequence[Fragment], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return, by parameter name, the view of the parameter's values in a flat tensor, in the parameter's shape."""
-    pairs = zip(fragments, split(fragments, flat), strict=True)
-    return {name: x for f, part in pairs for name, x in f.parts(part)}
+def anchors_by_name(fragments: Sequence[Fragment]) -> dict[str, torch.Tensor]:
+    """Return the anchor of each piece by name; they share the memory of the fragments."""
+    return {piece.name: anchor.detach() for f in fragments for piece, anchor in zip(f.pieces, f.anchors, strict=True)}
 
 
-def nonfinite(fragments: Sequence[Fragment], flat: torch.Tensor) -> str:
-    """Return the name of the first parameter whose values in a flat tensor hold NaN or Inf; "" if there is none."""
-    if bool(flat.sum().isfinite()) or bool(flat.isfinite().all()):
-        return ""
-    return next(name for name, x in named(fragments, flat).items() if not bool(x.isfinite().all()))
+def store(fragment: Fragment, values: Mapping[str, torch.Tensor]) -> None:
+    """Set the anchors of a fragment to values by name."""
+    with torch.no_grad():
+        for piece, anchor in zip(fragment.pieces, fragment.anchors, strict=True):
+            anchor.copy_(values[piece.name])

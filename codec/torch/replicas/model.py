@@ -1,23 +1,17 @@
 """Find and check the parameters and buffers of a model that LocalSteps synchronizes."""
 
-import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from codec import ArgumentError
 from codec.arguments import shown
 from codec.optimizers.from_torch import unwrapped
 
 Parameters = dict[str, torch.nn.Parameter]
-
-
-def parts_of(flat: torch.Tensor, sizes: Iterable[int]) -> list[torch.Tensor]:
-    """Split a flat tensor into views of the given numbers of values."""
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def module_of(model: Any) -> torch.nn.Module:
@@ -40,22 +34,45 @@ def module_of(model: Any) -> torch.nn.Module:
     return model
 
 
-def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer, without wrappers of Accelerate or Lightning; raise ArgumentError if there is none."""
-    inner = unwrapped(optimizer)
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
-    return inner
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the torch optimizers of an argument, which is an optimizer or a list of them.
 
-
-def trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parameters:
-    """Return the parameters that require gradients, by name. Tied parameters appear once, under their first name.
+    Wrappers of Accelerate and Lightning are removed.
 
     Raises
     ------
     ArgumentError
-        No parameter requires a gradient, a parameter cannot be synchronized, or the optimizer has parameters that the
-        module does not have.
+        There is no optimizer, or an item is none, or is there twice.
+    """
+    given = list(cast(Sequence[Any], optimizer)) if isinstance(optimizer, list | tuple) else [optimizer]
+    found = [unwrapped(each) for each in given]
+    for each, inner in zip(given, found, strict=True):
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, or a list of them, got {shown(each)}")
+    if not found or len({id(each) for each in found}) < len(found):
+        raise ArgumentError(f"optimizer must name at least one optimizer, and each only once, got {shown(given)}")
+    return found
+
+
+def trainable(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, all_stepped: bool = False
+) -> Parameters:
+    """Return the parameters that require gradients, by name. Tied parameters appear once, under their first name.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    optimizers : sequence of Optimizer
+        Optimizers of the module.
+    all_stepped : bool
+        True: each of these parameters must be in one of the optimizers.
+
+    Raises
+    ------
+    ArgumentError
+        No parameter requires a gradient, a parameter cannot be synchronized, or the parameters of the optimizers do not
+        fit those of the module.
     """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
     if not named:
@@ -70,7 +87,7 @@ def trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Para
                 f"parameter {name!r} must be dense and real, and not on meta, got {p.dtype} of layout {p.layout} on "
                 f"{p.device}"
             )
-    mine = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    mine = {p for each in optimizers for p in parameters_of(each) if p.requires_grad}
     if others := [tuple(p.shape) for p in mine - set(module.parameters())]:
         raise ArgumentError(
             f"the optimizer has {len(others)} parameters that the model lacks, such as one of shape {others[0]}, which "
@@ -80,7 +97,34 @@ def trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Para
         raise ArgumentError(
             "the optimizer has none of the model's parameters that require gradients: pass the optimizer of this model"
         )
+    if all_stepped and (left := [name for name, p in named.items() if p not in mine]):
+        raise ArgumentError(
+            f"the optimizer lacks {len(left)} parameters of the model that require gradients, such as {left[0]!r}, "
+            "whose gradients would not be averaged in the warm-up: pass a list of all optimizers of the model, call "
+            "requires_grad_(False) for the others, or pass warmup=0"
+        )
     return named
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return, by name, the parameters and buffers of a module whose values ranks can send to each other.
+
+    These are dense tensors with memory of their own. Tied parameters appear once.
+    """
+    every: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: x.detach() for name, x in every.items() if _has_values(x)}
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    sharded = any(kind.__name__ == "DTensor" for kind in type(x).__mro__)
+    if sharded or x.layout != torch.strided or x.is_meta or x.is_quantized or is_lazy(x):
+        return False
+    return x.numel() > 0 and all(stride or size == 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def averaged_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -5,41 +5,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions, CodecError, PeerError, Status
 from codec.arguments import shown
-from codec.specs import Spec
 from codec.torch.collectives.bytes import exchange
-from codec.torch.collectives.calls import all_reduce
-from codec.torch.feedback.feedback import Feedback
 from codec.torch.group.communicator import group_stats
 from codec.torch.group.work import Work
+from codec.torch.replicas import mean
+from codec.torch.replicas.mean import Problem, Term
 from codec.torch.transport.counters import Counters
 
-_MOST_SHOWN = 400  # maximum number of characters of another rank's error message that are shown
+_MOST_SHOWN = 400  # maximum number of characters of another rank's text that are shown
 
 
 class SkippedStep(Exception):
-    """Raised on all ranks if a rank has skipped its optimizer's step, so that all ranks skip the step."""
+    """Raised on all ranks if a rank has skipped the step of an optimizer in the warm-up, so that all ranks skip it.
 
+    Parameters
+    ----------
+    turn : int
+        Number of the optimizer; the number of optimizers if all ranks have ended the step.
+    """
 
-@dataclass(frozen=True)
-class Problem:
-    """Reason why this rank cannot take part in a collective."""
-
-    text: str
-    code: Status | None = None
-    skipped: bool = False  # True if the optimizer has skipped its step, which is not an error
+    def __init__(self, turn: int) -> None:
+        super().__init__(f"a rank has skipped the step of optimizer {turn}")
+        self.turn = turn
 
 
 @dataclass
 class Flight:
-    """Collective that computes a mean over ranks in the background."""
+    """Collective that computes means over ranks in the background."""
 
     work: Work
     problem: Problem | None  # reason why this rank does not take part; None: it takes part
+    turn: int  # number of the optimizer whose gradients are averaged
     before: Counters  # totals of the group's traffic when the collective started
 
 
@@ -51,7 +51,15 @@ class Ranks:
     group : ProcessGroup or None
         The ranks; None: all ranks.
     options : CallOptions
-        Settings of the collectives. The default algorithm depends only on the number of ranks, not on measured times.
+        Settings of the collectives.
+        The default algorithm depends only on the number of ranks, not on measured times.
+
+    Attributes
+    ----------
+    given_options : CallOptions
+        The argument `options`.
+    call : str
+        Call of the program in which this rank is, for the errors of ranks that are in another call.
 
     Raises
     ------
@@ -62,26 +70,24 @@ class Ranks:
     def __init__(self, group: Any, options: CallOptions) -> None:
         self.group = group_of(group)
         self.rank, self.size = self.group.rank(), self.group.size()
+        self.given_options = options
         self.options = options.over(CallOptions(algorithm="all_gather" if self.size == 2 else "two_shot"))
+        self.call = "LocalSteps()"
         self.traffic = Counters()  # traffic of all means so far
 
-    def mean(
-        self, x: Any, spec: Spec, problem: Problem | None, feedback: Feedback | None = None, stream: int = 0
-    ) -> None:
-        """Replace the values of `x`, a tensor or view, by their means over all ranks.
+    def mean(self, terms: Sequence[Term], problem: Problem | None, item: str = "", turn: int = 0) -> None:
+        """Replace the values of all terms by their means over all ranks.
 
         Parameters
         ----------
-        x : torch.Tensor or View
+        terms : sequence of Term
             Values.
-        spec : Spec
-            Codec.
         problem : Problem or None
             Reason why this rank cannot take part. If it is not None, all ranks raise an error, and no values are sent.
-        feedback : Feedback, optional
-            Error feedback.
-        stream : int
-            Number of the random stream that the codec rounds with.
+        item : str
+            Text that must be equal on all ranks.
+        turn : int
+            Number of the optimizer whose gradients are averaged.
 
         Raises
         ------
@@ -90,57 +96,68 @@ class Ranks:
         SkippedStep
             A rank has skipped its step, and no rank has an error.
         CodecError
-            Another rank has a problem, which the message names, or the collective has failed. `x` is unchanged.
+            Another rank has a problem, which the message names, or the collective has failed. All values are unchanged.
         """
-        before = self.counters()
-        try:
-            all_reduce(None if problem else x, spec, **self._arguments(feedback, stream))
-        except CodecError as e:
-            raise self._explained(e, problem) from e
-        finally:
-            self._count(before)
+        self.wait(self.begin(terms, problem, item, turn))
 
-    def begin(
-        self, x: Any, spec: Spec, problem: Problem | None, feedback: Feedback | None, stream: int, out: torch.Tensor
-    ) -> Flight:
-        """Start to store the mean of `x` over all ranks in `out`, in the background; see :meth:`mean`."""
-        before, x = self.counters(), None if problem else x
-        work = all_reduce(x, spec, out=out, async_op=True, **self._arguments(feedback, stream))
-        assert work is not None
-        return Flight(work, problem, before)
+    def begin(self, terms: Sequence[Term], problem: Problem | None, item: str = "", turn: int = 0) -> Flight:
+        """Start to compute the means of all terms, in the background; see :meth:`mean`."""
+        before = self.counters()
+        work = mean.begin(terms, problem, item, group=self.group, options=self.options)
+        return Flight(work, problem, turn, before)
 
     def wait(self, flight: Flight) -> None:
-        """Wait for a mean that :meth:`begin` has started, on all ranks; raise the errors of :meth:`mean`."""
+        """Wait for means that :meth:`begin` has started, on all ranks; raise the errors of :meth:`mean`."""
         try:
             flight.work.wait()
         except CodecError as e:
-            raise self._explained(e, flight.problem) from e
-        finally:
             self._count(flight.before)
+            raise self._explained(e, flight.problem, flight.turn) from e
+        self._count(flight.before)
 
-    def _arguments(self, feedback: Feedback | None, stream: int) -> dict[str, Any]:
-        how = {"feedback": feedback, "stream": stream, "options": self.options}
-        return {"op": "mean", "group": self.group, **how}
+    def compare(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Send a dict to all ranks, and return the dict of each rank, in a call that all ranks must make together.
 
-    def _explained(self, error: CodecError, problem: Problem | None) -> Exception:
-        """Return the error to raise for a mean that has failed on all ranks, with the cause that a rank has reported.
+        Raises
+        ------
+        PeerError
+            A rank is in another call, or is lost.
+        """
+        try:
+            return self.exchange({"compared": dict(message)})
+        except CodecError as e:
+            raise self._explained(e, None, 0) from e
+
+    def _explained(self, error: CodecError, problem: Problem | None, turn: int) -> Exception:
+        """Return the error to raise for a collective that has failed on all ranks, with the cause that a rank reports.
 
         The ranks exchange their causes. If this exchange fails, too, return `error`.
         """
         if problem is None and not isinstance(error, PeerError):
             problem = Problem(str(error), error.code)
-        note = {} if problem is None else {"text": problem.text, "code": problem.code, "skipped": problem.skipped}
+        note: dict[str, Any] = {"call": self.call, "turn": turn}
+        if problem is not None:
+            note |= {"text": problem.text, "code": problem.code, "skipped": problem.skipped}
         try:
             notes = self.exchange(note)
         except CodecError:
             return error
-        found = [(rank, theirs) for rank, theirs in enumerate(notes) if theirs.get("text")]
-        errors = [(rank, theirs) for rank, theirs in found if not theirs.get("skipped")]
         if problem is not None and not problem.skipped:
             return error if str(error) == problem.text else ArgumentError(problem.text, problem.code)
-        for rank, theirs in errors:
-            return PeerError(f"rank {rank}: {_line(theirs['text'])}", _status(theirs.get("code")))
-        return SkippedStep() if found else error
+        for rank, theirs in enumerate(notes):
+            if theirs.get("text") and not theirs.get("skipped"):
+                return PeerError(f"rank {rank}: {_line(theirs['text'])}", _status(theirs.get("code")))
+        for rank, theirs in enumerate(notes):
+            if theirs.get("call") != self.call:
+                return PeerError(
+                    f"rank {rank} is in {_line(theirs.get('call', 'another call'))}, and this rank in {self.call}: all "
+                    "ranks must call step() equally often, and then finish()"
+                )
+        turns = [theirs.get("turn") for theirs in notes]
+        if any(type(x) is not int for x in turns):
+            return error
+        skips = any(theirs.get("skipped") for theirs in notes) or len(set(turns)) > 1
+        return SkippedStep(min(cast(list[int], turns))) if skips else error
 
     def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Send a dict, in types that JSON supports, to all ranks; return the dict of each rank.

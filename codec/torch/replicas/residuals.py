@@ -19,7 +19,7 @@ def ranges(state: Mapping[str, Any]) -> Iterator[tuple[str, Range, torch.Tensor]
             yield role, r, from_numpy(values)
 
 
-def moved(feedback: Feedback, rank: int, size: int) -> Feedback:
+def moved(feedback: Feedback, rank: int, size: int, *, by_senders: bool = False) -> Feedback:
     """Return a Feedback with the residuals of this rank, converted to another group.
 
     In a mean over N ranks, a worker's residual counts 1 / N. For a new group of M ranks it is multiplied by M / N, so
@@ -32,10 +32,13 @@ def moved(feedback: Feedback, rank: int, size: int) -> Feedback:
         Residuals of the old group. This object is not changed.
     rank, size : int
         Number of this rank in the new group, and number of ranks there.
+    by_senders : bool
+        True: means are those over the ranks that sent a value, in which a residual does not count 1 / N, and so stays
+        unchanged.
     """
     state, found = feedback.state_dict(), Feedback(feedback.spec, decay=feedback.decay)
     if state["world_size"] != UNKNOWN:
-        factor = size / state["world_size"]
+        factor = 1.0 if by_senders else size / state["world_size"]
         worker = {name: x * factor if isinstance(x, torch.Tensor) else x for name, x in state["worker"].items()}
         found.load_state_dict(state | {"rank": rank, "world_size": size, "worker": worker})
     return found

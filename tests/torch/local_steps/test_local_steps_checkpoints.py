@@ -70,38 +70,41 @@ def _refusals(rank, size):
             place[path[-1]] = to
         return new
 
-    weight = state["anchors"]["3.weight"]
+    weight = state["anchors"]["0.weight"]
     worker = state["residuals"]["worker"]
-    key = next(k for k in worker if k.startswith("3.weight"))
-    longer = {"3.weight[0:9999]" if k == key else k: torch.zeros(9999) if k == key else x for k, x in worker.items()}
+    key = next(k for k in worker if k.startswith("0.weight"))
+    longer = {"0.weight[0:9999]" if k == key else k: torch.zeros(9999) if k == key else x for k, x in worker.items()}
     wrong = [
         (None, "must be a dict"),
         ({}, "missing or unknown"),
         (changed("anchors", drop=True), "'anchors' is missing or unknown"),
         (changed("extra", to=1), "'extra' is missing or unknown"),
-        (changed("version", to=2), "version 2"),
+        (changed("version", to=1), "version 1"),
         (changed("rank", to=1 - rank), f"rank {1 - rank} of 2, but this is rank {rank} of 2"),
         (changed("world_size", to=3), "synchronize(exact=True)"),
         (changed("steps", to=-1), "damaged"),
         (changed("steps", to="8"), "'steps'"),
         (changed("apart", to=2), "damaged"),
-        (changed("fragments", to=1), "1 fragments, but LocalSteps has fragments=2"),
+        (changed("length", to=-1), "damaged"),
+        (changed("parameters", to="0" * 32), "does not have the parameters with which this state was saved"),
+        (changed("bases", "9.weight", to=weight), "only one of both has '9.weight'"),
         (changed("anchors", to=[]), "'anchors' of the state must be a dict"),
-        (changed("anchors", "3.weight", drop=True), "only one of both has '3.weight'"),
+        (changed("anchors", "0.weight", drop=True), "only one of both has '0.weight'"),
         (changed("anchors", "9.weight", to=weight), "only one of both has '9.weight'"),
-        (changed("anchors", "3.weight", to=weight.T[:5]), "must have shape"),
-        (changed("anchors", "3.weight", to=weight.double()), "must have shape"),
-        (changed("anchors", "3.weight", to=weight * torch.nan), "NaN or Inf"),
-        (changed("anchors", "3.weight", to="text"), "'text'"),
+        (changed("anchors", "0.weight", to=weight.T[:5]), "must have shape"),
+        (changed("anchors", "0.weight", to=weight.double()), "must have shape"),
+        (changed("anchors", "0.weight", to=weight * torch.nan), "NaN or Inf"),
+        (changed("anchors", "0.weight", to="text"), "'text'"),
         (changed("residuals", to={}), "has no 'version'"),
-        (changed("residuals", "worker", to=longer), "residual of 9999 values of '3.weight'"),
+        (changed("residuals", "worker", to=longer), "residual of 9999 values of '0.weight'"),
         (changed("residuals", "rank", to=1 - rank), "belong to another rank"),
         (changed("outer", to={}), "lacks the state of an outer optimizer"),
         (changed("outer", "state", 0, "momentum_buffer", to=torch.ones(2, 2)), "lacks the state of an outer optimizer"),
         (changed("outer", "state", 99, to={}), "lacks the state of an outer optimizer"),
         (changed("pending", "fragment", to=2), "fragment 2 of 2"),
         (changed("pending", "mean", drop=True), "'pending' of the state must have the entries"),
-        (changed("pending", "mine", to=torch.ones(3)), "'mine' of 'pending'"),
+        (changed("pending", "mine", to=torch.ones(3)), "'mine' of 'pending' must be a dict"),
+        (changed("pending", "mine", "9.weight", to=weight), "only one of both has '9.weight'"),
     ]
     found = []
     for other, text in wrong:
@@ -142,12 +145,17 @@ def _different_steps(rank, size):
     states = []
     for step in range(5):
         train(model, optimizer, rank, [step], local.step)
-        states.append(local.state_dict())
-    local.load_state_dict(states[2 + rank])
+        states.append((copy.deepcopy(model.state_dict()), local.state_dict()))
+
+    def load(saved):
+        model.load_state_dict(saved[0])
+        local.load_state_dict(saved[1])
+
+    load(states[2 + rank])
     before = parameter_bytes(model), state_bytes(local)
     errors = raised(local.step), raised(local.synchronize)
     assert (parameter_bytes(model), state_bytes(local)) == before
-    local.load_state_dict(states[3])
+    load(states[3])
     local.synchronize()
     return errors, parameter_bytes(model)
 

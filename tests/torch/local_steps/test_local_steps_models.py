@@ -71,10 +71,10 @@ class Mixed(nn.Module):
 
 def _mixed(rank, size):
     model = Mixed()
-    with torch.no_grad():
-        model.cache.fill_(rank)
     optimizer = adam(model)
     local = local_steps(model, optimizer, every=2)
+    with torch.no_grad():
+        model.cache.fill_(rank)
     base, unused = parameter_bytes(model.base), model.unused.detach().clone()
     statistics = []
     for step in range(4):

@@ -1,0 +1,106 @@
+"""Changes of a rank's parameters and its buffers, laid out for the collective that replaces them by their means."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from codec import Status, view
+from codec.specs import Lossless, Spec
+from codec.torch.feedback.feedback import Feedback
+from codec.torch.replicas import residuals
+from codec.torch.replicas.fragment import Fragment, split
+from codec.torch.replicas.masters import Masters
+from codec.torch.replicas.mean import Problem, Term
+
+
+class Changes:
+    """Changes of some fragments since their last synchronization, and the values of some buffers.
+
+    Parameters
+    ----------
+    fragments : sequence of Fragment
+        Fragments of which changes are sent.
+    masters : Masters
+        Copies of parameters in optimizers.
+    buffers : dict of str to tensor
+        Buffers that are averaged, by name.
+
+    Attributes
+    ----------
+    parts : list of list of tensor
+        By fragment, the change of each piece. After the collective they hold the mean changes.
+    norm : float
+        Euclidean norm of all changes of this rank.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment], masters: Masters, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._pieces = [piece for f in fragments for piece in f.pieces]
+        coded = [piece for piece in self._pieces if not piece.exact]
+        exact = [piece for piece in self._pieces if piece.exact]
+        self._buffers = {name: tuple(b.shape) for name, b in buffers.items()}
+        shapes = [*(piece.shape for piece in exact), *self._buffers.values(), (1,)]
+        device = next(iter([*(p.values for p in self._pieces), *buffers.values()])).device
+        self._coded = torch.empty(sum(piece.n for piece in coded), device=device)
+        self._exact = torch.empty(sum(map(prod, shapes)), device=device)
+        self._segments = {piece.name: piece.shape for piece in coded}
+        views = split(self._exact, shapes)
+        places = dict(zip(coded, split(self._coded, (piece.shape for piece in coded)), strict=True))
+        places |= dict(zip(exact, views, strict=False))
+        self.parts = [[places[piece] for piece in f.pieces] for f in fragments]
+        for f, parts in zip(fragments, self.parts, strict=True):
+            for x, place in zip(f.differences(masters), parts, strict=True):
+                place.copy_(x)
+        self._means = dict(zip(self._buffers, views[len(exact) : -1], strict=True))
+        for name, place in self._means.items():
+            place.copy_(buffers[name].detach())
+        self.norm = (
+            float(torch.stack([x.double().square().sum() for x in self._all()]).sum().sqrt()) if coded + exact else 0.0
+        )
+        self._norms = views[-1]
+        self._norms.fill_(self.norm)
+
+    def _all(self) -> list[torch.Tensor]:
+        return [x for parts in self.parts for x in parts]
+
+    def problem(self, step: int) -> Problem | None:
+        """Return the reason why the values cannot be sent: NaN or Inf; None if they can be sent."""
+        if not self.norm < float("inf"):
+            pairs = zip(self._pieces, self._all(), strict=True)
+            if name := next((piece.name for piece, x in pairs if not bool(x.isfinite().all())), None):
+                return Problem(
+                    f"parameter {name!r} holds NaN or Inf after step {step}: no rank was changed; load a checkpoint, "
+                    "or lower the learning rate",
+                    Status.NONFINITE,
+                )
+        if name := next((name for name, x in self._means.items() if bool(x.isnan().any())), None):
+            return Problem(f"buffer {name!r} holds NaN: no rank was changed", Status.NONFINITE)
+        return None
+
+    def add_residuals(self, feedback: Feedback, size: int) -> None:
+        """Add the residuals to the changes, for an exact mean over `size` ranks."""
+        parts = {piece.name: x for piece, x in zip(self._pieces, self._all(), strict=True) if not piece.exact}
+        residuals.add_to(feedback, parts, size)
+
+    def terms(self, spec: Spec, feedback: Feedback | None, stream: int, algorithm: str) -> list[Term]:
+        """Return the terms of the collective. All but `spec` are as in :class:`Term`; small parameters are lossless."""
+        coded: Any = view(self._coded, segments=self._segments)
+        found = [Term(self._exact, Lossless())]
+        if len(self._coded):
+            found.insert(0, Term(coded, spec, feedback, stream, algorithm))
+        return found
+
+    def buffer_means(self) -> dict[str, torch.Tensor]:
+        """Return the mean of each buffer by name, after the collective."""
+        return self._means
+
+    def agreement(self) -> float:
+        """Return the norm of the mean change, divided by the mean of the ranks' norms, after the collective.
+
+        The result is 1 if all ranks have the same changes, and 1 / sqrt(N) if changes of N ranks are unrelated. It is
+        NaN if nothing has changed.
+        """
+        norms = float(self._norms)
+        mean = float(torch.stack([x.double().square().sum() for x in self._all()]).sum().sqrt()) if self.parts else 0.0
+        return mean / norms if norms else float("nan")

@@ -1,0 +1,166 @@
+"""An exception on one rank, when the others have already synchronized, is made up for by the rank's next call."""
+
+import pytest
+import torch
+
+from support.local_training import EXACT, adam, local_steps, net, parameter_bytes, raised, train
+
+
+class Outer(torch.optim.SGD):
+    """DiLoCo's outer optimizer, which raises an exception in the middle of its steps while `failures` are left."""
+
+    failures = 0
+    kind: type[BaseException] = RuntimeError
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.failures:
+            self.failures -= 1
+            raise self.kind("out of memory")
+
+
+def outer(parameters):
+    return Outer(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def raised_once(call):
+    """Return the name of the exception that call() raises, of any kind; None if it raises none."""
+    try:
+        call()
+    except BaseException as e:
+        return type(e).__name__
+    return None
+
+
+def shared_bytes(local):
+    """Return the bytes of the tensors that must be equal on all ranks."""
+    state = local.state_dict()
+    tensors = [*state["anchors"].values(), *(x["momentum_buffer"] for x in state["outer"]["state"].values())]
+    return b"".join(x.numpy().tobytes() for x in tensors)
+
+
+def _interrupted(rank, size, how, kind, steps):
+    """Rank 1's outer optimizer fails once, in the first synchronization. No rank's later steps are lost."""
+    model = net()
+    optimizer = adam(model)
+    made = []
+    local = local_steps(model, optimizer, outer=lambda p: made.append(outer(p)) or made[0], **how)
+    made[0].failures, made[0].kind = int(rank == 1), kind
+    found, before = [], None
+    for step in range(steps):
+        train(model, optimizer, rank, [step])
+        own = parameter_bytes(model)
+        error = raised_once(local.step)
+        if error:
+            before = parameter_bytes(model) == own
+        found.append(error)
+    local.finish(exact=True)
+    return found, before, parameter_bytes(model), shared_bytes(local)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "how", [{"every": 3}, {"every": 4, "delay": 2}, {"every": 4, "fragments": 2, "spec": EXACT}], ids=str
+)
+def test_ranks_are_equal_after_the_outer_optimizer_failed_on_one(pool, how, kind):
+    (first, _, a, shared), (second, unchanged, b, other) = pool.run(_interrupted, how, kind, 8)
+    assert first == [None] * 8
+    assert [x for x in second if x] == [kind.__name__]
+    assert unchanged
+    assert a == b
+    assert shared == other
+
+
+def _fails_again(rank, size):
+    model = net()
+    optimizer = adam(model)
+    made = []
+    local = local_steps(model, optimizer, every=2, outer=lambda p: made.append(outer(p)) or made[0])
+    made[0].failures = 2 * (rank == 1)
+    found = []
+    for step in range(6):
+        train(model, optimizer, rank, [step])
+        found.append(raised(local.step))
+    return found, parameter_bytes(model)
+
+
+def test_outer_optimizer_that_fails_again_is_an_error_on_all_ranks(pool):
+    """The first failure is that of one rank; if it persists, the next synchronization fails on both."""
+    (first, a), (second, b) = pool.run(_fails_again)
+    assert first[1] is None
+    assert second[1][0] == "RuntimeError"
+    assert second[2][0] == "RuntimeError"  # no synchronization is due in this step
+    assert [x for x in (*first, *second[3:]) if x] == []
+    assert a == b
+
+
+def _fails_thrice(rank, size):
+    model = net()
+    optimizer = adam(model)
+    made = []
+    local = local_steps(model, optimizer, every=1, outer=lambda p: made.append(outer(p)) or made[0])
+    made[0].failures = 2 * (rank == 1)
+    found = []
+    for step in range(4):
+        train(model, optimizer, rank, [step])
+        found.append(raised(local.step))
+    return found, parameter_bytes(model)
+
+
+def test_synchronization_fails_while_a_rank_cannot_complete_the_former_one(pool):
+    (first, a), (second, b) = pool.run(_fails_thrice)
+    assert [x and x[0] for x in first] == [None, "PeerError", None, None]
+    assert [x and x[0] for x in second] == ["RuntimeError", "RuntimeError", None, None]
+    assert "rank 1: the last synchronization could not be completed: out of memory" in first[1][1]
+    assert a == b
+
+
+def _in_finish(rank, size):
+    model = net()
+    optimizer = adam(model)
+    made = []
+    local = local_steps(model, optimizer, every=4, outer=lambda p: made.append(outer(p)) or made[0])
+    train(model, optimizer, rank, range(2), local.step)
+    made[0].failures = int(rank == 1)
+    error = raised(local.finish)
+    if error:
+        state = local.state_dict()  # completes the synchronization
+        assert state["rounds"] == 1
+    return error and error[0], parameter_bytes(model)
+
+
+def test_state_dict_completes_an_interrupted_synchronization(pool):
+    (first, a), (second, b) = pool.run(_in_finish)
+    assert (first, second) == (None, "RuntimeError")
+    assert a == b
+
+
+def _stopped_wait(rank, size):
+    """Ctrl-C while rank 1 waits for the mean; the collective goes on, and the next call applies its mean."""
+    from codec.torch.replicas.ranks import Ranks
+
+    model = net()
+    optimizer = adam(model)
+    local = local_steps(model, optimizer, every=2)
+    train(model, optimizer, rank, range(1), local.step)
+    wait = Ranks.wait
+
+    def stopped(self, flight):
+        raise KeyboardInterrupt
+
+    train(model, optimizer, rank, range(1, 2))
+    if rank == 1:
+        Ranks.wait = stopped
+    try:
+        error = raised_once(local.step)
+    finally:
+        Ranks.wait = wait
+    train(model, optimizer, rank, range(2, 6), local.step)
+    return error, local.stats().synchronizations, parameter_bytes(model)
+
+
+def test_interrupted_wait_for_the_mean_is_repeated(pool):
+    (first, n, a), (second, m, b) = pool.run(_stopped_wait)
+    assert (first, second) == (None, "KeyboardInterrupt")
+    assert n == m == 3
+    assert a == b
