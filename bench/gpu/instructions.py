@@ -156,7 +156,7 @@ def ways(section: str, way: Way) -> list[float]:
 
 def section_of(kernel: str, arch: str) -> str:
     """Compile a kernel, and return its machine code as disassembled text."""
-    code = kernels.compiled(kernels.FILE_OF[kernel], (kernel,), arch)
+    code = kernels.compiled(kernels.KERNELS[kernel].file, (kernel,), arch)
     sections = re.split(r"(?m)^//-+ (\.text\.\S+) +-+$", disassemble(code.image))
     return next(sections[i + 1] for i in range(1, len(sections), 2) if code.names[kernel] in sections[i])
 
@@ -169,8 +169,8 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=400, help="instructions of a loop that is listed")
     given = parser.parse_args()
     for kernel in given.kernels:
-        section, file = section_of(kernel, given.arch), kernels.FILES[kernels.FILE_OF[kernel]]
-        warps = file.threads // 32 * file.kernels[kernel]
+        section, about = section_of(kernel, given.arch), kernels.KERNELS[kernel]
+        warps = about.threads // 32 * about.resident
         if kernel in FAST:
             listed = f"loops of {loops(section, given.least)} instructions"
             print(f"{kernel}: {warps} warps of a multiprocessor, {listed}")

@@ -32,9 +32,9 @@ class Image(NamedTuple):
 
 
 def expressions() -> list[str]:
-    """Return the name expressions of all kernels, in the order of the tables in kernels.h."""
-    tables = (HERE / "src/kernels.h").read_text()
-    return re.findall(r'^\tX\(\w+, "([^"]+)"', tables, re.MULTILINE)
+    """Return the name expressions of all kernels, in the order of the table in job/launch.h."""
+    table = (NATIVE / "src/job/launch.h").read_text()
+    return re.findall(r'^\tX\(\w+, "([^"]+)"', table, re.MULTILINE)
 
 
 def find_nvrtc(given: str | None) -> ctypes.CDLL:

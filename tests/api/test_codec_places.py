@@ -69,7 +69,7 @@ PLACES = [
     # engines other than the native one
     Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b", (Delta, TopK)),
     Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b", (Delta, TopK)),
-    Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])', (Delta, TopK)),
+    Place("native/src/job/launch.h", r'"encode_(rows<{number}>|{name}["<])', (Delta, TopK)),
     # C++ bindings; Delta has no entry in blocks.h, because it needs a base
     Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:", (Delta,)),
     Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b", (Delta, TopK)),

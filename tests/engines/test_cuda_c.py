@@ -16,9 +16,9 @@ import pytest
 import codec
 from codec._c.library import ITEMSIZE
 from codec.engines.cuda import library
-from codec.engines.cuda.kernels import FILE_OF
+from codec.engines.cuda.kernels import KERNELS
 from codec.errors import Status
-from support import cuda_c, kernel_table
+from support import cuda_c
 from support.cuda_c import Decode, Encode
 from support.cuda_c_calls import (
     BAD_ARGUMENT,
@@ -205,11 +205,6 @@ def test_statuses_of_encoding(cuda):
     assert result == (0, BAD_ARGUMENT, 0)
 
 
-def test_kernel_table_is_that_of_the_engine():
-    """The C host's kernel table is the one that `python -m support.kernel_table` generates from the Python engine."""
-    assert kernel_table.PATH.read_text() == kernel_table.text()
-
-
 @on_cpu
 def test_code_of_the_page(cuda, tmp_path):
     """The C code of docs/guides/gpu-c.md compiles as C99 without a warning, and makes a round trip."""
@@ -284,5 +279,5 @@ def test_library_is_built_and_installed_with_kernels_for_a_gpu(tmp_path, monkeyp
     monkeypatch.setenv("CODEC_CUDA_LIBRARY", str(prefix / "lib/libcodec_cuda.so"))
     code = library.code_for.__wrapped__("sm_90")
     assert code.image.startswith(b"\x7fELF")
-    assert code.names.keys() >= FILE_OF.keys()
+    assert code.names.keys() >= KERNELS.keys()
     assert all(name.encode() in code.image for name in code.names.values())

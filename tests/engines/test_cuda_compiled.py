@@ -10,7 +10,7 @@ import pytest
 
 import codec
 from codec.engines.cuda import kernels
-from codec.engines.cuda.kernels import FILES
+from codec.engines.cuda.kernels import FILES, KERNELS
 from codec.engines.cuda.workspace import pointer
 from support.device import ROOT, LaunchError, build, compile_kernels, launch
 from support.tiers import NIGHTLY, every
@@ -127,7 +127,7 @@ def test_nvrtc_compiles_every_kernel(file):
     No instruction rounds differently from a CPU's.
     """
     log, ptx, code_nbytes = compile_kernels(file, "sm_90")
-    threads, resident = FILES[file]
+    threads, resident = KERNELS[FILES[file][0]].threads, {name: KERNELS[name].resident for name in FILES[file]}
     pattern = (
         r"entry function '([\w<>]+)'",
         r"(\d+) bytes spill stores",
@@ -163,7 +163,7 @@ ALL = [(file, arch) for file in FILES for arch in ARCHS]
 def test_cached_machine_code(file, arch, tmp_path, monkeypatch):
     """The engine compiles each kernel once, and again if the cached file is damaged."""
     monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path / "made"))
-    wanted = FILES[file].compiled_with(list(FILES[file].kernels)[-1])
+    wanted = KERNELS[FILES[file][-1]].compiled_with()
     code = kernels.compiled(file, wanted, arch)
     assert code.image.startswith(b"\x7fELF")
     assert code.names.keys() == set(wanted)

@@ -1,32 +1,25 @@
-"""The two hosts of the CUDA kernels, codec/engines/cuda (Python) and native/cuda_api (C), make the same decisions.
+"""The two hosts of the CUDA kernels, codec/engines/cuda (Python) and native/cuda_api (C), launch and allocate alike.
 
-Emulated GPUs with 2 and 132 multiprocessors log launches without running them. docs/internals/gpu.md names the files.
+Emulated GPUs with 2 and 132 multiprocessors log launches without running them. libcodec chooses the kernels of both.
 """
 
 import ctypes
-import functools
 import itertools
-import re
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 import codec
 from codec._c.library import ITEMSIZE, lib
-from codec.decoding import decode_request
 from codec.encoding import encode_request
-from codec.engines.cuda import decoding, encoding, job, preprocess, scratch, workspace
-from codec.engines.cuda.batch_decode import open_frames
-from codec.engines.cuda.kernels import FILE_OF, warps_of
+from codec.engines.cuda import encoding, job, scratch
+from codec.engines.cuda.kernels import KERNELS
 from codec.engines.cuda.upload import aligned
 from codec.engines.cuda.workspace import Work
-from codec.tensors.view import view
 from support import cuda_c
-from support.device import DeviceArray, Emulated, build, use
+from support.device import Emulated, build, use
 from support.specs import SPECS
-from support.tensors import random_bits
 from support.tiers import every
 
 USABLE = {"delta": codec.Delta()}
@@ -90,13 +83,6 @@ class Encoded(NamedTuple):
     sums_nbytes: int
 
 
-class Decoded(NamedTuple):
-    """Host decisions for decoding a frame, in the order of native/tests/cuda_api/layout_decode.c."""
-
-    unit_nbytes: int
-    units: int
-
-
 @pytest.fixture(scope="module", params=PROCESSORS)
 def hosts(request):
     """The Python host's device and the C host's library, for a GPU of 2 or 132 multiprocessors."""
@@ -133,7 +119,7 @@ def by_python(device, spec, dtype, shape, *, feedback):
     found = Encoded(
         plan.bound,
         plan.nparts,
-        warps_of(plan.kernel) * layout.grid,
+        plan.kernel.warps * layout.grid,
         units._each,
         units._count,
         units._count if layout.scratch.nbytes else 0,
@@ -157,17 +143,16 @@ def by_c(cuda, spec, dtype, shape, *, feedback):
     found = Encoded(*numbers)
     image = (ctypes.c_uint8 * found.upload_nbytes)()
     cuda.lib.codec_cuda_encode_upload(plan, ctypes.c_uint64(MADE), ctypes.c_uint64(STREAM), image)
-    return found, launches(cuda, "encode", item), bytes(image)
+    return found, launches(cuda, item), bytes(image)
 
 
-def launches(cuda, what, item):
-    """Return the launches of a C call with one item, as grids by kernel, for kernels that both hosts launch."""
-    flags = [] if what == "encode" else [ctypes.c_uint32(0)]
+def launches(cuda, item):
+    """Return the launches of a C call that encodes one item, as grids by kernel, for kernels that both hosts launch."""
     cuda.fake.fake_cuda_log()
-    args = ctypes.byref(item), ctypes.c_size_t(1), *flags, ctypes.c_void_p(1 << 41), ctypes.c_uint64(1 << 40), None
-    assert getattr(cuda.lib, f"codec_cuda_{what}")(*args) == 0
+    args = ctypes.byref(item), ctypes.c_size_t(1), ctypes.c_void_p(1 << 41), ctypes.c_uint64(1 << 40), None
+    assert cuda.lib.codec_cuda_encode(*args) == 0
     lines = [line.split() for line in cuda.fake.fake_cuda_log().decode().splitlines()]
-    return [(kernel, int(x), int(y)) for kernel, x, y in lines if kernel in FILE_OF]
+    return [(kernel, int(x), int(y)) for kernel, x, y in lines if kernel in KERNELS]
 
 
 def dtypes_of(name):
@@ -189,95 +174,3 @@ def test_both_hosts_encode_by_the_same_jobs_launches_and_memory(hosts, name, mon
                 assert ours[0] == theirs[0], (dtype, shape, feedback)
                 assert ours[1] == theirs[1], (dtype, shape, feedback)
                 assert ours[2] == theirs[2], (dtype, shape, feedback)
-
-
-@pytest.mark.parametrize("name", every(2, USABLE))
-def test_both_hosts_decode_by_the_same_kernels_and_grids(hosts, name, monkeypatch):
-    """Both hosts decode by the same kernels and grids. The C host, which has not read the frame, allocates scratch
-    memory for any frame of the shape.
-    """
-    device, cuda = hosts
-    use(monkeypatch, device)
-    spec = USABLE[name]
-    for dtype in dtypes_of(name):
-        for shape in SHAPES:
-            frame = make_frame(spec, dtype, shape)
-            x = codec.view(Nowhere(shape, f"<u{ITEMSIZE[dtype]}"), dtype)
-            there, how = DeviceArray(np.frombuffer(frame, np.uint8)), codec.options(engine="cuda")
-            base = x.tensor if name == "delta" else None
-            r = decode_request((view(there),), None, how, x, base=base)
-            work = Work(device, 0)
-            [opened] = open_frames([(work, r._replace(head=view(np.frombuffer(frame, np.uint8))), r.frames[0])])
-            opened.open(view(x.tensor)._replace(dtype=dtype), lib.CODEC_INTO_STORE)
-            units = scratch.Scratch(work, [(opened.kernel, opened.grid, opened.scratch)])
-            size, at = ctypes.sizeof(cuda_c.DecodeItem), 1 << 20
-            plan = cuda.plan(spec, dtype, shape)
-            item = cuda_c.DecodeItem(size, 0, plan, at, len(frame), None, at, at, 1, 0, at)
-            numbers = (ctypes.c_uint64 * len(Decoded._fields))()
-            assert cuda.lib.codec_cuda_decode_decisions(ctypes.byref(item), numbers) == 0
-            theirs, grids = Decoded(*numbers), {kernel: x for kernel, x, _ in launches(cuda, "decode", item)}
-            assert grids[opened.kernel] == opened.grid, (dtype, shape)
-            assert units._each in (0, theirs.unit_nbytes), (dtype, shape)
-            assert units._count <= theirs.units, (dtype, shape)
-
-
-@functools.cache
-def make_frame(spec, dtype, shape):
-    """Encode random values by the native engine, and return the frame."""
-    x = random_bits(dtype, prod(shape), "normal").reshape(shape)
-    if isinstance(spec, codec.Truncate) and spec.fixed_level is None:
-        spec = spec.bind(levels=np.zeros(prod(shape), np.uint8))
-    base = codec.view(x, dtype) if isinstance(spec, codec.Delta) else None
-    changed = x ^ (np.arange(x.size).reshape(shape) % 97 == 0).astype(x.dtype) if base is not None else x
-    return bytes(codec.encode(codec.view(changed, dtype), spec, base=base, options=codec.options(engine="native")))
-
-
-# Python's declarations of the structs that hosts write and kernels read. The C host declares them in layout.h.
-STRUCTS = {
-    "units": scratch._UNITS,
-    "encoding": job._ENCODING,
-    "preprocessing": preprocess._PREPROCESSING,
-    "decoding": decoding._DECODING,
-    "found": decoding._FOUND,
-}
-OF_KERNELS = {  # structs that only kernels and the Python host use, and the files that declare them
-    "codec_written": (encoding._WRITTEN, "frame/encode.cuh"),
-    "codec_units": (scratch._UNITS, "common/scratch.cuh"),
-    "codec_preprocessing": (preprocess._PREPROCESSING, "frame/preprocess.cu"),
-    "codec_group": (preprocess._GROUP, "frame/preprocess.cu"),
-    "codec_lists": (decoding._LISTS, "frame/decode.cuh"),
-    "codec_piece": (workspace._PIECE, "frame/gather.cu"),
-}
-LETTERS = {"uint64_t": "Q", "unsigned long long": "Q", "uint32_t": "I", "float": "f"}
-
-
-def fields_of(text, name):
-    """Return the fields of a C or CUDA struct as format characters of Python's struct module; a pointer is Q."""
-    body = re.search(rf"^struct {name} \{{(.*?)^\}};", re.sub(r"/\*.*?\*/", "", text, flags=re.S), re.M | re.S)[1]
-    found = ""
-    for declaration in body.split(";")[:-1]:
-        kind, first, *rest = re.match(
-            r"\s*(?:const )?(struct \w+|unsigned long long|\w+) (.*)", declaration, re.S
-        ).groups()
-        for field in (first, *rest)[0].split(","):
-            if kind.startswith("struct"):
-                found += fields_of(text, kind.removeprefix("struct "))
-            else:
-                found += "Q" if "*" in field else LETTERS[kind]
-    return found
-
-
-def letters_of(packed):
-    """Return the fields of a Python struct as format characters; 4 bytes of padding are I, codec_units is expanded."""
-    expanded = packed.format.replace(f"{scratch.UNITS_NBYTES}s", "3Q2I").replace("4x", "I").translate({32: "", 60: ""})
-    return re.sub(r"(\d+)(\w)", lambda m: int(m[1]) * m[2], expanded)
-
-
-def test_structs_of_both_hosts_and_of_kernels_have_the_same_fields():
-    layout = (cuda_c.API / "src/layout.h").read_text()
-    for name, packed in STRUCTS.items():
-        assert letters_of(packed) == fields_of(layout, name), name
-    for name, (packed, file) in OF_KERNELS.items():
-        assert letters_of(packed) == fields_of((cuda_c.ROOT / "native/cuda" / file).read_text(), name), name
-    written = int(re.search(r"define WRITTEN_NBYTES (\d+)", layout)[1])
-    assert written == job.WRITTEN_NBYTES == encoding._WRITTEN.size

@@ -10,7 +10,7 @@ import pytest
 import codec
 from codec._c import library as native
 from codec.engines.cuda import kernels, library
-from codec.engines.cuda.kernels import FILE_OF
+from codec.engines.cuda.kernels import KERNELS
 from support import cuda_c, cupy_on_cpu, device
 from support.cupy_on_cpu import cupy
 
@@ -70,7 +70,7 @@ def test_no_kernel_is_compiled(built, offer, compiled):
 def test_the_library_has_every_kernel(built, offer):
     offer(built)
     code = library.code_for("sm_90")
-    assert code.names.keys() >= FILE_OF.keys()
+    assert code.names.keys() >= KERNELS.keys()
     assert code.names["encode_rows<2>"] == "_Zencode_rows<2>"
     assert json.loads(code.image[:-1])["_Zencode_rows<2>"] == "encode_rows<2>"
     assert library.code_for("sm_75") is None

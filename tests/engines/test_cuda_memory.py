@@ -9,7 +9,7 @@ import codec
 from codec.decoding import decode_request
 from codec.encoding import encode_request
 from codec.engines.cuda import DeferredCalls, scratch, workspace
-from codec.engines.cuda.kernels import FILE_OF
+from codec.engines.cuda.kernels import KERNELS
 from codec.engines.cuda.workspace import Work
 from codec.tensors.view import view
 from support import flatcall
@@ -204,11 +204,11 @@ def test_batches_of_several_launches(device, monkeypatch):
 
 
 @on_cpu
-@pytest.mark.parametrize("kernel", [name for name in FILE_OF if name.startswith(("encode_", "decode_"))])
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name.startswith(("encode_", "decode_"))])
 def test_scratch_memory_of_a_call_is_limited(kernel, library):
     device = Counted(library, 132)
     most = [
-        scratch.Scratch(Work(device, 0), [(kernel, 528, scratch.Need(nbytes, units))] * frames)
+        scratch.Scratch(Work(device, 0), [(KERNELS[kernel], 528, scratch.Need(nbytes, units))] * frames)
         for nbytes, units in ((33_152, 9), (82_560, 1), (66_176, 1))
         for frames in (1, 1000)
     ]

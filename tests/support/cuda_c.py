@@ -28,7 +28,14 @@ ALIGNMENT = 256  # alignment of a workspace, in bytes
 
 def compiled(name: str, command: Sequence[str]) -> Path:
     """Return the path of the library that `command` compiles; compile only if a source or the command has changed."""
-    folders = "native/cuda_api", "native/tests/cuda_api", "native/include/codec", "native/src/exact", "native/cuda"
+    folders = (
+        "native/cuda_api",
+        "native/tests/cuda_api",
+        "native/include/codec",
+        "native/src/exact",
+        "native/src/job",
+        "native/cuda",
+    )
     return device.compiled(command, folders, f"cuda_api/{name}")
 
 
@@ -63,10 +70,9 @@ def library() -> Path:
 
 
 def decisions() -> Path:
-    """Return the path of a libcodec_cuda that exports its host decisions (native/tests/cuda_api/layout_*.c)."""
-    command, replaced = library_command(TESTS / "images.c"), {"encode.c", "decode.c"}
-    sources = [argument for argument in command if Path(argument).name not in replaced]
-    return compiled("codec_cuda_decisions", [*sources, str(TESTS / "layout_encode.c"), str(TESTS / "layout_decode.c")])
+    """Return the path of a libcodec_cuda that exports its host decisions (native/tests/cuda_api/layout_encode.c)."""
+    sources = [part for part in library_command(TESTS / "images.c") if Path(part).name != "encode.c"]
+    return compiled("codec_cuda_decisions", [*sources, str(TESTS / "layout_encode.c")])
 
 
 def installed() -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from codec._c.library import ITEMSIZE
 from codec.engines.cuda import devices, sources
 from codec.engines.cuda.cupy_backend import Gpu
-from codec.engines.cuda.kernels import FILE_OF, FILES
+from codec.engines.cuda.kernels import FILES, KERNELS
 from codec.tensors.view import TensorView, is_torch, view
 from support import cpu_time
 from support.nvrtc import compile_cuda
@@ -82,7 +82,7 @@ def launch(library, kernel, grid, threads, *args):
 def compile_kernels(file, arch):
     """Compile a file of kernels for an architecture by NVRTC."""
     options = [*sources.OPTIONS, f"-arch={arch}", "-Xptxas=-v", *INCLUDED]
-    return compile_cuda(f'#include "{file}.cu"\n', sources.HEADERS, options, FILES[file].kernels)
+    return compile_cuda(f'#include "{file}.cu"\n', sources.HEADERS, options, FILES[file])
 
 
 class DeviceArray:
@@ -185,14 +185,14 @@ class Emulated:
         ctypes.memset(at, 0, nbytes)
 
     def prepare(self, kernels: Iterable[str]) -> None:
-        assert set(kernels) <= FILE_OF.keys()
+        assert set(kernels) <= KERNELS.keys()
 
     def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
         return tuple((ctypes.c_uint64 * count).in_dll(self.library, name))
 
     def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
         self.launched.append(kernel)
-        launch(self.library, kernel, grid, FILES[FILE_OF[kernel]].threads, *args)
+        launch(self.library, kernel, grid, KERNELS[kernel].threads, *args)
 
     def empty(self, dtype: str, shape: tuple[int, ...], like: Any) -> tuple[Any, TensorView]:
         if is_torch(like):

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
 from codec.engines.cuda.devices import Device
-from codec.engines.cuda.kernels import blocks_for
-from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES
+from codec.engines.cuda.kernels import Kernel
 from codec.engines.cuda.scratch import Scratch
+from codec.engines.cuda.structs import PREPROCESSING
 from codec.engines.cuda.upload import aligned
 from codec.engines.cuda.workspace import Work, grid_for, launch_each, small
 from codec.engines.request import DecodeRequest
@@ -39,24 +39,24 @@ class Step(NamedTuple):
         count = self.summing or 1
         if len(self.items) == count:
             kernel, grid = self._kernel(self.items, device)
-            return [Launch(kernel, [-grid], list(self.items), self.summing)]
+            return [Launch(kernel.name, [grid], list(self.items), self.summing)]
         groups = [self.items[i : i + count] for i in range(0, len(self.items), count)]
-        keys = [(*self._kernel(group, device), i) for i, group in enumerate(groups)]
-        keys.sort()  # by kernel, then by descending number of thread blocks, which is the second item, negated
+        keys = [(kernel.name, -grid, i) for i, (kernel, grid) in enumerate(self._kernel(own, device) for own in groups)]
+        keys.sort()  # by kernel, then by descending number of thread blocks
         found: list[Launch] = []
-        for kernel, some in itertools.groupby(keys, key=lambda key: key[0]):
+        for name, some in itertools.groupby(keys, key=lambda key: key[0]):
             own = list(some)
             items = [item for _, _, i in own for item in groups[i]]
-            found.append(Launch(kernel, [-grid for _, grid, _ in own], items, self.summing))
+            found.append(Launch(name, [-grid for _, grid, _ in own], items, self.summing))
         return found
 
-    def _kernel(self, group: Sequence[tuple[Frame, Sink]], device: Device) -> tuple[str, int]:
-        """Return the kernel for a frame, or for a group of frames to sum, and minus its number of thread blocks."""
+    def _kernel(self, group: Sequence[tuple[Frame, Sink]], device: Device) -> tuple[Kernel, int]:
+        """Return the kernel for a frame, or for a group of frames to sum, and its number of thread blocks."""
         frame = group[0][0]
-        if not self.summing:
-            return frame.kernel, -frame.grid
+        if not self.summing or frame.summing is None:
+            return frame.kernel, frame.grid
         nblocks = max([each.view.nblocks for each, _ in group])
-        return frame.summing, -blocks_for(frame.summing, device.processors, nblocks)
+        return frame.summing, frame.summing.grid(device.processors, nblocks)
 
 
 class Launch(NamedTuple):
@@ -175,7 +175,7 @@ class BatchDecode:
         for launch in itertools.chain(*self._launches):
             for frame, sink in launch.items:
                 used = not launch.summing and needs[id(frame)].nbytes > 0
-                units = scratch.struct(address + taken, used=used)
+                units = scratch.units(address + taken, used=used)
                 image += frame.decoding(*places[id(frame)], units, sink, checks=id(frame) not in seen)
                 seen.add(id(frame))
         image = image.ljust(found, b"\0") + NOTHING_FOUND * len(frames)
@@ -187,7 +187,7 @@ class BatchDecode:
         if i == 0 and self._preprocessing:
             grid = grid_for(device, max(frame.info.n for frame in self._frames))
             launch_each(
-                device, "preprocess", [grid] * len(self._preprocessing), self._preprocessing_at, PREPROCESSING_NBYTES
+                device, "preprocess", [grid] * len(self._preprocessing), self._preprocessing_at, PREPROCESSING.size
             )
         for launch in self._launches[i]:
             count = launch.summing

@@ -17,7 +17,7 @@ import numpy as np
 
 from codec._c.library import ITEMSIZE, ffi
 from codec.engines.cuda import kernels
-from codec.engines.cuda.kernels import FILE_OF, FILES
+from codec.engines.cuda.kernels import KERNELS
 from codec.errors import EngineError
 from codec.tensors.view import TensorView, is_torch, view
 
@@ -88,7 +88,7 @@ class Gpu:
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
         self._now = threading.local()  # fields during `on`: `stream`, and bool `captured`
-        self._constants: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._constants: dict[tuple[str, str, int], tuple[int, ...]] = {}
         self._sent = deque[list[Any]]()  # [source, event or None] of uploads in flight; the event marks completion
         self._sending = threading.Lock()
 
@@ -215,19 +215,20 @@ class Gpu:
                 self._functions[name] = module.get_function(lowered)
 
     def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
-        if (kernel, name) not in self._constants:
+        key = kernel, name, count
+        if key not in self._constants:
             self.prepare([kernel])
             module = self._functions[kernel].module
             side = self._cupy.cuda.Stream(non_blocking=True)  # a new stream, because the current one may be captured
             data = self._download(module.get_global_var(name), 8 * count, side)
-            self._constants[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
-        return self._constants[kernel, name]
+            self._constants[key] = tuple(np.frombuffer(data, np.uint64).tolist())
+        return self._constants[key]
 
     def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
         if kernel not in self._functions:
             self.prepare([kernel])
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
-        threads = FILES[FILE_OF[kernel]].threads
+        threads = KERNELS[kernel].threads
         function, stream = self._functions[kernel], self._now.stream
         at = ctypes.addressof(pointers)
         self._cupy.cuda.driver.launchKernel(function.ptr, *grid, 1, threads, 1, 1, 0, stream.ptr, at, 0)

@@ -2,17 +2,18 @@
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from codec import _call
 from codec._c.library import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, lib, new_bytes
 from codec._call import Call
 from codec.engines.blockwise import tensor_like
 from codec.engines.cuda.encoding import ALIGNMENT
-from codec.engines.cuda.kernels import blocks_for, rows_kernel, warps_of
-from codec.engines.cuda.plan import is_entropy_coded
+from codec.engines.cuda.kernels import BY_NUMBER, Kernel
+from codec.engines.cuda.plan import launch_of
 from codec.engines.cuda.preprocess import Preprocessing
-from codec.engines.cuda.scratch import UNITS_NBYTES, Need
+from codec.engines.cuda.scratch import NOTHING, Need, Units, need_of
+from codec.engines.cuda.structs import DECODING, FOUND, LISTS
 from codec.engines.cuda.upload import DATA_AT, Image
 from codec.engines.cuda.workspace import Work, grid_for
 from codec.engines.native import decoding as native
@@ -23,15 +24,11 @@ from codec.optimizers.arguments import LevelSource, level_source
 from codec.specs import BoundSpec
 from codec.tensors.view import TensorView, view_base
 
-_FOUND = struct.Struct("<QQII3Q")  # codec_found of native/cuda/frame/decode.cuh
-_DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I 2Q")  # codec_decoding of native/cuda/frame/decode.cuh
 _NONE = 2**64 - 1
-FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
-NOTHING_FOUND = _FOUND.pack(_NONE, *[0] * 6)
-_LISTS = struct.Struct("<2Q")  # codec_lists of native/cuda/frame/decode.cuh
+FOUND_NBYTES, DECODING_NBYTES = FOUND.size, DECODING.size
+NOTHING_FOUND = FOUND.pack(_NONE, *[0] * 6)
 # LISTED_SHARE of native/cuda/delta/decode.cuh, and the maximum number of changes that one byte of a frame can code.
 _LISTED_SHARE, _CHANGES = 8, 4
-_GROUP = 1024  # number of values in a group of native/cuda/delta/decode.cuh
 
 
 class Sink(NamedTuple):
@@ -73,9 +70,9 @@ class Frame:
     head : TensorView
         First bytes of the frame. If they are fewer than :attr:`head_nbytes`, the caller replaces them by a longer head.
     kernel, grid
-        Name of the kernel that decodes the frame, and its number of thread blocks.
-    summing
-        Name of the kernel that decodes and adds several such frames at once; "" if there is none.
+        Kernel that decodes the frame, and its number of thread blocks.
+    summing : Kernel or None
+        Kernel that decodes and adds several such frames at once.
     image : Image
         Decoding job of the frame, to be copied to the device.
     base : TensorView or None
@@ -156,12 +153,13 @@ class Frame:
         self.preprocessing = preprocessing = Preprocessing(work, info.n)
         if levels is not None and self._shared:
             preprocessing.ask(levels)
-        self.kernel, self._constant, self.summing = _kernels(view, ITEMSIZE[self.dtype])
-        size = ITEMSIZE[self.dtype]
-        if into == lib.CODEC_INTO_STORE and _is_fast(view, size) and (v.device == "cpu" or v.address % (4 * size) == 0):
-            self.kernel, self._constant = f"decode_lossless_fast<{size}>", ""
-        device = work.device
-        blocks = blocks_for(self.kernel, device.processors, view.nblocks)
+        device, launch = work.device, launch_of(job)
+        is_aligned = v.device == "cpu" or v.address % (4 * ITEMSIZE[self.dtype]) == 0
+        is_fast = launch.decode_fast and into == lib.CODEC_INTO_STORE and is_aligned
+        self.kernel: Kernel = BY_NUMBER[launch.decode_fast if is_fast else launch.decode]
+        self.summing: Kernel | None = BY_NUMBER.get(launch.reduce)
+        self._launch = None if is_fast else launch
+        blocks = self.kernel.grid(device.processors, view.nblocks)
         self.grid = blocks if view.nblocks else grid_for(device, view.n)
 
     def open_base(self) -> None:
@@ -186,11 +184,11 @@ class Frame:
 
     def take_lists(self, nbytes: int) -> None:
         """Allocate the frame's list of changes, with `nbytes` bytes of entries."""
-        zeros = _LISTS.size + 8 * self.info.nblocks
+        zeros = LISTS.size + 8 * self.info.nblocks
         self.lists = self.work.new(zeros + nbytes)
         self.work.device.clear(self.lists, zeros)
         entry = 12 if ITEMSIZE[self.dtype] == 8 else 8
-        self.work.send(self.lists, _LISTS.pack(0, nbytes // entry))
+        self.work.send(self.lists, LISTS.pack(0, nbytes // entry))
 
     def _level_source(self, bound: BoundSpec) -> LevelSource:
         """Return the source of levels. If the state does not fit, report a damaged frame before the state."""
@@ -262,30 +260,18 @@ class Frame:
     @property
     def scratch(self) -> Need:
         """Return the scratch memory that :attr:`kernel` needs. The kernel must have been loaded."""
-        if not self._constant:
-            return Need(0)
-        if self.is_delta:
-            rooms = self.work.device.constant(self.kernel, self._constant, 4)
-            groups = -(-min(self.view.block_nvalues, self.view.n) // _GROUP)
-            return Need(rooms[ITEMSIZE[self.dtype].bit_length() - 1] * groups)
-        [nbytes] = self.work.device.constant(self.kernel, self._constant, 1)
-        if self.view.codec != lib.CODEC_LOSSLESS:
-            return Need(nbytes)
-        every = (1 << ITEMSIZE[self.dtype]) - 1
-        if self.view.fixed == every - 1 and not self.view.halved & 1:
-            return Need(0)
-        units = self.view.coded.bit_count()  # lossless_scratch_nbytes of native/cuda/frame/decode.cuh
-        return Need(nbytes if units else 0, units)
+        launch = self._launch
+        return NOTHING if launch is None else need_of(self.work.device, self.kernel, launch.decode_scratch)
 
-    def decoding(self, at: int, found: int, scratch: bytes, sink: Sink, *, checks: bool) -> bytes:
+    def decoding(self, at: int, found: int, scratch: Units, sink: Sink, *, checks: bool) -> bytes:
         """Return the frame's codec_decoding, the struct with a kernel's arguments.
 
         Parameters
         ----------
         at, found : int
             Device addresses of the frame's image and of its codec_found.
-        scratch : bytes
-            Bytes of a codec_units, the scratch memory of the kernel.
+        scratch : tuple of int
+            Fields of a codec_units, the scratch memory of the kernel.
         sink : Sink
             Destination of the values.
         checks : bool
@@ -293,9 +279,9 @@ class Frame:
         """
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
         addresses = self._base_at or self.preprocessing.exponents, found
-        warps = warps_of(self.kernel) * self.grid
-        return _DECODING.pack(
-            at, at + DATA_AT, self.at, scratch, *addresses, *sink[:4], *codes, checks, warps, self.lists, 0
+        warps = self.kernel.warps * self.grid
+        return DECODING.pack(
+            at, at + DATA_AT, self.at, *scratch, *addresses, *sink[:4], *codes, 0, checks, warps, self.lists, 0
         )
 
     def close(self, found: bytes) -> None:
@@ -313,7 +299,7 @@ class Frame:
         """
         if self.request.arriving is not None:
             self._plan_again(self.request.arriving)
-        fault, checksum, _, _, *digests, _ = _FOUND.unpack(found)
+        fault, checksum, _, _, *digests, _ = FOUND.unpack(found)
         status = fault & 255
         if status == Status.OTHER_BASE:  # the changes do not fit the base: the base is wrong, or the frame is invalid
             if digests[0] != self.info.base_digest:
@@ -345,26 +331,3 @@ class Frame:
             if digests[i] != expected[i]:
                 fault.offset, fault.found, fault.expected = self.view.side_offset + 8 * i, expected[i], digests[i]
                 check(int(status), fault)
-
-
-def _is_fast(v: Any, size: int) -> bool:
-    """Return True if decode_lossless_fast can decode a frame: 2- or 4-byte floats, and only plane 0 is coded."""
-    is_float = v.codec == lib.CODEC_LOSSLESS and v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
-    return is_float and v.nblocks > 0 and v.fixed == (1 << size) - 2 and v.coded & 1 and not v.halved & 1
-
-
-def _kernels(v: Any, size: int) -> tuple[str, str, str]:
-    """Return three names: decoding kernel, constant with the size of a scratch unit, summing kernel ("" for none)."""
-    if v.layout == 0:
-        return "decode_stored", "", ""
-    if v.codec == lib.CODEC_LOSSLESS:
-        return f"decode_lossless<{size}>", "decode_lossless_nbytes", ""
-    if v.codec == lib.CODEC_TRUNCATE:
-        return "decode_truncate", "decode_truncate_nbytes", ""
-    if v.codec == lib.CODEC_DELTA:
-        return f"decode_delta<{size}>", "decode_delta_nbytes" if v.nblocks else "", ""
-    if v.codec == lib.CODEC_TOPK:
-        return "decode_topk", "", ""
-    if is_entropy_coded(v):
-        return f"decode_rows<{v.codec}>", "decode_rows_nbytes", ""
-    return f"decode_rows<{v.codec}>", "", rows_kernel("reduce_rows", v)

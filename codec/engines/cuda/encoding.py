@@ -1,9 +1,8 @@
 """Encoding of a tensor on a device: three or four kernels in stream order, without synchronization."""
 
-import struct
 from typing import Any
 
-from codec._c.library import check
+from codec._c.library import check, ffi
 from codec.engines.cuda.job import WRITTEN_NBYTES, Job
 from codec.engines.cuda.plan import plan_of
 from codec.engines.cuda.workspace import Work
@@ -12,7 +11,6 @@ from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, Status
 
 ALIGNMENT = 8  # alignment of a frame's sections in bytes
-_WRITTEN = struct.Struct("<4Q4I2Q")  # codec_written of native/cuda/frame/encode.cuh
 _FULL = 7 / 8  # a frame that fills less than this fraction of its buffer is copied to a smaller one
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
@@ -65,8 +63,9 @@ class Encoding:
         CodecError
             The tensor cannot be encoded.
         """
-        fields = _WRITTEN.unpack(written or self.work.device.download(self.job.written, WRITTEN_NBYTES))
-        nbytes, fault, out = fields[3], fields[6], self.request.out
+        data = written or self.work.device.download(self.job.written, WRITTEN_NBYTES)
+        fields = ffi.from_buffer("struct written *", data)
+        nbytes, fault, out = fields.nbytes, fields.fault, self.request.out
         if fault == _SHORT_OUTPUT or (out is not None and nbytes > out.nbytes):
             raise ArgumentError(
                 f"out= has {self._capacity if out is None else out.nbytes} bytes, too few for this frame: allocate as "

@@ -2,21 +2,19 @@
 
 import itertools
 import operator
-import struct
 from collections.abc import Sequence
 
-from codec.engines.cuda.kernels import warps_of
 from codec.engines.cuda.plan import Plan
-from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES, Preprocessing
-from codec.engines.cuda.scratch import UNITS_NBYTES, Scratch
+from codec.engines.cuda.preprocess import Preprocessing
+from codec.engines.cuda.scratch import Scratch, Units
+from codec.engines.cuda.structs import ENCODING, PREPROCESSING, WRITTEN
 from codec.engines.cuda.upload import DATA_AT, aligned
 from codec.engines.cuda.workspace import Work, grid_for, launch_each
 from codec.engines.request import EncodeRequest
 
-WRITTEN_NBYTES = 64  # bytes of a codec_written of native/cuda/frame/encode.cuh
+WRITTEN_NBYTES = WRITTEN.size
 COUNTS_NBYTES = 1024  # bytes of the symbol counts at the beginning of a codec_choice (native/cuda/coder/sample.cuh)
 _kernel = operator.itemgetter(1)
-_ENCODING = struct.Struct(f"<7Q{UNITS_NBYTES}s6Q2I")  # codec_encoding of native/cuda/frame/encode.cuh
 
 
 class Job:
@@ -39,7 +37,7 @@ class Job:
     ----------
     layout : Layout
         Grids of the launches, and sizes of their buffers.
-    steps : list of (str, int)
+    steps : list of (Kernel, int)
         Kernels to launch before ``close_frame``, with their numbers of thread blocks.
     written, counts : int
         Device addresses of a codec_written and of a codec_choice, both zeroed before the launches. A codec_choice
@@ -64,13 +62,13 @@ class Job:
         self._base = work.read(r.base) if r.base is not None else 0
         self._source = values, preprocessing.sums, residual, frame, capacity
 
-    def struct(self, at: int, scratch: bytes) -> bytes:
-        """Return the codec_encoding; `at`: device address of the plan's upload, `scratch`: a codec_units."""
+    def struct(self, at: int, scratch: Units) -> bytes:
+        """Return the codec_encoding; `at`: device address of the plan's upload."""
         plan, layout = self.plan, self.layout
         ends = self._base or self.preprocessing.exponents, self.preprocessing.levels
         zeros = self.counts, at + plan.head_at, self.counts + layout.choice_nbytes, self.written
-        warps = warps_of(plan.kernel) * layout.grid
-        return _ENCODING.pack(at, at + DATA_AT, *self._source, scratch, *zeros, *ends, plan.nparts, warps)
+        warps = plan.kernel.warps * layout.grid
+        return ENCODING.pack(at, at + DATA_AT, *self._source, *scratch, *zeros, *ends, plan.nparts, warps)
 
 
 def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
@@ -81,36 +79,36 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     """
     device = work.device
     if len(jobs) > 1:  # put jobs with the same kernel together, in descending order of grids
-        jobs = sorted(jobs, key=lambda job: ([kernel for kernel, _ in job.steps], -job.layout.grid))
+        jobs = sorted(jobs, key=lambda job: ([kernel.name for kernel, _ in job.steps], -job.layout.grid))
     if not jobs[0].written:
         _place_results(work, jobs)
     preprocessing = [some for job in jobs if (some := job.preprocessing.struct(job.written))]
     scratch = Scratch(work, [(job.plan.kernel, job.layout.grid, job.layout.scratch) for job in jobs])
     if device.capturing():
         work.keep(scratch)
-    first = aligned(PREPROCESSING_NBYTES * len(preprocessing))
-    taken = first + _ENCODING.size * len(jobs)
+    first = aligned(PREPROCESSING.size * len(preprocessing))
+    taken = first + ENCODING.size * len(jobs)
     offset = taken + scratch.taken_nbytes
     made = offset + sum([job.plan.nbytes for job in jobs])
     address = work.new(made + sum([job.plan.made_nbytes for job in jobs]))
     encodings, uploads = bytearray(b"".join(preprocessing).ljust(first)), bytearray(scratch.taken_nbytes)
     for job in jobs:
-        encodings += job.struct(address + offset, scratch.struct(address + taken, used=job.layout.scratch.nbytes > 0))
+        encodings += job.struct(address + offset, scratch.units(address + taken, used=job.layout.scratch.nbytes > 0))
         uploads += job.plan.upload(made - offset, job.stream)
         offset += job.plan.nbytes
         made += job.plan.made_nbytes
     work.send(address, encodings + uploads)
     if preprocessing:
         grid = grid_for(device, max(job.plan.view.n for job in jobs))
-        launch_each(device, "preprocess", [grid] * len(preprocessing), address, PREPROCESSING_NBYTES)
+        launch_each(device, "preprocess", [grid] * len(preprocessing), address, PREPROCESSING.size)
     for step in range(max([len(job.steps) for job in jobs]) if close else 1):
         own = [(i, *job.steps[step]) for i, job in enumerate(jobs) if step < len(job.steps)]
         for kernel, some in itertools.groupby(own, key=_kernel) if len(own) > 1 else [(own[0][1], own)]:
             numbers, _, grids = zip(*some, strict=True)
-            launch_each(device, kernel, grids, address + first + _ENCODING.size * numbers[0], _ENCODING.size)
+            launch_each(device, kernel.name, grids, address + first + ENCODING.size * numbers[0], ENCODING.size)
     if close:
         grids = [job.layout.other_grid for job in jobs]
-        launch_each(device, "close_frame", grids, address + first, _ENCODING.size)
+        launch_each(device, "close_frame", grids, address + first, ENCODING.size)
 
 
 def _place_results(work: Work, jobs: Sequence[Job]) -> None:

@@ -6,101 +6,60 @@ is called directly, because CuPy compiles with options that flush subnormals to 
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 from typing import Any, NamedTuple
 
 from codec._c import pool
-from codec._c.library import lib
-from codec._c.spec_structs import NUMBERS
+from codec._c.library import ffi, lib
 from codec.engines.cuda import library, sources
 from codec.engines.cuda.cache import load_cached, store_cached
 from codec.engines.cuda.library import Code
 from codec.errors import EngineError
-from codec.specs import Delta, Lossless, TopK, Truncate
-
-_SIZES = 1, 2, 4, 8  # possible sizes of a value in bytes
-_ROWS = tuple(n for kind, n in NUMBERS.items() if kind not in (Lossless, Delta, Truncate, TopK))  # row codecs
-_AFFINE = lib.CODEC_QUANTIZE + 16  # Quantize with zero points: QUANTIZE_AFFINE of native/cuda/rows/rows.cuh
 
 
-class File(NamedTuple):
-    """Kernels of one ``.cu`` file."""
+class Kernel(NamedTuple):
+    """Kernel of a ``.cu`` file, as libcodec describes it (codec_kernel of ``codec_engine.h``)."""
 
+    name: str
+    file: str  # path in native/cuda, without ".cu"
+    sizes: str  # name of the file's constant array with sizes of scratch memory; "": none
     threads: int  # threads per thread block
-    kernels: dict[str, int]  # by kernel: number of thread blocks whose registers fit on a multiprocessor at once
+    resident: int  # number of thread blocks whose registers fit on a multiprocessor at once
+    blocks: int  # blocks of values for which a thread block is launched
+    warps: int  # warps per thread block, as the kernel's arguments count them
 
-    def compiled_with(self, kernel: str) -> tuple[str, ...]:
-        """Return the kernels to compile with ``kernel``: a template's instance alone, otherwise all of its file."""
-        return (kernel,) if kernel.endswith(">") else tuple(self.kernels)
+    def compiled_with(self) -> tuple[str, ...]:
+        """Return the kernels to compile with this one: a template's instance alone, otherwise all of its file."""
+        return (self.name,) if self.name.endswith(">") else tuple(FILES[self.file])
 
+    def resident_on(self, processors: int) -> int:
+        """Return the number of thread blocks that a GPU runs at once."""
+        return processors * self.resident
 
-def _each(template: str, arguments: tuple[int, ...], resident: int) -> dict[str, int]:
-    """Return the instances of a kernel template, each with ``resident`` thread blocks per multiprocessor."""
-    return {f"{template}<{n}>": resident for n in arguments}
+    def grid(self, processors: int, nblocks: int) -> int:
+        """Return the number of thread blocks to launch for ``nblocks`` blocks of values.
 
-
-FILES = {
-    "frame/gather": File(256, {"gather": 4}),
-    "frame/check_finite": File(256, {"check_finite": 4}),
-    "frame/preprocess": File(256, {"preprocess": 4}),
-    "lossless/choose": File(256, {"choose_lossless": 2}),
-    "rows/choose": File(256, {"choose_rows": 2, "scale_rows": 2}),
-    "truncate/choose": File(256, {"choose_truncate": 2}),
-    "lossless/encode_fast": File(128, {"encode_lossless_fast<2>": 6, "encode_lossless_fast<4>": 5}),
-    "lossless/encode": File(128, _each("encode_lossless", _SIZES, 4)),
-    "rows/encode": File(128, _each("encode_rows", (*_ROWS, _AFFINE), 4)),
-    "truncate/encode": File(128, {"encode_truncate": 4}),
-    "frame/close": File(256, {"close_frame": 4}),
-    "lossless/decode": File(128, _each("decode_lossless", _SIZES[:3], 4) | _each("decode_lossless", _SIZES[3:], 3)),
-    "lossless/decode_fast2": File(512, {"decode_lossless_fast<2>": 2}),
-    "lossless/decode_fast4": File(384, {"decode_lossless_fast<4>": 2}),
-    "rows/decode": File(128, _each("decode_rows", _ROWS, 6)),
-    "rows/reduce": File(128, _each("reduce_rows", (*_ROWS, _AFFINE), 4)),
-    "truncate/decode": File(128, {"decode_truncate": 4}),
-    "delta/encode": File(128, _each("encode_delta", _SIZES, 4)),
-    "delta/decode": File(128, _each("decode_delta", _SIZES, 4)),
-    "topk/encode": File(256, {"choose_topk": 4, "encode_topk": 4}),
-    "topk/decode": File(128, {"decode_topk": 6}),
-    "frame/decode_stored": File(128, {"decode_stored": 4}),
-}
-FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
-
-# Limits of launches. tests/support/kernel_table.py writes them and FILES to native/cuda_api/src/kernels.h.
-WARPS = 4  # warps per thread block of most kernels; each warp encodes or decodes one block of values at a time
-ELEMENTWISE_VALUES = 4096  # values per thread block of elementwise kernels
-ELEMENTWISE_BLOCKS = 8  # maximum thread blocks per multiprocessor of elementwise kernels
-OTHER_BLOCKS = 2  # maximum thread blocks per multiprocessor of kernels that choose parameters or write headers
-MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
-MAX_IDLE = 4096  # maximum number of thread blocks in a launch that have no work
-MAX_SCRATCH = 300_000_000  # maximum bytes of scratch memory of a call; if all warps need more, fewer run at once
+        For small tensors, a thread block is launched for every 4 blocks of values, even if it has more than 4 warps, so
+        that the work is spread over the whole GPU.
+        """
+        return max(1, min(-(-nblocks // self.blocks), self.resident_on(processors)))
 
 
-def rows_kernel(template: str, v: Any) -> str:
-    """Return the name of the instance of a row codecs' kernel template for a frame. `v`: the frame's ``codec_view``."""
-    affine = v.codec == lib.CODEC_QUANTIZE and v.variant == lib.CODEC_LEVELS_AFFINE
-    return f"{template}<{_AFFINE if affine else v.codec}>"
+def _text(pointer: Any) -> str:
+    return ffi.string(pointer).decode()
 
 
-def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
-    """Return the number of thread blocks to launch for ``nblocks`` blocks of values.
-
-    A warp processes a block of values; in ``reduce_rows`` and ``encode_topk``, all warps of a thread block share one.
-    For small tensors, a thread block is launched for every 4 blocks of values, even if it has more than 4 warps, so
-    that the work is spread over the whole GPU.
-    """
-    each = 1 if kernel.startswith(("reduce_rows", "encode_topk")) else WARPS
-    return max(1, min(-(-nblocks // each), resident_blocks(kernel, processors)))
+def _kernel(k: Any) -> Kernel:
+    return Kernel(_text(k.name), _text(k.file), _text(k.sizes), k.threads, k.resident, k.blocks, k.warps)
 
 
-def warps_of(kernel: str) -> int:
-    """Return the number of warps per thread block that a kernel receives as an argument; 4 for ``encode_topk``."""
-    return WARPS if kernel == "encode_topk" else FILES[FILE_OF[kernel]].threads // 32
-
-
-def resident_blocks(kernel: str, processors: int) -> int:
-    """Return the number of thread blocks of a kernel that the GPU runs at once."""
-    return processors * FILES[FILE_OF[kernel]].kernels[kernel]
+# kernels by their numbers in libcodec, which count from 1; those without a file are libcodec_cuda's own
+_all: Any = iter(map(lib.codec_kernel_at, itertools.count(1)).__next__, ffi.NULL)
+BY_NUMBER = {number: kernel for number, kernel in enumerate(map(_kernel, _all), 1) if kernel.file}
+KERNELS = {kernel.name: kernel for kernel in BY_NUMBER.values()}
+FILES = {kernel.file: [k.name for k in KERNELS.values() if k.file == kernel.file] for kernel in KERNELS.values()}
 
 
 def load(wanted: list[str], arch: str) -> list[Code]:
@@ -118,8 +77,8 @@ def load(wanted: list[str], arch: str) -> list[Code]:
         return [code]
 
     def task(i: int, _: int) -> Code:
-        file = FILE_OF[wanted[i]]
-        return compiled(file, FILES[file].compiled_with(wanted[i]), arch)
+        kernel = KERNELS[wanted[i]]
+        return compiled(kernel.file, kernel.compiled_with(), arch)
 
     return pool.run(task, len(wanted), len(wanted))
 

@@ -4,12 +4,12 @@ import struct
 from typing import Any, NamedTuple
 
 from codec import _call
-from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
+from codec._c.library import DTYPES, check, ffi, lib, new_bytes
 from codec._c.spec_structs import spec_struct
 from codec._call import Call, new_tensor
 from codec.engines.cuda.devices import Device
-from codec.engines.cuda.kernels import OTHER_BLOCKS, blocks_for, rows_kernel, warps_of
-from codec.engines.cuda.scratch import Need
+from codec.engines.cuda.kernels import BY_NUMBER, Kernel
+from codec.engines.cuda.scratch import Need, need_of
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
 from codec.engines.request import EncodeRequest
 
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     choice_nbytes: int  # size of the codec_choice, zeroed memory that begins with symbol counts
     zeros_nbytes: int  # size of the codec_choice and of the block offsets that follow it
     # kernels to launch before ``close_frame``, with their numbers of thread blocks: without a residual, and with one
-    steps: tuple[list[tuple[str, int]], list[tuple[str, int]]]
+    steps: tuple[list[tuple[Kernel, int]], list[tuple[Kernel, int]]]
 
 
 class Plan:
@@ -38,8 +38,8 @@ class Plan:
         codec_view of the planned job.
     bound : int
         Maximum size of the frame in bytes.
-    kernel : str
-        Name of the kernel that encodes blocks.
+    kernel : Kernel
+        Kernel that encodes blocks.
     nparts : int
         Number of parts of the scale model.
     head_at, nbytes : int
@@ -60,11 +60,12 @@ class Plan:
         head_nbytes = size[1]
         view.struct_nbytes = VIEW_NBYTES
         check(lib.codec_job_view(job, view))
+        self._launch = launch_of(job)
+        self.kernel = BY_NUMBER[self._launch.encode]
         check(lib.codec_bound_segments(spec, like, call.context.segments, call.context.nsegments, size))
         _call.give(call)
         self.view, self.bound = view, size[0]
         self.nparts = view.model_parts.count
-        self._region = -(-plan.region_bound // 64) * 64
         planned, books = ["model_parts", "row_parts"], ["lengths", "tables"]
         found = ["offsets", "row_sums"]
         known = bool(view.codebook_id)
@@ -72,7 +73,6 @@ class Plan:
         self.head_at = len(image.upload)
         self._upload = bytearray(image.upload + ffi.buffer(head, head_nbytes)[:].ljust(aligned(head_nbytes), b"\0"))
         self.nbytes, self.made_nbytes = len(self._upload), image.made_nbytes
-        self._family, self.kernel, self._room = _kernels(view, ITEMSIZE[x.dtype])
         self._layouts: dict[str, Layout] = {}
 
     def upload(self, made: int, stream: int) -> bytearray:
@@ -95,52 +95,34 @@ class Plan:
         found = self._layouts.get(device.name)
         if found is None:
             v = self.view
-            grid = blocks_for(self.kernel, device.processors, v.nblocks)
-            other_grid = min(warps_of(self.kernel) * grid, OTHER_BLOCKS * device.processors)
+            kernel, processors = self.kernel, device.processors
+            grid = kernel.grid(processors, v.nblocks)
+            other_grid = min(kernel.warps * grid, lib.OTHER_BLOCKS * processors)
             steps = self._steps(grid, other_grid, residual=False), self._steps(grid, other_grid, residual=True)
-            device.prepare({"close_frame", *(kernel for each in steps for kernel, _ in each)})
+            device.prepare({"close_frame", *(step.name for each in steps for step, _ in each)})
             choice, part = device.constant("close_frame", "choose_nbytes", 2)
             choice = aligned(choice + max(self.nparts, 1) * part)
-            scratch = self._scratch(device) if v.nblocks else Need(0)
+            scratch = need_of(device, kernel, self._launch.encode_scratch)
             zeros = choice + aligned(8 * v.nblocks)
             self._layouts[device.name] = found = Layout(grid, other_grid, scratch, choice, zeros, steps)
         return found
 
-    def _scratch(self, device: Device) -> Need:
-        """Return the scratch memory that the encoding kernel needs."""
-        if self._family == "topk":  # a scratch unit is a buffer for one coded block
-            return Need(self._region)
-        v, size = self.view, device.constant(self.kernel, *self._room)
-        if self._family == "lossless":
-            is_fast = self.kernel.startswith("encode_lossless_fast")
-            return Need(size[0], 1 if is_fast else 2, lib.codec_dtype_nbytes(v.dtype) + 1)
-        if self._family == "truncate":
-            return Need(size[v.variant == lib.CODEC_LEVEL_CODING_CODED])
-        if self._family == "delta":
-            return Need(size[lib.codec_dtype_nbytes(v.dtype).bit_length() - 1])
-        if is_entropy_coded(v):
-            return Need(size[0] + self._region)
-        packs_trits = v.codec == lib.CODEC_TERNARY and v.variant == lib.CODEC_TERNARY_BASE3
-        return Need(size[1] if packs_trits else 0)
-
-    def _steps(self, grid: int, other_grid: int, *, residual: bool) -> list[tuple[str, int]]:
+    def _steps(self, grid: int, other_grid: int, *, residual: bool) -> list[tuple[Kernel, int]]:
         """Return the kernels to launch before ``close_frame``, with their numbers of thread blocks."""
-        v = self.view
-        if not v.nblocks:
+        if not self.view.nblocks:
             return []
-        scans = self._family == "topk" and v.row_sums.count
-        if self._family in ("delta", "topk") and not scans:  # the encoding kernel chooses parameters by block
-            return [(self.kernel, grid)]
-        steps = [(f"choose_{self._family}", other_grid), (self.kernel, grid)]
-        scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
-        return [*steps, ("scale_rows", other_grid)] if scaled_last else steps
+        launch = self._launch
+        before, after = launch.choose, 0 if residual else launch.finish
+        steps = [(before, other_grid), (launch.encode, grid), (after, other_grid)]
+        return [(BY_NUMBER[number], blocks) for number, blocks in steps if number]
 
 
-def is_entropy_coded(v: Any) -> bool:
-    """Return True if the codes of a row codec are entropy-coded."""
-    if v.codec == lib.CODEC_TERNARY:
-        return v.variant == lib.CODEC_TERNARY_ENTROPY
-    return v.codec == lib.CODEC_FLOAT8 and bool(v.options & lib.CODEC_OPTION_ENTROPY)
+def launch_of(job: Any) -> Any:
+    """Return the codec_launch of a job: the kernels that encode the tensor or decode the frame."""
+    launch = ffi.new("codec_launch *")
+    launch.struct_nbytes = ffi.sizeof("codec_launch")
+    check(lib.codec_job_launch(job, launch))
+    return launch
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}  # cache of plans, for requests without levels
@@ -175,17 +157,3 @@ def _new_call(r: EncodeRequest) -> Call:
         call.context.residual = ffi.cast("float *", r.residual.data)
         call.context.flags = 0 if r.verify_first else lib.CODEC_NO_VERIFY_FIRST
     return call
-
-
-def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
-    """Return the codec family, its encoding kernel, and name and length of the constant with scratch sizes in bytes."""
-    if v.codec == lib.CODEC_LOSSLESS:
-        is_fast = v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
-        return "lossless", f"encode_lossless{'_fast' * is_fast}<{size}>", ("encode_lossless_nbytes", 1)
-    if v.codec == lib.CODEC_TRUNCATE:
-        return "truncate", "encode_truncate", ("encode_truncate_nbytes", 2)
-    if v.codec == lib.CODEC_DELTA:
-        return "delta", f"encode_delta<{size}>", ("encode_delta_nbytes", 4)
-    if v.codec == lib.CODEC_TOPK:
-        return "topk", "encode_topk", ("", 0)
-    return "rows", rows_kernel("encode_rows", v), ("encode_rows_nbytes", 2)

@@ -1,19 +1,17 @@
 """Preprocessing before encoding or decoding, in one launch of ``frame/preprocess.cu``: adds residuals, finds levels."""
 
-import struct
 from typing import Any
 
 import numpy as np
 
 from codec._c.library import DTYPES, ffi
+from codec.engines.cuda.structs import GROUP, PREPROCESSING
 from codec.engines.cuda.workspace import Work
 from codec.optimizers.arguments import LevelSource
 from codec.optimizers.base import Optimizer, floats_of
 from codec.optimizers.custom import Custom
 from codec.tensors.view import TensorView
 
-_PREPROCESSING, _GROUP = struct.Struct("<8Q2IQ"), struct.Struct("<6Q3I5f")  # codec_preprocessing, codec_group
-PREPROCESSING_NBYTES = _PREPROCESSING.size
 State = dict[str, tuple[int, TensorView]]
 
 
@@ -52,20 +50,20 @@ class Preprocessing:
         for (first, optimizer), end in zip(source.groups, ends, strict=True):
             if first < self._n:
                 groups += self._group(first, min(end, self._n), optimizer, state)
-        self._groups, self.exponents = self._work.put(groups or bytes(_GROUP.size)), self._work.temporary(self._n)
+        self._groups, self.exponents = self._work.put(groups or bytes(GROUP.size)), self._work.temporary(self._n)
 
     def _group(self, first: int, end: int, optimizer: Optimizer | Custom, state: State) -> bytes:
         """Return the codec_group of an optimizer for values [first, end)."""
         if isinstance(optimizer, Custom):  # the user's function is compiled for the host, so A is computed on the host
             a = _values_of(optimizer, {name: self._work.fetch(v) for name, (_, v) in state.items()}, first, end)
             at = self._work.put(a.data.cast("B"))
-            return _GROUP.pack(first, end, at, *[0] * 11)
+            return GROUP.pack(first, end, at, *[0] * 11)
         t = optimizer.final({name: v for name, (_, v) in state.items()})
         used = {"theta": True, "v": bool(t.theta_v), "m": bool(t.m)}
         arrays = [state[name] if name in state and used[name] else (0, None) for name in used]
         addresses = (address for address, _ in arrays)
         dtypes = (DTYPES[v.dtype] if v else 0 for _, v in arrays)
-        return _GROUP.pack(first, end, 0, *addresses, *dtypes, t.theta, t.theta_v, t.v, t.eps, t.m)
+        return GROUP.pack(first, end, 0, *addresses, *dtypes, t.theta, t.theta_v, t.v, t.eps, t.m)
 
     def struct(self, written: int = 0) -> bytes:
         """Return the codec_preprocessing; empty bytes if nothing is to be computed.
@@ -78,7 +76,7 @@ class Preprocessing:
         if not (self._residual or self.exponents or self.levels):
             return b""
         addresses = self._values, self._residual, self.sums, self.rounded, self._groups, self.exponents, self.levels
-        return _PREPROCESSING.pack(self._n, *addresses, self._dtype, 0, written)
+        return PREPROCESSING.pack(self._n, *addresses, self._dtype, 0, written)
 
 
 def _values_of(optimizer: Custom, state: dict[str, TensorView], first: int, end: int) -> np.ndarray[Any, Any]:

@@ -2,18 +2,17 @@
 
 import ctypes
 import itertools
-import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from codec._c.library import ITEMSIZE, ffi
+from codec._c.library import ITEMSIZE, ffi, lib
 from codec.engines.cuda.devices import Device
-from codec.engines.cuda.kernels import ELEMENTWISE_BLOCKS, ELEMENTWISE_VALUES, MAX_GRID_Y, MAX_IDLE
+from codec.engines.cuda.structs import PIECE
 from codec.engines.cuda.upload import aligned
 from codec.tensors.view import TensorView
 
-_PIECE = struct.Struct("<3Q")  # codec_piece of native/cuda/frame/gather.cu
+MAX_GRID_Y, MAX_IDLE = int(lib.MAX_GRID_Y), int(lib.MAX_IDLE)  # limits of a launch; tests lower them
 
 
 class Work:
@@ -136,10 +135,10 @@ class Work:
         """
         if len(pieces) == 1:
             return pieces[0][0], [0]
-        sizes = [_PIECE.size * len(pieces), *(aligned(nbytes) for _, nbytes in pieces)]
+        sizes = [PIECE.size * len(pieces), *(aligned(nbytes) for _, nbytes in pieces)]
         at = self.new(sum(sizes))
         places = list(itertools.accumulate(sizes, initial=at))[1:-1]
-        self.send(at, b"".join(_PIECE.pack(a, place, n) for (a, n), place in zip(pieces, places, strict=True)))
+        self.send(at, b"".join(PIECE.pack(a, place, n) for (a, n), place in zip(pieces, places, strict=True)))
         self.device.prepare(["gather"])
         self.device.launch("gather", (len(pieces), 1), pointer(at))
         return places[0], [place - places[0] for place in places]
@@ -231,4 +230,4 @@ def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbyt
 
 def grid_for(device: Device, n: int) -> int:
     """Return the number of thread blocks for an elementwise kernel over ``n`` values."""
-    return max(1, min(-(-n // ELEMENTWISE_VALUES), ELEMENTWISE_BLOCKS * device.processors))
+    return max(1, min(-(-n // lib.ELEMENTWISE_VALUES), lib.ELEMENTWISE_BLOCKS * device.processors))

@@ -111,19 +111,13 @@ DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 	return d;
 }
 
-/* Return true if a frame's regions contain only plane 0, and plane 0 is not halved. size: bytes per value. */
-DEVICE bool holds_plane_0_only(const codec_view &v, int size)
-{
-	return v.fixed == (1u << size) - 2 && !(v.halved & 1);
-}
-
 /*
  * Return the bytes of scratch memory that a warp needs to decode lossless blocks: 0 if regions contain only plane 0;
  * otherwise memory for each plane that may be coded.
  */
 DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
 {
-	return holds_plane_0_only(v, size) ? 0 : PLANE_ROOM * __popc(v.coded);
+	return WIRE_ONLY_PLANE_0(v.fixed, v.halved, size) ? 0 : PLANE_ROOM * __popc(v.coded);
 }
 
 /*

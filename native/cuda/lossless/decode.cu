@@ -329,7 +329,7 @@ DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &
 	c.at += 4;
 	if (status != CODEC_OK)
 		return status;
-	if (!holds_plane_0_only(j->v, SIZE))
+	if (!WIRE_ONLY_PLANE_0(j->v.fixed, j->v.halved, SIZE))
 		return read_planes<SIZE>(j, b, head, c, by, scratch, sink, checksum, lane);
 	return read_single_plane<SIZE>(
 		j, b, head, c, by, sink, checksum, lane,

@@ -11,7 +11,9 @@ SAME(sizeof(units), sizeof(codec_units));
 SAME(sizeof(encoding), sizeof(codec_encoding));
 SAME(sizeof(decoding), sizeof(codec_decoding));
 SAME(sizeof(found), sizeof(codec_found));
+SAME(sizeof(written), sizeof(codec_written));
 SAME(WRITTEN_NBYTES, sizeof(codec_written));
+SAME(sizeof(lists), sizeof(codec_lists));
 static_assert(sizeof(opening) % 16 == 0, "uploads pad each struct to 16 bytes, and kernels index an array");
 #ifndef __CUDACC_RTC__ /* NVRTC has no offsetof, so only the tests' build compares offsets */
 #define AT(type, field) __builtin_offsetof(type, field)
@@ -40,8 +42,9 @@ SAME(AT(found, checksum), AT(codec_found, checksum));
 SAME(AT(found, base), AT(codec_found, base));
 SAME(AT(found, result), AT(codec_found, result));
 SAME(AT(found, damage), AT(codec_found, damage));
-#undef AT
+SAME(AT(written, nbytes), AT(codec_written, nbytes));
+SAME(AT(written, fault), AT(codec_written, fault));
+SAME(AT(lists, room), AT(codec_lists, room));
 #endif
-#undef SAME
 
 #endif

@@ -129,7 +129,8 @@ DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t he
 {
 	const opening &a = o->a;
 	const bool valid = !o->status, first = a.checking[0] != 0;
-	const bool fast = a.warps[FAST_BLOCKS] && o->v.coded & 1 && holds_plane_0_only(o->v, size_of(o->v.dtype));
+	const bool plain = WIRE_ONLY_PLANE_0(o->v.fixed, o->v.halved, size_of(o->v.dtype));
+	const bool fast = a.warps[FAST_BLOCKS] && o->v.coded & 1 && plain;
 	const int decoder = !valid ? NDECODERS : !o->v.layout ? STORED : fast ? FAST_BLOCKS : BLOCKS;
 	codec_view v = o->v;
 

@@ -33,12 +33,12 @@ struct layout {
  */
 static uint32_t needed_ctas(const codec_cuda_plan *p)
 {
-	return plan_ctas(p, p->decode, p->nblocks);
+	return plan_ctas(p, p->launch.decode);
 }
 
 static uint32_t ctas_of(const codec_cuda_plan *p, const struct layout *l)
 {
-	return share_ctas(p->device, p->decode, needed_ctas(p), l->ctas[p->decode]);
+	return share_ctas(p->device, p->launch.decode, needed_ctas(p), l->ctas[p->launch.decode]);
 }
 
 /* Return 1 if decode_lossless_fast may be able to decode the item, which depends on the frame's contents. */
@@ -46,8 +46,7 @@ static int may_be_fast(const codec_cuda_decode_item *a)
 {
 	const codec_cuda_plan *p = a->plan;
 
-	return p->decode_fast != p->decode && a->into == CODEC_INTO_STORE &&
-	       (uint64_t)a->tensor % (4 * p->itemsize) == 0;
+	return p->launch.decode_fast && a->into == CODEC_INTO_STORE && (uint64_t)a->tensor % (4 * p->itemsize) == 0;
 }
 
 /*
@@ -56,10 +55,9 @@ static int may_be_fast(const codec_cuda_decode_item *a)
  */
 static uint32_t fast_ctas(const codec_cuda_plan *p, const struct layout *l)
 {
-	const uint64_t resident = (uint64_t)kernel_resident(p->decode) * p->device->processors,
-		       all = l->ctas[p->decode];
+	const uint64_t resident = resident_ctas(p->device, p->launch.decode), all = l->ctas[p->launch.decode];
 
-	return share_ctas(p->device, p->decode_fast, ctas_of(p, l), all < resident ? all : resident);
+	return share_ctas(p->device, p->launch.decode_fast, ctas_of(p, l), all < resident ? all : resident);
 }
 
 static int class_of_item(const codec_cuda_plan *p, const struct layout *l)
@@ -84,10 +82,10 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 	for (size_t i = 0; i < count; i++) {
 		const codec_cuda_plan *p = items[i].plan;
 
-		l->count[p->decode]++;
-		l->ctas[p->decode] += needed_ctas(p);
+		l->count[p->launch.decode]++;
+		l->ctas[p->launch.decode] += needed_ctas(p);
 		memory += p->memory_nbytes;
-		scratch_need(&l->units, p->decode_each, p->decode_units);
+		scratch_need(&l->units, p->decode_each, p->launch.decode_scratch.units);
 	}
 	for (int k = 1; k < NKERNELS; k++)
 		l->first[k] = l->first[k - 1] + l->count[k - 1];
@@ -99,9 +97,9 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 	for (size_t i = 0; i < count; i++) { /* kernels run one after the other, so they share scratch memory */
 		const codec_cuda_plan *p = items[i].plan;
 
-		l->count_of[p->decode][class_of_item(p, l)]++;
-		units[p->decode] += p->decode_each ? WARPS * ctas_of(p, l) * p->decode_units : 0;
-		wanted = units[p->decode] > wanted ? units[p->decode] : wanted;
+		l->count_of[p->launch.decode][class_of_item(p, l)]++;
+		units[p->launch.decode] += p->decode_each ? WARPS * ctas_of(p, l) * p->launch.decode_scratch.units : 0;
+		wanted = units[p->launch.decode] > wanted ? units[p->launch.decode] : wanted;
 	}
 	scratch_limit(&l->units, wanted);
 	l->taken = l->memory + memory;
@@ -180,7 +178,7 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 	const codec_cuda_decode_item *a = items + i;
 	const codec_cuda_plan *p = a->plan;
 	const uint64_t each = sizeof(struct decoding), array = each * count,
-		       at = workspace + l->decodings + each * next->rank[p->decode][class_of_item(p, l)]++;
+		       at = workspace + l->decodings + each * next->rank[p->launch.decode][class_of_item(p, l)]++;
 	struct opening o = {
 		.frame = (uint64_t)a->frame,
 		.frame_nbytes = a->frame_nbytes,
@@ -200,7 +198,7 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 		.weight = a->weight,
 		.divide = a->divide,
 		.warps = {WARPS * ctas_of(p, l),
-			  may_be_fast(a) ? kernel_threads(p->decode_fast) / 32 * fast_ctas(p, l) : 0,
+			  may_be_fast(a) ? codec_kernel_at(p->launch.decode_fast)->warps * fast_ctas(p, l) : 0,
 			  WARPS * stored_ctas(p, count)},
 		.base = p->codec == CODEC_DELTA ? (uint64_t)a->base : 0,
 		.block_nvalues = p->view.block_nvalues,
@@ -233,7 +231,7 @@ static int upload_openings(const codec_cuda_decode_item *items, size_t count, ui
 }
 
 /* Launch decoding kernel k for all items whose plans use it. `at`: device address of the array of struct decoding. */
-static int launch_blocks(const codec_cuda_decode_item *items, size_t count, const struct layout *l, enum kernel k,
+static int launch_blocks(const codec_cuda_decode_item *items, size_t count, const struct layout *l, uint32_t k,
 			 uint64_t at, CUstream stream)
 {
 	const uint64_t each = sizeof(struct decoding);
@@ -241,7 +239,7 @@ static int launch_blocks(const codec_cuda_decode_item *items, size_t count, cons
 
 	for (int class = NCLASSES - 1; class >= 0; class--)
 		for (size_t i = 0; l->count_of[k][class] && i < count; i++)
-			if (items[i].plan->decode == k && class_of_item(items[i].plan, l) == class)
+			if (items[i].plan->launch.decode == k && class_of_item(items[i].plan, l) == class)
 				TRY(run_add(&r, ctas_of(items[i].plan, l)));
 	return run_end(&r);
 }
@@ -250,18 +248,18 @@ static int launch_blocks(const codec_cuda_decode_item *items, size_t count, cons
  * Launch decode_lossless_fast for the items of kernel k, if one of them may need it. Items that do not need it have 0
  * warps in their arguments.
  */
-static int launch_fast(const codec_cuda_decode_item *items, size_t count, const struct layout *l, enum kernel k,
+static int launch_fast(const codec_cuda_decode_item *items, size_t count, const struct layout *l, uint32_t k,
 		       uint64_t at, CUstream stream)
 {
 	const uint64_t each = sizeof(struct decoding);
 	struct run r = {items[0].plan->device, k, each, stream, at + each * l->first[k], 0, 0, 0};
 
 	for (size_t i = 0; r.kernel == k && i < count; i++)
-		if (items[i].plan->decode == k && may_be_fast(items + i))
-			r.kernel = items[i].plan->decode_fast;
+		if (items[i].plan->launch.decode == k && may_be_fast(items + i))
+			r.kernel = items[i].plan->launch.decode_fast;
 	for (int class = NCLASSES - 1; r.kernel != k && class >= 0; class--)
 		for (size_t i = 0; l->count_of[k][class] && i < count; i++)
-			if (items[i].plan->decode == k && class_of_item(items[i].plan, l) == class)
+			if (items[i].plan->launch.decode == k && class_of_item(items[i].plan, l) == class)
 				TRY(run_add(&r, fast_ctas(items[i].plan, l)));
 	return run_end(&r);
 }
@@ -272,7 +270,7 @@ static int launch_fast(const codec_cuda_decode_item *items, size_t count, const 
  */
 static int launch_stored(const codec_cuda_decode_item *items, size_t count, uint64_t at, CUstream stream)
 {
-	struct run r = {items[0].plan->device, DECODE_STORED, sizeof(struct decoding), stream, at, 0, 0, 0};
+	struct run r = {items[0].plan->device, KERNEL_DECODE_STORED, sizeof(struct decoding), stream, at, 0, 0, 0};
 	uint32_t most = 0;
 
 	for (size_t i = 0; i < count; i++) {
@@ -296,16 +294,17 @@ static int launch_decodings(const codec_cuda_decode_item *items, size_t count, c
 
 	for (int k = 0; k < NKERNELS; k++)
 		if (l->count[k])
-			TRY(launch_blocks(items, count, l, (enum kernel)k, at, stream));
-	for (int k = DECODE_LOSSLESS_2; k <= DECODE_LOSSLESS_4; k++)
+			TRY(launch_blocks(items, count, l, (uint32_t)k, at, stream));
+	for (int k = KERNEL_DECODE_LOSSLESS_2; k <= KERNEL_DECODE_LOSSLESS_4; k++)
 		if (l->count[k])
-			TRY(launch_fast(items, count, l, (enum kernel)k, at + FAST_BLOCKS * array, stream));
+			TRY(launch_fast(items, count, l, (uint32_t)k, at + FAST_BLOCKS * array, stream));
 	return launch_stored(items, count, at + STORED * array, stream);
 }
 
 static int launch_openings(const codec_cuda_decode_item *items, size_t count, uint64_t at, CUstream stream)
 {
-	struct run r = {items[0].plan->device, OPEN_FRAMES, upload_nbytes(sizeof(struct opening)), stream, at, 0, 0, 0};
+	struct run r = {
+		items[0].plan->device, KERNEL_OPEN_FRAMES, upload_nbytes(sizeof(struct opening)), stream, at, 0, 0, 0};
 
 	for (size_t i = 0; i < count; i++)
 		TRY(run_add(&r, 1));
@@ -324,11 +323,11 @@ static int launch(const codec_cuda_decode_item *items, size_t count, uint32_t fl
 	TRY(launch_openings(items, count, openings, stream));
 	if (flags & CODEC_VERIFY_FIRST) {
 		TRY(launch_decodings(items, count, l, decodings, stream));
-		TRY(device_launch(d, FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream));
+		TRY(device_launch(d, KERNEL_FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream));
 	}
 	TRY(launch_decodings(items, count, l, decodings + NDECODERS * sizeof(struct decoding) * count, stream));
 	checked = 0;
-	return device_launch(d, FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream);
+	return device_launch(d, KERNEL_FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream);
 }
 
 int codec_cuda_decode(const codec_cuda_decode_item *items, size_t count, uint32_t flags, void *workspace,

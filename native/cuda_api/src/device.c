@@ -5,30 +5,12 @@
 
 #include "images.h"
 
-static const struct {
-	uint32_t threads, resident;
-} kernels[] = {
-#define X(identifier, name, threads, resident) {threads, resident},
-	CODEC_CUDA_KERNELS(X)
-#undef X
-};
-
 /* Name expressions of the kernels in their sources, in the order of codec_cuda_names. */
 static const char *const expressions[] = {
-#define X(identifier, name, threads, resident) name,
-	CODEC_CUDA_KERNELS(X) CODEC_CUDA_OTHER_KERNELS(X)
+#define X(identifier, name, ...) name,
+	KERNELS(X)
 #undef X
 };
-
-uint32_t kernel_threads(enum kernel k)
-{
-	return kernels[k].threads;
-}
-
-uint32_t kernel_resident(enum kernel k)
-{
-	return kernels[k].resident;
-}
 
 /*
  * Return the image to load on architecture `arch`: machine code of the same major version and the highest minor version
@@ -65,31 +47,16 @@ int codec_cuda_code_for(int arch, codec_cuda_code *code)
 	return CODEC_OK;
 }
 
-/* Copy `count` constants named `name` from the loaded module to `to`. */
+/* Copy the constant array `name` of the loaded module, which has at most `count` elements, to `to`. */
 static int read_constants(const codec_cuda_device *d, const char *name, uint64_t *to, size_t count)
 {
 	CUdeviceptr at;
 	size_t nbytes;
 
 	TRY(driver_check(d->driver->module_global(&at, &nbytes, d->module, name)));
-	if (nbytes < count * sizeof *to)
+	if (nbytes > count * sizeof *to)
 		return CODEC_CUDA_NO_KERNELS;
-	return driver_check(d->driver->copy_to_host(to, at, count * sizeof *to));
-}
-
-static int read_scratch_sizes(codec_cuda_device *d)
-{
-	struct scratch_sizes *s = &d->scratch;
-
-	TRY(read_constants(d, "encode_lossless_nbytes", &s->encode_lossless, 1));
-	TRY(read_constants(d, "decode_lossless_nbytes", &s->decode_lossless, 1));
-	TRY(read_constants(d, "encode_rows_nbytes", s->encode_rows, 2));
-	TRY(read_constants(d, "decode_rows_nbytes", &s->decode_rows, 1));
-	TRY(read_constants(d, "encode_truncate_nbytes", s->encode_truncate, 2));
-	TRY(read_constants(d, "decode_truncate_nbytes", &s->decode_truncate, 1));
-	TRY(read_constants(d, "encode_delta_nbytes", s->encode_delta, 4));
-	TRY(read_constants(d, "decode_delta_nbytes", s->decode_delta, 4));
-	return read_constants(d, "choose_nbytes", s->choose, 2);
+	return driver_check(d->driver->copy_to_host(to, at, nbytes));
 }
 
 /* Load the kernels into the current context. */
@@ -105,9 +72,14 @@ static int load_kernels(codec_cuda_device *d)
 	if (!(image = image_for(10 * major + minor)))
 		return CODEC_CUDA_NO_KERNELS;
 	TRY(driver_check(d->driver->module_load(&d->module, image->data)));
-	for (int k = 0; k < NKERNELS; k++)
-		TRY(driver_check(d->driver->module_function(&d->kernel[k], d->module, codec_cuda_names[k])));
-	return read_scratch_sizes(d);
+	for (uint32_t k = 1; k < NKERNELS; k++) {
+		const char *sizes = codec_kernel_at(k)->sizes;
+
+		TRY(driver_check(d->driver->module_function(&d->kernel[k], d->module, codec_cuda_names[k - 1])));
+		if (*sizes)
+			TRY(read_constants(d, sizes, d->sizes[k], MAX_SIZES));
+	}
+	return read_constants(d, "choose_nbytes", d->choose, 2);
 }
 
 int codec_cuda_open(int ordinal, codec_cuda_device **device)
@@ -159,9 +131,10 @@ void codec_cuda_close(codec_cuda_device *d)
 	free(d);
 }
 
-int device_launch(const codec_cuda_device *d, enum kernel k, uint32_t x, uint32_t y, void **args, CUstream stream)
+int device_launch(const codec_cuda_device *d, uint32_t k, uint32_t x, uint32_t y, void **args, CUstream stream)
 {
-	return driver_check(d->driver->launch(d->kernel[k], x, y, 1, kernel_threads(k), 1, 1, 0, stream, args, NULL));
+	return driver_check(
+		d->driver->launch(d->kernel[k], x, y, 1, codec_kernel_at(k)->threads, 1, 1, 0, stream, args, NULL));
 }
 
 int run_end(struct run *r)

@@ -24,12 +24,14 @@ struct layout {
 
 /*
  * Return the group of an item. Items of a group have the same launches. A group is named by its encoding kernel, with
- * two exceptions: CLOSE_FRAME for tensors without blocks, for which only that kernel is launched, and SCALE_ROWS for
- * SIGN with scales of parts, for which SCALE_ROWS is launched before CLOSE_FRAME.
+ * two exceptions: CLOSE_FRAME for tensors without blocks, for which only that kernel is launched, and the plan's
+ * kernel `finish` if it is launched before CLOSE_FRAME.
  */
-static enum kernel group_of(const codec_cuda_encode_item *a)
+static uint32_t group_of(const codec_cuda_encode_item *a)
 {
-	return !a->plan->nblocks ? CLOSE_FRAME : a->plan->scales_last && !a->residual ? SCALE_ROWS : a->plan->encode;
+	return !a->plan->nblocks                        ? KERNEL_CLOSE_FRAME
+	       : a->plan->launch.finish && !a->residual ? a->plan->launch.finish
+							: a->plan->launch.encode;
 }
 
 static int is_preprocessed(const codec_cuda_encode_item *a)
@@ -51,7 +53,7 @@ static uint64_t sums_nbytes(const codec_cuda_encode_item *a)
 /* Return the number of CTAs that encode a tensor. A block is encoded by one warp, or by all warps of a CTA (TOPK). */
 static uint32_t needed_ctas(const codec_cuda_plan *p)
 {
-	return plan_ctas(p, p->encode, p->codec == CODEC_TOPK ? WARPS * p->nblocks : p->nblocks);
+	return plan_ctas(p, p->launch.encode);
 }
 
 /* Return the number of CTAs of an item's encoding kernel. */
@@ -59,7 +61,7 @@ static uint32_t ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
 	const codec_cuda_plan *p = a->plan;
 
-	return share_ctas(p->device, p->encode, needed_ctas(p), l->ctas[group_of(a)]);
+	return share_ctas(p->device, p->launch.encode, needed_ctas(p), l->ctas[group_of(a)]);
 }
 
 /* Return 1 if an item belongs to group `group`, and class_of its number of CTAs is `class`. */
@@ -71,7 +73,7 @@ static int is_of(const codec_cuda_encode_item *a, const struct layout *l, int gr
 /* Return the maximum number of units of scratch memory that the warps of an item use. */
 static uint64_t units_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
-	return a->plan->nblocks && a->plan->encode_each ? WARPS * ctas_of(a, l) * a->plan->encode_units : 0;
+	return a->plan->encode_each ? WARPS * ctas_of(a, l) * a->plan->launch.encode_scratch.units : 0;
 }
 
 /* Compute the layout of the workspace. The items' plans must have been checked. */
@@ -90,7 +92,7 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 		made += p->made_nbytes;
 		sums += sums_nbytes(items + i);
 		arguments += align16(sizeof p->view) + p->image_nbytes + p->head_nbytes;
-		scratch_need(&l->units, p->nblocks ? p->encode_each : 0, p->encode_most);
+		scratch_need(&l->units, p->encode_each, p->launch.encode_scratch.most);
 	}
 	for (int k = 1; k < NKERNELS; k++)
 		l->first[k] = l->first[k - 1] + l->count[k - 1];
@@ -305,15 +307,15 @@ static uint32_t other_ctas_of(const codec_cuda_encode_item *a, const struct layo
 
 /* Launch a kernel for the items of a group, whose struct encoding begin at device address `at`. */
 static int launch_kernel(const codec_cuda_encode_item *items, size_t count, const struct layout *l, int group,
-			 enum kernel k, uint64_t at, CUstream stream)
+			 uint32_t k, uint64_t at, CUstream stream)
 {
 	struct run r = {items[0].plan->device, k, sizeof(struct encoding), stream, at, 0, 0, 0};
 
 	for (int class = NCLASSES - 1; class >= 0; class--)
 		for (size_t i = 0; l->classes[group] >> class & 1 && i < count; i++)
 			if (is_of(items + i, l, group, class))
-				TRY(run_add(&r, k == items[i].plan->encode ? ctas_of(items + i, l)
-									   : other_ctas_of(items + i, l)));
+				TRY(run_add(&r, k == items[i].plan->launch.encode ? ctas_of(items + i, l)
+										  : other_ctas_of(items + i, l)));
 	return run_end(&r);
 }
 
@@ -325,20 +327,20 @@ static int launch_group(const codec_cuda_encode_item *items, size_t count, const
 
 	for (size_t i = 1; i < count && (int)group_of(items + i - 1) != group; i++)
 		p = items[i].plan;
-	if (group != CLOSE_FRAME) {
-		if (p->choose != p->encode)
-			TRY(launch_kernel(items, count, l, group, p->choose, at, stream));
-		TRY(launch_kernel(items, count, l, group, p->encode, at, stream));
+	if (group != KERNEL_CLOSE_FRAME) {
+		if (p->launch.choose)
+			TRY(launch_kernel(items, count, l, group, p->launch.choose, at, stream));
+		TRY(launch_kernel(items, count, l, group, p->launch.encode, at, stream));
 	}
-	if (group == SCALE_ROWS)
-		TRY(launch_kernel(items, count, l, group, SCALE_ROWS, at, stream));
-	return launch_kernel(items, count, l, group, CLOSE_FRAME, at, stream);
+	if (group == (int)p->launch.finish)
+		TRY(launch_kernel(items, count, l, group, p->launch.finish, at, stream));
+	return launch_kernel(items, count, l, group, KERNEL_CLOSE_FRAME, at, stream);
 }
 
 static int launch_preprocessing(const codec_cuda_encode_item *items, size_t count, uint64_t at, CUstream stream)
 {
 	const codec_cuda_device *d = items[0].plan->device;
-	struct run r = {d, PREPROCESS, sizeof(struct preprocessing), stream, at, 0, 0, 0};
+	struct run r = {d, KERNEL_PREPROCESS, sizeof(struct preprocessing), stream, at, 0, 0, 0};
 
 	for (size_t i = 0; i < count; i++)
 		if (is_preprocessed(items + i))
@@ -358,7 +360,7 @@ static int launch(const codec_cuda_encode_item *items, size_t count, const struc
 		if (l->count[group])
 			TRY(launch_group(items, count, l, group, workspace + sizeof(struct encoding) * l->first[group],
 					 stream));
-	return device_launch(d, FINISH_ENCODE, (uint32_t)((count + 127) / 128), 1, args, stream);
+	return device_launch(d, KERNEL_FINISH_ENCODE, (uint32_t)((count + 127) / 128), 1, args, stream);
 }
 
 int codec_cuda_encode(const codec_cuda_encode_item *items, size_t count, void *workspace, uint64_t workspace_nbytes,

@@ -13,7 +13,7 @@ struct image {
 };
 
 extern const struct image codec_cuda_images[]; /* the last element has arch 0 */
-/* function names in an image, in the order of the tables in kernels.h */
+/* function names in an image, in the order of the table KERNELS of job/launch.h */
 extern const char *const codec_cuda_names[];
 extern const char codec_cuda_sources[]; /* SHA-256 of the sources in native/cuda, in hexadecimal digits */
 

@@ -1,5 +1,6 @@
 /*
- * layout.h - structs that the host writes and kernels read. Compiled as C, and as CUDA by NVRTC.
+ * layout.h - structs that host programs write and kernels read, and limits of launches. Compiled as C, and as CUDA by
+ * NVRTC; the Python host reads this file by cffi.
  *
  * Pointers into device memory are uint64_t here. kernels/layout.cuh checks that the structs of native/cuda are laid out
  * in the same way.
@@ -8,6 +9,14 @@
 #define CODEC_CUDA_LAYOUT_H
 
 #include "codec/codec_engine.h"
+
+#define WARPS 4                 /* warps of most CTAs; each encodes or decodes one block of values at a time */
+#define ELEMENTWISE_VALUES 4096 /* values for each CTA of elementwise kernels */
+#define ELEMENTWISE_BLOCKS 8    /* maximum CTAs of elementwise kernels for each multiprocessor */
+#define OTHER_BLOCKS 2          /* maximum CTAs per multiprocessor of kernels that choose or write frame headers */
+#define MAX_GRID_Y 65535        /* CUDA's limit of a grid's second dimension */
+#define MAX_IDLE 4096           /* maximum CTAs of a launch that find no work */
+#define MAX_SCRATCH 300000000   /* maximum bytes of scratch memory of a call; if warps need more, fewer run at once */
 
 /* maximum number of bytes that a launch of store_bytes writes; a kernel's arguments are limited to 4 KiB */
 #define STORED_NBYTES 3968
@@ -40,7 +49,21 @@ struct preprocessing {
 	uint64_t out;
 };
 
-#define WRITTEN_NBYTES 64 /* size of codec_written in native/cuda/frame/encode.cuh */
+/* Mirror of codec_group in native/cuda/frame/preprocess.cu. */
+struct group {
+	uint64_t first, end, a, theta, v, m;
+	uint32_t theta_dtype, v_dtype, m_dtype;
+	float theta_term, theta_v_term, v_term, eps, m_term;
+};
+
+/* Mirror of codec_written in native/cuda/frame/encode.cuh. */
+struct written {
+	uint64_t checksum, end, stored, nbytes;
+	uint32_t ticket, closed, fault, changed;
+	uint64_t base, result;
+};
+
+#define WRITTEN_NBYTES 64 /* size of a struct written */
 
 /* Argument of finish_encode for one tensor: addresses of its codec_written and codec_cuda_result. */
 struct written_result {
@@ -57,7 +80,7 @@ struct decoding {
 	float weight, divide;
 	uint32_t unscaled, rescale, padding; /* last fields of codec_sink */
 	uint32_t checks, warps;
-	/* lists: always 0, since this library decodes a block twice instead of listing its changes */
+	/* lists: address of a struct lists; libcodec_cuda passes 0, and decodes a block twice instead */
 	uint64_t lists, reserved;
 };
 
@@ -66,6 +89,16 @@ struct found {
 	uint64_t fault, checksum;
 	uint32_t done, reserved;
 	uint64_t base, result, damage;
+};
+
+/* Mirror of codec_lists in native/cuda/frame/decode.cuh. */
+struct lists {
+	uint64_t used, room;
+};
+
+/* Mirror of codec_piece in native/cuda/frame/gather.cu. */
+struct piece {
+	uint64_t from, to, nbytes;
 };
 
 /* Header fields of a frame, written by open_frames and read by finish_decode. */

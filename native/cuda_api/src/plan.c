@@ -73,58 +73,10 @@ codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, u
 	return v;
 }
 
-/*
- * Choose the plan's kernels, and compute the scratch memory of their warps. region: size in bytes of the largest
- * region.
- */
-static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t region)
+/* Return the size in bytes of a unit of kernel k's scratch memory. */
+static uint64_t unit_nbytes(const codec_cuda_device *d, uint32_t k, const codec_scratch_units *s)
 {
-	const struct scratch_sizes *s = &p->device->scratch;
-	const int log2 = __builtin_ctz(p->itemsize), is_half = p->dtype == CODEC_BFLOAT16 || p->dtype == CODEC_FLOAT16;
-	const int is_fast = is_half || p->dtype == CODEC_FLOAT32;
-
-	p->encode_units = p->encode_most = p->decode_units = 1;
-	if (p->codec == CODEC_LOSSLESS) {
-		p->choose = CHOOSE_LOSSLESS;
-		p->encode = is_fast ? (is_half ? ENCODE_LOSSLESS_FAST_2 : ENCODE_LOSSLESS_FAST_4)
-				    : ENCODE_LOSSLESS_1 + log2;
-		p->decode = DECODE_LOSSLESS_1 + log2;
-		p->decode_fast = is_fast ? (is_half ? DECODE_LOSSLESS_FAST_2 : DECODE_LOSSLESS_FAST_4) : p->decode;
-		p->encode_each = s->encode_lossless;
-		p->encode_units = is_fast ? 1 : 2;
-		p->encode_most = p->itemsize + 1;
-		p->decode_each = s->decode_lossless;
-		p->decode_units = p->itemsize;
-	} else if (p->codec == CODEC_TRUNCATE) {
-		p->choose = CHOOSE_TRUNCATE;
-		p->encode = ENCODE_TRUNCATE;
-		p->decode = DECODE_TRUNCATE;
-		p->encode_each = s->encode_truncate[spec->variant == CODEC_LEVEL_CODING_CODED];
-		p->decode_each = s->decode_truncate;
-	} else if (p->codec == CODEC_DELTA) {
-		p->choose = p->encode = ENCODE_DELTA_1 + log2;
-		p->decode = DECODE_DELTA_1 + log2;
-		p->encode_each = s->encode_delta[log2];
-		p->decode_each = s->decode_delta[log2] * ((min64(p->view.block_nvalues, p->n) + 1023) / 1024);
-	} else if (p->codec == CODEC_TOPK) {
-		p->choose = p->encode = ENCODE_TOPK;
-		p->decode = DECODE_TOPK;
-		p->encode_each = region; /* bytes per CTA, whose warps share one unit */
-	} else {
-		const int affine = p->codec == CODEC_QUANTIZE && spec->variant == CODEC_LEVELS_AFFINE;
-
-		p->choose = CHOOSE_ROWS;
-		p->encode = affine ? ENCODE_ROWS_22 : ENCODE_ROWS_2 + (p->codec - CODEC_SIGN);
-		p->decode = DECODE_ROWS_2 + (p->codec - CODEC_SIGN);
-		if (p->entropy)
-			p->encode_each = s->encode_rows[0] + region;
-		else if (p->codec == CODEC_TERNARY && spec->variant == CODEC_TERNARY_BASE3)
-			p->encode_each = s->encode_rows[1];
-		p->decode_each = p->entropy ? s->decode_rows : 0;
-		p->scales_last = p->codec == CODEC_SIGN && p->view.row_sums.count;
-	}
-	if (p->codec != CODEC_LOSSLESS)
-		p->decode_fast = p->decode;
+	return s->times * d->sizes[k][s->index] + s->more;
 }
 
 /*
@@ -152,12 +104,16 @@ static int plan_job(codec_cuda_plan *p, const codec_spec *spec, const codec_tens
 	status = codec_encode_plan(spec, like, with, job, job_nbytes, &plan);
 	if (!status)
 		status = codec_encode_head(job, p->head, CODEC_HEADER_NBYTES, &head_nbytes);
+	p->launch.struct_nbytes = sizeof p->launch;
+	if (!status)
+		status = codec_job_launch(job, &p->launch);
 	if (!status)
 		status = take_job(p, job);
 	free(job);
 	TRY(status);
 	p->head_nbytes = align16(head_nbytes);
-	choose_kernels(p, spec, (plan.region_bound + 63) / 64 * 64);
+	p->encode_each = unit_nbytes(p->device, p->launch.encode, &p->launch.encode_scratch);
+	p->decode_each = unit_nbytes(p->device, p->launch.decode, &p->launch.decode_scratch);
 	return CODEC_OK;
 }
 
@@ -178,7 +134,7 @@ static int make_plan(codec_cuda_plan *p, const codec_spec *spec, codec_tensor *l
 	p->entropy = p->codec >= CODEC_SIGN && p->codec <= CODEC_QUANTIZE &&
 		     row_kind_of(spec->codec, spec->variant, spec->options, 8, like->dtype).entropy;
 	TRY(plan_job(p, spec, like, with));
-	p->choice_nbytes = p->device->scratch.choose[0] + max64(p->nparts, 1) * p->device->scratch.choose[1];
+	p->choice_nbytes = p->device->choose[0] + max64(p->nparts, 1) * p->device->choose[1];
 	p->memory_nbytes = memory_nbytes(p->n);
 	return CODEC_OK;
 }
@@ -248,16 +204,21 @@ uint64_t scratch_taken_nbytes(const struct scratch *s)
 	return align16((s->count + 31) / 32 * 4);
 }
 
-uint32_t plan_ctas(const codec_cuda_plan *p, enum kernel k, uint64_t nblocks)
+uint64_t resident_ctas(const codec_cuda_device *d, uint32_t k)
 {
-	uint64_t most = (uint64_t)kernel_resident(k) * p->device->processors;
-
-	return (uint32_t)max64(1, min64((nblocks + WARPS - 1) / WARPS, most));
+	return (uint64_t)codec_kernel_at(k)->resident * d->processors;
 }
 
-uint32_t share_ctas(const codec_cuda_device *d, enum kernel k, uint32_t ctas, uint64_t all)
+uint32_t plan_ctas(const codec_cuda_plan *p, uint32_t k)
 {
-	uint64_t most = (uint64_t)kernel_resident(k) * d->processors;
+	uint64_t each = codec_kernel_at(k)->blocks;
+
+	return (uint32_t)max64(1, min64((p->nblocks + each - 1) / each, resident_ctas(p->device, k)));
+}
+
+uint32_t share_ctas(const codec_cuda_device *d, uint32_t k, uint32_t ctas, uint64_t all)
+{
+	uint64_t most = resident_ctas(d, k);
 
 	return (uint32_t)(all <= most ? ctas : max64(1, ctas * most / all));
 }

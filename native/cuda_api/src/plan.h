@@ -22,16 +22,8 @@ struct codec_cuda_plan {
 	 * is launched.
 	 */
 	uint64_t nblocks, nparts;
-	enum kernel choose, encode; /* equal if no separate kernel chooses: each block chooses for itself */
-	/* 1 if SCALE_ROWS computes the scales after all blocks are encoded, unless there is a residual */
-	int scales_last;
-	uint64_t encode_each;  /* size of a unit of scratch memory in bytes; 0: none is needed */
-	uint64_t encode_units; /* maximum number of units per warp at which all warps can run at once */
-	/*
-	 * maximum number of units that a warp may need for any values; if it exceeds encode_units, fewer warps run at
-	 * once
-	 */
-	uint64_t encode_most;
+	codec_launch launch;    /* kernels that encode the tensor, and that decode its frames */
+	uint64_t encode_each;   /* size of a unit of scratch memory in bytes; 0: none is needed */
 	uint64_t choice_nbytes; /* bytes of a codec_choice and of one codec_part_found per part */
 	codec_view view;        /* arrays are given by their offsets in `image`, or in the memory that kernels fill */
 	uint64_t made_nbytes;   /* bytes of the memory that kernels fill: offsets, row_sums, lengths, tables */
@@ -40,13 +32,8 @@ struct codec_cuda_plan {
 	uint8_t *image; /* contents of the arrays that kernels read */
 
 	/* Decoding. */
-	/*
-	 * decode_fast: the kernel decode_lossless_fast for LOSSLESS floats if it may be able to decode the frames; else
-	 * equal to `decode`
-	 */
-	enum kernel decode, decode_fast;
-	uint64_t decode_each, decode_units; /* bytes per unit of scratch memory; maximum number of units per warp */
-	uint64_t memory_nbytes;             /* upper bound in bytes of the arrays of a frame's job */
+	uint64_t decode_each;   /* size of a unit of scratch memory in bytes; 0: none is needed */
+	uint64_t memory_nbytes; /* upper bound in bytes of the arrays of a frame's job */
 };
 
 /* Round up to a multiple of 16. */
@@ -82,17 +69,20 @@ uint64_t scratch_taken_nbytes(const struct scratch *s);
  */
 codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, uint64_t stream);
 
+/* Return the number of CTAs of a kernel that a GPU runs at once. */
+uint64_t resident_ctas(const codec_cuda_device *d, uint32_t k);
+
 /*
- * Return the number of CTAs of a kernel that encodes or decodes nblocks blocks: at most as many as are resident at
+ * Return the number of CTAs of a kernel that encodes or decodes the plan's blocks: at most as many as are resident at
  * once.
  */
-uint32_t plan_ctas(const codec_cuda_plan *p, enum kernel k, uint64_t nblocks);
+uint32_t plan_ctas(const codec_cuda_plan *p, uint32_t k);
 
 /*
  * Return the number of CTAs of kernel k for a tensor that needs `ctas` CTAs, in a call whose tensors need `all` CTAs
  * together: the tensor's share of the CTAs that are resident at once, at least 1.
  */
-uint32_t share_ctas(const codec_cuda_device *d, enum kernel k, uint32_t ctas, uint64_t all);
+uint32_t share_ctas(const codec_cuda_device *d, uint32_t k, uint32_t ctas, uint64_t all);
 
 #define NCLASSES 32
 

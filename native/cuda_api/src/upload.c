@@ -9,7 +9,7 @@ int upload_end(struct upload *u)
 
 	if (!u->s.nbytes)
 		return CODEC_OK;
-	TRY(device_launch(u->device, STORE_BYTES, 1, 1, args, u->stream));
+	TRY(device_launch(u->device, KERNEL_STORE_BYTES, 1, 1, args, u->stream));
 	u->s.to += u->s.nbytes;
 	u->s.nbytes = 0;
 	return CODEC_OK;

@@ -261,6 +261,59 @@ typedef struct codec_view {
 /** Fill *view with a description of the job, which may be for encoding or decoding, in any state. */
 CODEC_API codec_status codec_job_view(const void *job, codec_view *view);
 
+/** Kernel of native/cuda. Its `name` is the name expression for NVRTC, for example "encode_rows<4>". */
+typedef struct codec_kernel {
+	const char *name;
+	const char *file; /**< source file in native/cuda, without ".cu"; "": the file is in native/cuda_api/kernels */
+	const char *
+		sizes; /**< name of the file's constant array of uint64_t that codec_scratch_units.index selects from */
+	uint32_t threads;  /**< threads of a CTA */
+	uint32_t resident; /**< number of CTAs that are resident on a multiprocessor at once */
+	uint32_t blocks;   /**< blocks of values for which a CTA is launched; 1: all warps of a CTA share a block */
+	uint32_t warps;    /**< warps of a CTA, as the kernel's arguments and its scratch memory count them */
+} codec_kernel;
+
+/** Return the kernel with this number, which counts from 1; NULL if there is none. */
+CODEC_API const codec_kernel *codec_kernel_at(uint32_t number);
+
+/**
+ * Scratch memory of a kernel, in units that its warps acquire and release. A unit has more + times * s bytes, where s
+ * is element `index` of the kernel's constant array `sizes`. A unit of 0 bytes: the kernel needs no scratch memory.
+ */
+typedef struct codec_scratch_units {
+	uint32_t index;
+	uint32_t units; /**< number of units per warp with which all warps can run at once */
+	uint32_t most; /**< maximum number of units that a warp acquires; if it exceeds `units`, fewer warps run at once
+			*/
+	uint32_t reserved;
+	uint64_t times, more;
+} codec_scratch_units;
+
+/** Kernels of native/cuda that encode the tensor of a job, or decode its frame; 0: no kernel. */
+typedef struct codec_launch {
+	uint32_t struct_nbytes; /**< sizeof(codec_launch), set by the caller */
+	uint32_t choose;        /**< makes the choices that precede all blocks; 0: each block makes its own */
+	uint32_t encode;        /**< encodes blocks; not launched if there are no blocks */
+	uint32_t finish;        /**< launched after all blocks, unless a residual is written */
+	uint32_t decode;        /**< decodes blocks, or the values of a stored tensor */
+	/**
+	 * decodes blocks faster, to a tensor of the frame's dtype at an address that is a multiple of four values. Job
+	 * for encoding: open.cu decides for each frame whether it is used.
+	 */
+	uint32_t decode_fast;
+	uint32_t reduce; /**< adds up several frames of the same codec and shape */
+	uint32_t reserved;
+	codec_scratch_units encode_scratch; /**< scratch memory of `encode` */
+	codec_scratch_units
+		decode_scratch; /**< scratch memory of `decode`; job for encoding: sufficient for any frame */
+} codec_launch;
+
+/**
+ * Fill *launch with the kernels for a job: encode a planned job (codec_encode_plan), or decode a frame
+ * (codec_decode_plan). A job for encoding also has the kernels that decode frames of its spec and shape.
+ */
+CODEC_API codec_status codec_job_launch(const void *job, codec_launch *launch);
+
 /**
  * Plan a job for a tensor whose values are elsewhere, for example on a device, where an engine makes all choices that
  * depend on values. The parts of the scale model are set, but not their bases. The lookup tables of an agreed codebook

@@ -103,6 +103,9 @@
 	X(DELTA, delta, WIRE_DTYPES_ALL, 1, 0, 0, 0)                                                                   \
 	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, WIRE_OPTION_STOCHASTIC, 8, 0)
 
+/* LOSSLESS: 1 if regions contain only plane 0, and plane 0 is not halved. size: bytes per value. */
+#define WIRE_ONLY_PLANE_0(fixed, halved, size) ((fixed) == (1u << (size)) - 2 && !((halved) & 1))
+
 #define WIRE_PIECE_ZERO (1u << 8) /* region: piece 0 of all mantissas is 0 and omitted; << i: piece i */
 #define WIRE_TAIL_AT 8 /* region head, WIRE_OPTION_BITS: trailing zero bits omitted from all fields; 5 bits */
 /*

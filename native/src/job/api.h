@@ -49,4 +49,7 @@ struct job *job_at(const void *memory, uint32_t kind, uint32_t state);
 codec_status job_open(void *memory, size_t nbytes, const struct header *h, uint32_t kind, struct job **out);
 void job_plan(struct job *j, codec_plan *plan);
 
+/* Return the job at `memory`, for encoding or decoding and in any state, or NULL if there is none. */
+const struct job *any_job(const void *memory);
+
 #endif

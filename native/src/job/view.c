@@ -33,8 +33,7 @@ SAME(delta_block, codec_delta_block, state);
 _Static_assert(sizeof(struct delta_block) == sizeof(codec_delta_block), "digests of a block");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 
-/* Return the job at `memory`, for encoding or decoding and in any state, or NULL if there is none. */
-static const struct job *any_job(const void *memory)
+const struct job *any_job(const void *memory)
 {
 	const struct job *j = job_place((void *)memory);
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <dlfcn.h>
+#include <link.h>
 #include <map>
 #include <mutex>
 #include <string>
@@ -145,9 +146,15 @@ EXPORT int cuModuleGetFunction(void **found, void *, const char *name)
 EXPORT int cuModuleGetGlobal_v2(uint64_t *at, size_t *nbytes, void *, const char *name)
 {
 	CHECK(cuModuleGetGlobal)
-	*at = (uint64_t)find(name);
-	*nbytes = 4 * sizeof(uint64_t); /* size in bytes of the largest array that the library reads */
-	return *at ? 0 : NOT_FOUND;
+	void *symbol = find(name);
+	const ElfW(Sym) *entry = nullptr;
+	Dl_info info;
+
+	if (!symbol || !dladdr1(symbol, &info, (void **)&entry, RTLD_DL_SYMENT))
+		return NOT_FOUND;
+	*at = (uint64_t)symbol;
+	*nbytes = entry->st_size;
+	return 0;
 }
 EXPORT int cuMemcpyDtoH_v2(void *to, uint64_t at, size_t nbytes)
 {
