@@ -43,8 +43,6 @@ class Mesh:
         Connected sockets of each other rank, which the mesh owns from now on.
     """
 
-    _made = False  # True after __init__; else __del__ would read attributes that do not exist
-
     def __init__(self, rank: int, sockets: Mapping[int, Sequence[socket.socket]]) -> None:
         self.rank = rank
         self.progress = dict.fromkeys(sockets, time.monotonic())  # arrival time of each rank's last message
@@ -69,7 +67,6 @@ class Mesh:
         else:
             self._poll.close()
             self._wakes.close()
-        self._made = True
 
     # Collectives
 
@@ -216,12 +213,11 @@ class Mesh:
             wait.complete(PeerError(CLOSED))
 
     def __del__(self) -> None:
-        if not self._made:  # the finalizers of stripes and of the waker close what was opened
-            return
-        self.close()
-        for stripe in self._by_fd.values():
-            stripe.close()
-        self._waker.close()  # at the exit of Python, finalizers no longer run
+        if hasattr(self, "_waker"):  # otherwise __init__ has failed, and finalizers close what it has opened
+            self.close()
+            for stripe in self._by_fd.values():
+                stripe.close()
+            self._waker.close()  # at the exit of Python, finalizers no longer run
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that the network thread has used, in seconds."""
