@@ -144,8 +144,12 @@ def input_file(path: str) -> Generator[str]:
         return
     source = standard_input()
     with tempfile.NamedTemporaryFile(prefix="codec-") as file:
-        shutil.copyfileobj(source, file, 1 << 20)
-        file.flush()
+        try:
+            shutil.copyfileobj(source, file, 1 << 20)
+            file.flush()
+        except OSError as e:
+            folder = tempfile.gettempdir()
+            raise ArgumentError(f"standard input cannot be copied to the folder {folder!r}: {e.strerror}") from None
         yield file.name
 
 
