@@ -12,7 +12,7 @@ from codec.arguments import truth
 from codec.specs import Quantize, Spec
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.local_steps.replica import Outer
-from codec.torch.local_steps.settings import Average, Every, Settings
+from codec.torch.local_steps.settings import Every, Settings
 from codec.torch.local_steps.stats import LocalStats
 from codec.torch.local_steps.synchronizer import Synchronizer
 from codec.torch.local_steps.training import Training
@@ -33,8 +33,10 @@ class LocalSteps:
     All ranks must create this object together, with the same arguments. Ranks whose parameters or buffers differ then
     adopt those of rank 0, and log a warning. Only parameters that require gradients are synchronized later, and
     buffers. Timeout, engine, threads and algorithm of the collectives are set by the ``with codec.options(...)`` blocks
-    around the constructor. By default, the algorithm is "all_gather" for two ranks and for :class:`codec.TopK`, and
-    otherwise "two_shot".
+    around the constructor. By default, the algorithm is "all_gather" for two ranks, and "two_shot" for more. For
+    :class:`codec.TopK`, by default, all ranks gather the frames, and the sum of a value's changes is divided by the
+    number of ranks whose frame has a change of this value. If the options name an algorithm, it is divided by the
+    number of all ranks.
 
     Memory, in bytes per value of the parameters: 4 for the value of the last synchronization (8 if a parameter is
     float64), and up to 8 for residuals. A synchronization in flight needs as much again for residuals, and 8 for the
@@ -57,9 +59,6 @@ class LocalSteps:
         (:attr:`codec.Spec.contraction`). A :class:`codec.torch.Feedback` sets the codec and the decay of residuals,
         such as ``Feedback(codec.TopK(), decay=0.95)``; the residuals that it holds are not used. Norms, biases and
         other small parameters are sent lossless if together they have at most 1/32 of all values.
-    average : {"ranks", "senders"}, optional
-        Divisor of the sum of a value's changes: the number of all ranks, or of those ranks that have sent a nonzero
-        change of the value. Default: "senders" for :class:`codec.TopK`, otherwise "ranks".
     warmup : int or (int, Spec)
         Number of initial steps in which the ranks average their gradients before each step of an optimizer, as
         DistributedDataParallel does, in place of local steps; and the codec of these gradients, lossless by default.
@@ -108,7 +107,6 @@ class LocalSteps:
         *,
         every: Every = 10,
         spec: Spec | str | Feedback = Quantize(4),  # noqa: B008 - immutable
-        average: Average | None = None,
         warmup: int | tuple[int, Spec | str] = 0,
         fragments: int = 1,
         delay: int = 0,
@@ -118,7 +116,7 @@ class LocalSteps:
         options = settings_of(None)
         ranks = Ranks(group, options)
         try:
-            settings = Settings.of(every, spec, average, warmup, fragments, delay, options)
+            settings = Settings.of(every, spec, warmup, fragments, delay, options)
             state = Synchronizer(settings, model, optimizer, outer)
         except Exception as e:
             agreement.refuse(ranks, e)

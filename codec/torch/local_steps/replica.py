@@ -86,13 +86,12 @@ class Replica:
             "every": "a function" if callable(s.every) else s.every,
             "spec": str(s.spec),
             "decay": s.decay,
-            "average": s.average,
             "warmup": [s.warmup, str(s.warmup_spec)],
             "fragments": s.fragments,
             "delay": s.delay,
             "outer": None if self.outer is None else repr(self.outer),
             "optimizers": len(self.optimizers),
-            "algorithm": ranks.options.algorithm,
+            "algorithm": s.algorithm or ranks.options.algorithm,
             **{k: [[n, list(x.shape), str(x.dtype)] for n, x in v.items()] for k, v in kinds.items()},
         }
 
@@ -162,7 +161,7 @@ class Replica:
         """Return the error feedback of this rank for another group."""
         if self.feedback is None:
             return None
-        return residuals.moved(self.feedback, ranks.rank, ranks.size, by_senders=self.settings.average == "senders")
+        return residuals.moved(self.feedback, ranks.rank, ranks.size, by_senders=self.settings.algorithm == "senders")
 
     # State
 

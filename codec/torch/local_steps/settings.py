@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from codec import ArgumentError, CallOptions, SpecError
 from codec.arguments import shown, whole
@@ -12,7 +12,6 @@ from codec.torch.reduction.arguments import plain_spec
 
 MOST_STEPS = 1 << 40
 
-Average = Literal["ranks", "senders"]
 Every = int | Callable[[int], int]
 
 
@@ -28,11 +27,10 @@ class Settings:
         Codec of parameter changes.
     decay : float
         Factor by which residuals are multiplied each time before they are added.
-    average : {"ranks", "senders"}
-        Divisor of the sum of a value's changes: all ranks, or the ranks whose frame contains a nonzero value.
-    algorithm : {"", "all_gather", "senders"}
-        Algorithm for the changes, as in :class:`Term`. The sum of sparse frames is less sparse than they are, so that
-        two-shot, which encodes sums, would lose most values of TopK.
+    algorithm : {"", "senders"}
+        Algorithm for the changes, as in :class:`Term`: "senders" for TopK, unless the options name an algorithm. A
+        mean over all ranks would divide a change that one rank has sent by the number of ranks, and two-shot would
+        encode the sums of sparse frames, which are less sparse.
     warmup : int
         Number of initial steps that average gradients.
     warmup_spec : Spec
@@ -46,7 +44,6 @@ class Settings:
     every: Every
     spec: Spec
     decay: float
-    average: Average
     algorithm: str
     warmup: int
     warmup_spec: Spec
@@ -54,9 +51,7 @@ class Settings:
     delay: int
 
     @classmethod
-    def of(
-        cls, every: Any, spec: Any, average: Any, warmup: Any, fragments: Any, delay: Any, options: CallOptions
-    ) -> "Settings":
+    def of(cls, every: Any, spec: Any, warmup: Any, fragments: Any, delay: Any, options: CallOptions) -> "Settings":
         """Check the arguments of :class:`LocalSteps`; `options` are the settings of its collectives.
 
         Raises
@@ -76,10 +71,8 @@ class Settings:
         if not plain.contraction:
             require_feedback(plain, 'use rounding="nearest"')
         require_feedback(warmup_spec, "use another codec in the warm-up")
-        average = _checked_average(average, plain, options)
-        gathered = "all_gather" if isinstance(plain, TopK) and options.algorithm in (None, "auto") else ""
-        algorithm = "senders" if average == "senders" else gathered
-        return cls(cast(Every, every), plain, decay, average, algorithm, steps, warmup_spec, fragments, delay)
+        algorithm = "senders" if isinstance(plain, TopK) and options.algorithm in (None, "auto") else ""
+        return cls(cast(Every, every), plain, decay, algorithm, steps, warmup_spec, fragments, delay)
 
     @property
     def has_feedback(self) -> bool:
@@ -90,21 +83,6 @@ class Settings:
     def is_joint(self) -> bool:
         """True if each scheduled synchronization covers all parameters, and ends in the step in which it starts."""
         return self.fragments == 1 and self.delay == 0
-
-
-def _checked_average(average: Any, spec: Spec, options: CallOptions) -> Average:
-    """Return the value of ``average=``; raise ArgumentError if it is unknown, or impossible with the algorithm."""
-    gathers = options.algorithm in (None, "auto", "all_gather")
-    if average is None:
-        return "senders" if isinstance(spec, TopK) and gathers else "ranks"
-    if average not in ("ranks", "senders"):
-        raise ArgumentError(f'average must be "ranks", "senders" or None, got {shown(average)}')
-    if average == "senders" and not gathers:
-        raise ArgumentError(
-            f'average="senders" needs the frames of all ranks on each rank, but codec.options has algorithm='
-            f'{options.algorithm!r}: remove algorithm=, or pass average="ranks"'
-        )
-    return average
 
 
 def _parsed_warmup(warmup: Any) -> tuple[int, Spec]:

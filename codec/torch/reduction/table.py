@@ -94,7 +94,7 @@ RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, def
 RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True, uncompressed=True)
 # NCCL's all-reduce, which "auto" uses for uncompressed values if all ranks have GPUs. RAW adds in rank order instead.
 PLAIN = Algorithm("plain on GPUs", raw.plain, encodes_sums=True, uncompressed=True)
-# Means of LocalSteps(average="senders"). "algorithm=" cannot name it, since its results are other than those of a mean.
+# Means of LocalSteps with TopK. "algorithm=" cannot name it, since its results are not those of a mean.
 SENDERS = Algorithm("senders", partial(_on_host, algorithms.senders))
 SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)
 

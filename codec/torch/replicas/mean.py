@@ -33,7 +33,7 @@ class Term:
         Error feedback. A Feedback can serve only one term of a collective.
     stream : int
         Number of the random stream that the codec rounds with.
-    algorithm : {"", "all_gather", "senders"}
+    algorithm : {"", "senders"}
         "": that of the options; "senders": divide the sum of a value by the number of ranks whose frame has a nonzero
         value there.
     """
@@ -83,8 +83,7 @@ def begin(terms: Sequence[Term], problem: Problem | None, item: str, *, group: A
                 check_output(values, torch.float32, values.numel(), "the tensor")
                 r = reduction_of(values, term.spec, "mean", term.stream, segments=segments, settings=options)
                 check_request(requested, r.spec, r.op, feedback=term.feedback is not None)
-                own = term.algorithm or requested
-                algorithm = SENDERS if own == "senders" else choose(own, r, comm.channel)
+                algorithm = SENDERS if term.algorithm == "senders" else choose(requested, r, comm.channel)
                 if term.feedback is not None:
                     turn.begin(r, named(term.values, r), algorithm)
                 planned.append((r, algorithm))
