@@ -166,3 +166,91 @@ def test_ranks_that_load_states_of_different_steps_raise(pool):
         assert kind == "PeerError"
         assert "rank 1 is at step 4, synchronization 1, and rank 0 at step 3, synchronization 0" in text
     assert a == b
+
+
+def _in_order(rank, size, how, begin, order):
+    """Resume in a given order of creating LocalSteps (c), and loading model (m), optimizer (o) and LocalSteps (l)."""
+
+    def new(seed):
+        model = torch.nn.Sequential(net(seed), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3).requires_grad_(False))
+        model.register_buffer("order", torch.randperm(5))
+        return model, adam(model)
+
+    model, optimizer = new(seed=3)
+    local = codec.torch.LocalSteps(model, optimizer, **how)
+    train(model, optimizer, rank, range(begin), local.step)
+    saved = through_a_file([x.state_dict() for x in (model, optimizer, local)])
+    train(model, optimizer, rank, range(begin, 12), local.step)
+    local.finish()
+
+    again, optimizer2 = new(seed=9 + rank)
+    made = []
+    calls = {
+        "c": lambda: made.append(codec.torch.LocalSteps(again, optimizer2, **how)),
+        "m": lambda: again.load_state_dict(saved[0]),
+        "o": lambda: optimizer2.load_state_dict(saved[1]),
+        "l": lambda: made[0].load_state_dict(saved[2]),
+    }
+    for each in order:
+        calls[each]()
+    train(again, optimizer2, rank, range(begin, 12), made[0].step)
+    made[0].finish()
+    return parameter_bytes(model), parameter_bytes(again), state_bytes(local) == state_bytes(made[0])
+
+
+@pytest.mark.parametrize("order", ["cmol", "mcol", "mocl", "omcl", "cmlo"])
+def test_training_goes_on_whenever_the_model_was_loaded(pool, order):
+    for how, begin in (CASES[0], CASES[1], CASES[3]):
+        found = pool.run(_in_order, how, begin, order)
+        assert {bits for a, b, _ in found for bits in (a, b)} == {found[0][0]}
+        assert all(same for _, _, same in found)
+
+
+def _wrong_model(rank, size, which):
+    model = net()
+    optimizer = adam(model)
+    local = codec.torch.LocalSteps(model, optimizer, every=4)
+    train(model, optimizer, rank, range(6), local.step)
+    state = local.state_dict()
+    again = net(seed=9)
+    local2 = codec.torch.LocalSteps(again, adam(again), every=4)
+    if which == "steps":
+        train(model, optimizer, rank, range(6, 7))
+    if which != "none":
+        again.load_state_dict(model.state_dict())
+    before = parameter_bytes(again), state_bytes(local2)
+    error = raised(lambda: local2.load_state_dict(state))
+    assert (parameter_bytes(again), state_bytes(local2)) == before
+    return error
+
+
+@pytest.mark.parametrize("which", ["none", "steps"])
+def test_state_for_other_parameters_is_refused(pool, which):
+    """The model was not loaded, or was saved one step later."""
+    for kind, text in pool.run(_wrong_model, which):
+        assert kind == "StateError"
+        assert "call model.load_state_dict() with the model that this rank saved together with the state" in text
+
+
+def _replaced(rank, size):
+    import logging
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+    logging.getLogger("codec.torch").addHandler(handler)
+    model = net()
+    if rank:
+        with torch.no_grad():
+            model[3].bias.add_(1)
+    codec.torch.LocalSteps(model, adam(model))
+    logging.getLogger("codec.torch").removeHandler(handler)
+    return records
+
+
+def test_replaced_parameters_are_named_by_a_warning(pool):
+    first, second = pool.run(_replaced)
+    assert first == []
+    [(level, text)] = second
+    assert level == "WARNING"
+    assert text.startswith("rank 1 of 2 had other values than rank 0 in '3.bias', and has taken those of rank 0")

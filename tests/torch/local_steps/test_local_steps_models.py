@@ -171,3 +171,93 @@ def _compiled(rank, size):
 
 def test_names_do_not_depend_on_wrappers(pool):
     assert all(pool.run(_compiled))
+
+
+# Frozen parameters and buffers
+
+
+def _other_tensors(rank, size):
+    """Trained parameters are equal at the start; everything else differs."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 2))
+    nn.init.constant_(model[1].weight, 0.1)
+    nn.init.zeros_(model[1].bias)
+    model.register_buffer("order", torch.randperm(50))
+    model.register_buffer("angles", torch.randn(3, dtype=torch.complex64))
+    model.register_buffer("mask", torch.rand(7) < 0.5)
+    model.register_buffer("cache", torch.randn(2), persistent=False)
+    model.register_buffer("placeholder", torch.empty(3, device="meta"), persistent=False)
+    model.register_buffer("spread", torch.zeros(1).expand(5), persistent=False)
+    local_steps(model, torch.optim.SGD(model[1].parameters(), lr=0.1), every=2)
+    return parameter_bytes(nn.ModuleList([model[0]])), model.order.tolist(), model.angles.tolist(), model.mask.tolist()
+
+
+def test_frozen_parameters_and_all_buffers_are_those_of_rank_0(pool):
+    a, b = pool.run(_other_tensors)
+    assert a == b
+
+
+# Copies of parameters in optimizers
+
+
+class Masters(torch.optim.Optimizer):
+    """SGD with momentum, of float32 copies of the parameters; the parameters are the rounded copies."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                master = state.setdefault("any_name", p.float().clone())
+                momentum = state.setdefault("momentum", torch.zeros_like(master))
+                if p.grad is not None:
+                    momentum.mul_(0.5).add_(p.grad.float())
+                    master -= group["lr"] * momentum
+                    p.copy_(master)
+
+
+def _masters(rank, size, how, lr):
+    model = Linear(torch.bfloat16)
+    with torch.no_grad():
+        model.b.zero_()  # equal to its momentum at first
+    optimizer = Masters(model.parameters(), lr)
+    local = local_steps(model, optimizer, spec=EXACT, **how)
+    start = flat(model)
+    for step in range(8):
+        push(model, optimizer, rank, step)
+        local.step()
+    local.finish()
+    after = flat(model)
+    optimizer.param_groups[0]["lr"] = 0.0
+    push(model, optimizer, rank, 8)  # moves nothing, but copies the masters to the parameters
+    np.testing.assert_array_equal(flat(model), after)
+    momenta = [float(s["momentum"].abs().max()) for s in optimizer.state.values()]
+    anchors = np.concatenate([x.numpy().reshape(-1) for x in local.state_dict()["anchors"].values()])
+    return after, anchors - start, momenta
+
+
+def test_synchronization_sets_float32_masters_and_includes_their_changes(pool):
+    """Steps far below the resolution of bfloat16 add up in the masters, and in the mean of the ranks."""
+    for how in ({"every": 4}, {"every": 4, "delay": 2}, {"every": 4, "fragments": 3}):
+        for lr in (0.05, 1e-5):
+            (a, change, _), (b, _, momenta) = pool.run(_masters, how, lr)
+            np.testing.assert_array_equal(a, b)
+            expected = _expected_change(lr)
+            np.testing.assert_allclose(change, expected, rtol=0, atol=1e-2 * np.abs(expected).max())
+            assert min(momenta) > 0.1
+
+
+def _expected_change(lr):
+    """Return the mean over two ranks of the change of Masters' float32 copies after 8 steps."""
+    total = 0.0
+    for rank in range(2):
+        model = Linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        start = flat(model)
+        for step in range(8):
+            push(model, optimizer, rank, step)
+        total = total + (flat(model) - start) / 2
+    return lr * total
