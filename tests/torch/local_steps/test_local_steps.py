@@ -1,5 +1,7 @@
 """LocalSteps on real ranks: means with error feedback, fragments sent in the background, statistics, finish()."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -131,6 +133,11 @@ def test_stats_count_bytes_and_synchronizations(pool):
     for _, stats in pool.run(_pushed, {"every": 4}, 12, False):
         assert (stats.synchronizations, stats.world_size, stats.values) == (3, 2, 1708)
         assert 0 < stats.residual_norm < 1
+        assert 0.3 < stats.agreement < 1  # changes of two ranks with unrelated gradients: 0.71
+        assert re.fullmatch(
+            r"12 steps, 3 synchronizations: [0-9.]+ of 82 kB sent \([0-9.]+%\), .* a synchronization on the wire",
+            str(stats),
+        )
         # Bytes sent / float32 bytes of 3 synchronizations: 4 of 32 bits, and the scales of small tensors
         assert 3 * 0.06 < stats.ratio * 12 < 3 * 0.25
 
