@@ -28,7 +28,10 @@ from codec.integrations.slime_version import Version, write_version
 from codec.tensors.view import TensorView
 from codec.weight_sync.files import read_safetensors
 from codec.weight_sync.folder import FolderBase
-from codec.weight_sync.store import UpdateStore, chain, read_head, read_update
+from codec.weight_sync.identity import RUN_NBYTES
+from codec.weight_sync.listing import chain
+from codec.weight_sync.source import Source
+from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.weights import Weights
 from codec.weight_sync.writing import write_update
 
@@ -64,11 +67,11 @@ def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -
             old.close()
         shutil.rmtree(folder / "codec-trainer", ignore_errors=True)
         store.clear()
-        _trainers[folder.resolve()] = _opened(folder / "codec-trainer", args.hf_checkpoint)
+        _trainers[folder.resolve()] = _opened(folder / "codec-trainer", args.hf_checkpoint, os.urandom(RUN_NBYTES))
         return
     disk_dir = folder.parent.resolve()
     if disk_dir not in _trainers:
-        _trainers[disk_dir] = _opened(disk_dir / "codec-trainer", args.hf_checkpoint)
+        _trainers[disk_dir] = _opened(disk_dir / "codec-trainer", args.hf_checkpoint, os.urandom(RUN_NBYTES))
     base, version = _trainers[disk_dir], Version(folder)
     if version.base != base.version:
         raise StateError(
@@ -78,7 +81,7 @@ def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -
         raise ArgumentError(f"{folder} has a tensor that {args.hf_checkpoint} lacks: {unknown[0]!r}")
     file = store.path(version.number, base.version)
     pairs = _after(version, base.weights)
-    update = write_update(pairs, version.number, base.weights, base.version, file=file, options=None)
+    update = write_update(pairs, version.number, base.weights, base.version, file=file, options=None, run=base.run)
     store.publish(update)
     base.apply(update)
 
@@ -105,14 +108,15 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
     if wanted.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / "codec-engine.lock"), _engine(folder) as base:
+    with _locked(folder / "codec-engine.lock"), _engine(folder) as base, Source(store) as source:
         assert base.version is not None  # a new folder has the weights of the checkpoint, version 0
-        for one in chain(read_head(store), base.version):
-            if one.version > target_version:
+        for one in chain(source.listing(), base.identity):
+            if one.head.version > target_version:
                 break
-            update = read_update(store, one)
+            update = source.update(one)
+            base.check_order(update)
             base.check(update)
-            write_version(folder / f"weight_v{one.version:06d}", update, base)
+            write_version(folder / f"weight_v{one.head.version:06d}", update, base)
             base.apply(update)
         if base.version < target_version:
             raise StateError(f"{wanted} cannot be written: the last version in the store {store} is {base.version}")
@@ -128,12 +132,12 @@ def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView
         yield name, version.apply(name, slot).view if name in version.changed else slot.view
 
 
-def _opened(folder: Path, checkpoint: str | PathLike[str]) -> FolderBase:
-    """Open the copy of the weights in a folder; fill an empty folder with the checkpoint, as version 0."""
+def _opened(folder: Path, checkpoint: str | PathLike[str], run: bytes | None = None) -> FolderBase:
+    """Open the copy of the weights in a folder; fill an empty folder with the checkpoint, as version 0 of `run`."""
     base = FolderBase(folder)
     try:
         if base.version is None:
-            base.fill(_checkpoint(Path(checkpoint)), 0)
+            base.fill(_checkpoint(Path(checkpoint)), 0, run)
     except BaseException:
         base.close()
         raise

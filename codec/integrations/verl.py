@@ -16,8 +16,9 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from codec.errors import StateError
 from codec.weight_sync import Publisher
+from codec.weight_sync.listing import Listed, chain
 from codec.weight_sync.receiver import WeightReceiver
-from codec.weight_sync.store import Listed, chain, read_head, read_update
+from codec.weight_sync.source import read_head, read_update
 
 _POLL = 0.05  # seconds between checks for a new update
 
@@ -111,7 +112,7 @@ class CodecCheckpointEngine(CheckpointEngine):
         for one in await self._updates():
             if receiver.staged is not None:
                 receiver.commit()
-            self._unloaded.update(receiver.stage(read_update(self._source, one)).changed)
+            self._unloaded.update(receiver.stage(read_update(self._source, one), restart=True).changed)
         # Nothing is staged if an earlier call, which did not end, has committed the last version
         kinds, read = receiver.kinds, receiver.tensors
         if receiver.staged is not None:
@@ -126,9 +127,9 @@ class CodecCheckpointEngine(CheckpointEngine):
         """Wait for a new version, and return the updates from this worker's version to the new one."""
         end = time.monotonic() + self._timeout
         while time.monotonic() < end:
-            listed = read_head(self._source)
-            if listed and listed[-1].version > self._after:
-                return chain(listed, self._receiver.version)
+            listing = read_head(self._source)
+            if listing.last is not None and listing.last.version > self._after:
+                return chain(listing, self._receiver.identity)
             await asyncio.sleep(_POLL)
         raise StateError(
             f"no version after {self._after} was published within {self._timeout} seconds: check the trainer, or raise "

@@ -16,8 +16,10 @@ import torch
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
+from codec.weight_sync.listing import Listed
+from codec.weight_sync.pulling import pull
 from codec.weight_sync.receiver import WeightReceiver
-from codec.weight_sync.store import Listed, pull, read_update
+from codec.weight_sync.source import read_update
 from codec.weight_sync.update import Update
 
 
@@ -40,12 +42,10 @@ class CodecInitInfo(base.WeightTransferInitInfo):
 
 @dataclass
 class CodecUpdateInfo(base.WeightTransferUpdateInfo):
-    """Description of an update in the store, which workers check (phase "stage") or load (phase "load")."""
+    """Entry of an update in the store, which workers check (phase "stage") or load (phase "load")."""
 
     phase: str
-    version: int
-    base: int | None
-    nbytes: int
+    update: dict[str, Any]
 
 
 class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUpdateInfo]):
@@ -95,13 +95,13 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         receiver = self._receiver
         if receiver is None:
             raise RuntimeError("the weight transfer is not initialized: call init_weight_transfer_engine first")
+        one = Listed.read(update_info.update)
         if update_info.phase == "stage":
-            one = Listed(update_info.version, update_info.base, update_info.nbytes)
-            if one.base is not None and one.base != receiver.version:
+            if one.head.before is not None and not one.head.before.matches(receiver.identity):
                 pull(receiver, self._source, progress=lambda update: self._unloaded.update(update.changed))
-            receiver.stage(read_update(self._source, one))
-        elif receiver.staged is None or receiver.staged.version != update_info.version:
-            raise RuntimeError(f"the update to version {update_info.version} was not staged: send it again")
+            receiver.stage(read_update(self._source, one), restart=True)
+        elif receiver.staged is None or receiver.staged.head != one.head:
+            raise RuntimeError(f"the update to version {one.head.version} was not staged: send it again")
         else:
             self._load_staged(receiver, receiver.staged)
 

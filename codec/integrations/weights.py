@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from codec.weight_sync import Publisher
+from codec.weight_sync.listing import Listed
 from codec.weight_sync.update import Update
 
 
@@ -71,4 +72,4 @@ def synchronize(publisher: Publisher, client: Client, weights: Iterable[tuple[st
 
 def update_info(update: Update, phase: str) -> dict[str, Any]:
     """Return the message that describes an update. Workers read the update itself from the store."""
-    return {"phase": phase, "version": update.version, "base": update.base, "nbytes": update.nbytes}
+    return {"phase": phase, "update": Listed.of(update).fields(with_run=True)}

@@ -7,9 +7,10 @@ the last version in a store. A :class:`Publisher` combines sender, store and ser
 no framework. It changes only tensors that the caller passes as ``into=``.
 """
 
-from codec.weight_sync.http import UpdateServer, serve
 from codec.weight_sync.publisher import Publisher
-from codec.weight_sync.store import UpdateStore, pull
+from codec.weight_sync.pulling import pull
+from codec.weight_sync.server import UpdateServer, serve
+from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.update import Kind
 
 __all__ = [

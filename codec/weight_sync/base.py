@@ -13,7 +13,8 @@ from codec.arguments import whole
 from codec.errors import ChecksumError, CodecError, LimitError, StateError
 from codec.tensors.jax_arrays import of_kind
 from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
-from codec.weight_sync.update import MAX_VERSION, PIECE_NBYTES, Bytes, Kind, Update, weights_digest
+from codec.weight_sync.identity import MAX_VERSION, Identity, other_run
+from codec.weight_sync.update import PIECE_NBYTES, Bytes, Kind, Update, weights_digest
 from codec.weight_sync.weights import Given, Weights, allocated, copied, new_tensor
 
 
@@ -32,6 +33,8 @@ class Base:
 
     Attributes
     ----------
+    run : bytes or None
+        Run of the trainer that the weights belong to; None: unknown.
     version : int or None
         Version of the weights; None before the first weights.
     weights : Weights
@@ -41,6 +44,7 @@ class Base:
     def __init__(self, max_nbytes: int | None = None, options: CallOptions | None = None) -> None:
         self.max_nbytes = None if max_nbytes is None else whole("max_nbytes", max_nbytes, 1)
         self.options = options
+        self.run: bytes | None = None
         self.version: int | None = None
         self.weights = Weights()
         self.lock = threading.RLock()  # held while the weights change
@@ -49,10 +53,15 @@ class Base:
         self._changes = 0  # number of times that the weights began to change
         _bases.add(self)
 
-    def fill(self, given: Given, version: int) -> None:
-        """Copy tensors into this object as its weights, and set their version."""
+    @property
+    def identity(self) -> Identity | None:
+        """Identity of the weights; None before the first weights."""
+        return None if self.version is None else Identity(self.run, self.version, self.weights.digest())
+
+    def fill(self, given: Given, version: int, run: bytes | None = None) -> None:
+        """Copy tensors into this object as its weights, and set their run and version."""
         version = whole("version", version, 0, MAX_VERSION)
-        self.complete(copied(given), version)
+        self.complete(copied(given), run, version)
 
     def settle(self) -> None:
         """Complete an update in place that was interrupted by an exception such as KeyboardInterrupt.
@@ -78,7 +87,37 @@ class Base:
 
     def has(self, update: Update) -> bool:
         """Return True if these are the weights after `update`."""
-        return self.version == update.version and self.weights.digest() == update.digest
+        return update.head.after.matches(self.identity)
+
+    def check_order(self, update: Update, *, restart: bool = False) -> None:
+        """Check that an update is newer than these weights, and of the same run.
+
+        Parameters
+        ----------
+        update : Update
+            The update.
+        restart : bool
+            True: accept an update of another run, and a snapshot of any version that was not applied already.
+
+        Raises
+        ------
+        StateError
+            The update was applied already, is older, or is of another run.
+        """
+        if self.has(update):
+            raise StateError(f"the update to version {update.version} was applied already; the weights are unchanged")
+        if restart and (update.base is None or other_run(update.run, self.run)):
+            return
+        if other_run(update.run, self.run):
+            raise StateError(
+                f"the update to version {update.version} is of another run of the trainer than these weights, version "
+                f"{self.version}. If the trainer has begun again, pass its snapshot with restart=True; pull() does so "
+                "by itself"
+            )
+        if self.version is not None and update.version <= self.version:
+            raise StateError(
+                f"the update to version {update.version} is not newer than the current version, {self.version}"
+            )
 
     def check(self, update: Update) -> None:
         """Check that an update can be applied: decode each of its frames into scratch memory, and verify the digests.
@@ -86,25 +125,13 @@ class Base:
         Raises
         ------
         StateError
-            The update needs another base, is older than these weights, or was applied already.
+            The update needs another base than these weights.
         FrameError
             The update is damaged.
         LimitError
             The weights would be larger than `max_nbytes`.
         """
-        if self.has(update):
-            raise StateError(f"the update to version {update.version} was applied already; the weights are unchanged")
-        if self.version is not None and update.version <= self.version:
-            raise StateError(
-                f"the update to version {update.version} is not newer than the current version, {self.version}"
-            )
-        if update.base is not None and (update.base != self.version or update.base_digest != self.weights.digest()):
-            here = "there are no weights yet" if self.version is None else f"the current version is {self.version}"
-            same = " with other values" if update.base == self.version else ""
-            raise StateError(
-                f"the update needs version {update.base} as its base, but {here}{same}: apply the missing updates "
-                "first, or a snapshot"
-            )
+        self._check_base(update)
         if update.base is not None and update.tensors != self.weights.kinds:
             raise StateError(
                 "the names, dtypes or shapes of the update differ from those of its base: publish a snapshot, "
@@ -120,6 +147,20 @@ class Base:
         found = {n: (entry.kind, self._check_frames(update, n, scratch)) for n, entry in update.entries.items()}
         if weights_digest(found) != update.digest:
             raise ChecksumError("the weights after the update do not have the digest that the update names")
+
+    def _check_base(self, update: Update) -> None:
+        if update.base is None or (update.base == self.version and update.base_digest == self.weights.digest()):
+            return
+        needed = f"the update needs version {update.base} as its base, but "
+        if self.version is None:
+            raise StateError(f"{needed}there are no weights yet: apply a snapshot first")
+        if update.base == self.version:
+            raise StateError(
+                f"{needed}the weights of version {self.version} have other values: apply a snapshot, or begin with the "
+                "weights that the sender began with"
+            )
+        way = "apply the missing updates first, or a snapshot" if update.base > self.version else "apply a snapshot"
+        raise StateError(f"{needed}the current version is {self.version}: {way}")
 
     def _check_frames(self, update: Update, name: str, scratch: Bytes) -> list[bytes]:
         """Decode the frames of a tensor, and return the digests of its pieces after the update."""
@@ -194,7 +235,7 @@ class Base:
                 for k in range(len(slot.digests)):
                     self.decode(update, name, k, slot.piece(k))
                 slot.digests = slot.measure()
-            self.complete(target, update.version)
+            self.complete(target, update.run, update.version)
 
     def _overwrite(self, update: Update, *, resumed: bool) -> None:
         """Overwrite the weights with their values after `update`, or complete an interrupted call if `resumed`."""
@@ -203,7 +244,7 @@ class Base:
             for k, (begin, end) in enumerate(entry.frames):
                 if begin < end:
                     self._overwrite_piece(update, name, k, resumed)
-        self.complete(self.weights, update.version)
+        self.complete(self.weights, update.run, update.version)
         self._applying = None
 
     def _overwrite_piece(self, update: Update, name: str, k: int, resumed: bool) -> None:
@@ -243,10 +284,10 @@ class Base:
         """Complete the piece `out`, which an interrupted write has partly overwritten; return False if impossible."""
         return False
 
-    def complete(self, weights: Weights, version: int) -> None:
-        """Replace the weights and the version of this object."""
+    def complete(self, weights: Weights, run: bytes | None, version: int) -> None:
+        """Replace the weights and the version of this object, and the run if `run` is known."""
         self._changes += 1
-        self.weights, self.version = weights, version
+        self.weights, self.run, self.version = weights, run or self.run, version
 
     def close(self) -> None:
         """Release the files of the weights; weights in memory have none."""

@@ -1,6 +1,6 @@
 """Weights in a memory-mapped file in a folder, which survive the process. The system can evict their memory pages.
 
-The folder has a file ``state`` with version, names, dtypes, shapes, digests and the name of the file of values.
+The folder has a file ``state`` with run, version, names, dtypes, shapes, digests and the name of the file of values.
 Renaming a new ``state`` commits a version. A snapshot is written to a new file of values first. An update overwrites
 the file of values, so all that it needs is on the disk before the first value changes: the new ``state`` as ``next``,
 the update as ``pending``, and room for one piece as ``piece``, to which each new piece is written before it overwrites
@@ -24,8 +24,9 @@ from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import digest_of, digests_in
 from codec.weight_sync.folder_state import FolderState, read_state, state_of, write_state
+from codec.weight_sync.identity import MAX_VERSION
 from codec.weight_sync.lock import Lock
-from codec.weight_sync.update import MAX_VERSION, Bytes, Kind, Update, check_name
+from codec.weight_sync.update import Bytes, Kind, Update, check_name
 from codec.weight_sync.weights import Given, Weights, allocated, items, kind_of, memory_nbytes, pieces_of, view_of
 from codec.weight_sync.writing import remove_temporary
 
@@ -96,7 +97,7 @@ class FolderBase(Base):
             update = Update.open(path) if path.exists() else None
         except FrameError:  # damaged: whether values were overwritten by then, their digests say
             return None
-        if update is None or (update.version == self.version and update.digest == self.weights.digest()):
+        if update is None or self.has(update):
             return None
         if update.base != self.version or update.base_digest != self.weights.digest():
             raise StateError(f"{path} needs other weights than those in {self._path}: start from an empty folder")
@@ -121,8 +122,8 @@ class FolderBase(Base):
                     self._delete_other_values()
             super().settle()
 
-    def fill(self, given: Given, version: int) -> None:
-        """Write tensors one by one to a new file of values, and set the version."""
+    def fill(self, given: Given, version: int, run: bytes | None = None) -> None:
+        """Write tensors one by one to a new file of values, and set their run and version."""
         version = whole("version", version, 0, MAX_VERSION)
         kinds: dict[str, Kind] = {}
         digests: dict[str, list[bytes]] = {}
@@ -144,7 +145,7 @@ class FolderBase(Base):
             weights = allocated(kinds, self._map(fd, begin))
         for name, slot in weights.items():
             slot.digests = digests[name]
-        self.complete(weights, version)
+        self.complete(weights, run, version)
 
     def in_place(self, update: Update) -> bool:
         """Return True for an update with a base, which overwrites the weights; a snapshot is written to a new file."""
@@ -159,7 +160,7 @@ class FolderBase(Base):
     def prepare(self, update: Update) -> None:
         """Write the new state, the update, and a file that has room for its largest piece."""
         assert self._current is not None
-        new, largest = state_of(self.weights, update.version, self._current.name), 0
+        new, largest = state_of(self.weights, update.run or self.run, update.version, self._current.name), 0
         for name, kind, digests in new.tensors:
             for k, (begin, end) in enumerate(kind.spans):
                 if (frame := update.frame(name, k)) is not None:
@@ -194,11 +195,11 @@ class FolderBase(Base):
                 return True
         return False
 
-    def complete(self, weights: Weights, version: int) -> None:
+    def complete(self, weights: Weights, run: bytes | None, version: int) -> None:
         """Commit the new file ``state``, and delete the files of the previous version and of the update."""
         file = self._next_file() if weights is not self.weights else self._current
         assert file is not None
-        new = state_of(weights, version, file.name)
+        new = state_of(weights, run or self.run, version, file.name)
         path = self._path / "next"
         with self._writing():
             if not path.exists() or read_state(path) != new:
@@ -212,7 +213,7 @@ class FolderBase(Base):
 
     def _adopt(self, state: FolderState, weights: Weights) -> None:
         """Make weights current whose state is on the disk."""
-        super().complete(weights, state.version)
+        super().complete(weights, state.run, state.version)
         self._current = self._path / state.file
 
     def _forget(self) -> None:
@@ -286,7 +287,7 @@ class FolderBase(Base):
 
     def close(self) -> None:
         """Close the files and unlock the folder, so that another object may open it."""
-        self.weights, self.version = Weights(), None
+        self.weights, self.run, self.version = Weights(), None, None
         self._lock.release()
 
 

@@ -1,4 +1,4 @@
-"""File ``state`` of a folder of weights: version, kinds, digests, and the name of the file of values."""
+"""File ``state`` of a folder of weights: run, version, kinds, digests, and the name of the file of values."""
 
 import hashlib
 import json
@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 from codec._c.library import DTYPES
 from codec.errors import StateError
 from codec.files.replacing import replaced
-from codec.weight_sync.update import MAX_RANK, MAX_VERSION, Kind
+from codec.weight_sync.identity import MAX_VERSION
+from codec.weight_sync.update import MAX_RANK, Kind
 from codec.weight_sync.weights import Weights
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class FolderState(NamedTuple):
     """Contents of the file."""
 
+    run: bytes | None
     version: int
     tensors: list[tuple[str, Kind, list[bytes]]]  # name, kind and digests of the pieces, in the order of the values
     file: str
@@ -27,15 +29,17 @@ class FolderState(NamedTuple):
         return {name: kind for name, kind, _ in self.tensors}
 
 
-def state_of(weights: Weights, version: int, file: str) -> FolderState:
+def state_of(weights: Weights, run: bytes | None, version: int, file: str) -> FolderState:
     """Return the state of weights."""
-    return FolderState(version, [(name, slot.kind, list(slot.digests)) for name, slot in weights.items()], file)
+    tensors = [(name, slot.kind, list(slot.digests)) for name, slot in weights.items()]
+    return FolderState(run, version, tensors, file)
 
 
 def write_state(path: Path, state: FolderState) -> None:
     """Write a state to a file, which appears once it is complete."""
     tensors = [[name, kind.dtype, kind.shape, [d.hex() for d in digests]] for name, kind, digests in state.tensors]
-    head = {"format": _FORMAT, "version": state.version, "file": state.file}
+    run = None if state.run is None else state.run.hex()
+    head = {"format": _FORMAT, "run": run, "version": state.version, "file": state.file}
     body = json.dumps({**head, "tensors": tensors}).encode()
     with replaced(path) as f:
         f.write(hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body)
@@ -62,6 +66,7 @@ def _parsed(state: Any) -> FolderState:
     if state["format"] != _FORMAT:
         raise ValueError(f"it has format {state['format']}, but this library reads format {_FORMAT}")
     version, file = state["version"], state["file"]
+    run = None if state["run"] is None else bytes.fromhex(state["run"])
     if type(version) is not int or not 0 <= version <= MAX_VERSION or not str(file).startswith("values-"):
         raise ValueError("it has no version or file")
     tensors: list[tuple[str, Kind, list[bytes]]] = []
@@ -72,4 +77,4 @@ def _parsed(state: Any) -> FolderState:
         if len(digests) != len(kind.spans):
             raise ValueError(f"{name!r} lacks digests")
         tensors.append((name, kind, digests))
-    return FolderState(version, tensors, Path(file).name)
+    return FolderState(run, version, tensors, Path(file).name)

@@ -1,15 +1,19 @@
 """Publish updates from a trainer: a sender, a store, and an optional HTTP server of the store in one object."""
 
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from codec._options import CallOptions
 from codec.arguments import whole
-from codec.errors import StateError
-from codec.weight_sync.http import UpdateServer, serve
+from codec.errors import CodecError, FrameError, StateError
+from codec.weight_sync.identity import Identity, other_run
+from codec.weight_sync.listing import chain
 from codec.weight_sync.sender import WeightSender
-from codec.weight_sync.store import UpdateStore, chain, read_head, read_update
+from codec.weight_sync.server import UpdateServer, serve
+from codec.weight_sync.source import read_update
+from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.update import Update
 from codec.weight_sync.weights import Given
 
@@ -69,16 +73,15 @@ class Publisher:
         self._base, self._options = base, options
         self._sender: WeightSender | None = None
         self._staged: Update | None = None
-        self._full = False  # True: a snapshot was abandoned, so no receiver has the base; the next update is a snapshot
-        self._since = 0  # updates since the last snapshot
+        self._published = False  # True: the list in the store is of this object's run
         self._server: UpdateServer | None = None if host is None else serve(self._store.folder, host, port)
         self.source = str(self._store.folder.resolve()) if self._server is None else self._server.url
 
     @property
     def version(self) -> int | None:
         """Last published version; None if nothing was published."""
-        listed = read_head(self._store.folder)
-        return listed[-1].version if listed else None
+        last = self._store.listing().last
+        return None if last is None else last.version
 
     def stage(self, weights: Given, *, full: bool = False) -> Update:
         """Encode new weights, and write the file of the update. The update is published only by :meth:`commit`.
@@ -95,34 +98,61 @@ class Publisher:
         -------
         Update
             The staged update.
+
+        Raises
+        ------
+        StateError
+            Another publisher has published to the store, or the folder of the base cannot be used.
+        ArgumentError
+            The weights cannot be encoded, as in :meth:`WeightSender.diff`, or the folder of the store cannot be used.
         """
         self._staged = None
-        if self._sender is None and not self._resume():
-            last = self.version
-            version = 0 if last is None else last + 1
+        last = self._follow_store()
+        if self._sender is None:
+            version = 0 if last is None else last.version + 1
             self._sender = WeightSender(weights, version=version, folder=self._base, options=self._options)
             self._staged = self._sender.snapshot(file=self._store.path(version, None))
             return self._staged
         sender = self._sender
-        assert sender is not None
-        full = full or self._full
-        number = sender.next_version
+        full = full or sender.identity != last  # receivers do not have the base
+        number = max(sender.next_version, 0 if last is None else last.version + 1)
         file = self._store.path(number, None if full else sender.version)
         self._staged = sender.diff(weights, version=number, full=full, file=file)
         return self._staged
 
-    def _resume(self) -> bool:
-        """Open the base that an earlier process has left in its folder. Return False if there is none."""
-        if self._base is None or not (Path(self._base) / "state").exists():
-            return False
-        sender = WeightSender(folder=self._base, options=self._options)
-        for one in chain(read_head(self._store.folder), sender.version):
-            sender.adopt(read_update(self._store.folder, one))
-        self._sender = sender
-        return True
+    def _follow_store(self) -> Identity | None:
+        """Apply published updates that the base lacks, and return the last version in the store.
+
+        The store decides what was published. An earlier call, or an earlier process, may have been interrupted between
+        the publication of an update and its commit to the base.
+        """
+        listing = self._store.listing()
+        if self._sender is None:
+            if self._base is None or not (Path(self._base) / "state").exists():
+                return listing.last
+            self._sender = WeightSender(folder=self._base, options=self._options)
+        elif self._published and other_run(listing.run, self._sender.run):
+            raise StateError(
+                f"another publisher has published to {self._store.folder}: only one may write to a store. Make a new "
+                "Publisher to take the store over"
+            )
+        sender, last = self._sender, listing.last
+        if last is None or last.run != sender.run or last.version <= sender.version:
+            return last
+        try:
+            updates = [read_update(self._store.folder, one) for one in chain(listing, sender.identity)]
+        except CodecError:  # the store does not lead to its last version: the next update is a snapshot
+            return last
+        with suppress(FrameError):
+            for update in updates:
+                sender.adopt(update)
+        return last
 
     def commit(self) -> int:
         """Publish the staged update, and apply it to the base.
+
+        If a call fails or is interrupted after receivers can see the update, the next call of :meth:`commit`,
+        :meth:`stage` or :meth:`publish` completes it.
 
         Returns
         -------
@@ -132,27 +162,26 @@ class Publisher:
         Raises
         ------
         StateError
-            No update is staged.
+            No update is staged, or the folder of the base cannot be written.
+        ArgumentError
+            The folder of the store cannot be written.
         """
         sender, update = self._sender, self._staged
         if sender is None or update is None:
             raise StateError("no update is staged: call stage(weights) first")
         self._store.publish(update)
-        if sender.pending is update:
+        self._published = True
+        if sender.identity != update.head.after:
             sender.commit(update.version)
-        self._staged, self._full = None, False
-        self._since = 0 if update.base is None else self._since + 1
-        if self._since >= self._every:
+        self._staged = None
+        if self._store.listing().since_snapshot >= self._every:
             self._store.publish(sender.snapshot(file=self._store.path(sender.version, None)))
-            self._since = 0
         return update.version
 
     def abandon(self) -> None:
         """Drop the staged update. The next update refers to the same base, and has a higher version."""
         if self._sender is not None:
             self._sender.abandon()
-        if self._staged is not None and self._staged.base is None:
-            self._full = True
         self._staged = None
 
     def publish(self, weights: Given) -> int:

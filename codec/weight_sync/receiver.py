@@ -7,6 +7,7 @@ from typing import Any
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
 from codec.weight_sync.folder import base_in
+from codec.weight_sync.identity import Identity
 from codec.weight_sync.served import Served
 from codec.weight_sync.serving import Serving, Write
 from codec.weight_sync.update import Kind, Update
@@ -44,6 +45,8 @@ class WeightReceiver:
 
     Attributes
     ----------
+    run : bytes or None
+        Run of the trainer that the weights belong to, 16 random bytes; None: the first update decides.
     version : int or None
         Version of the weights; None before the first weights.
     digest : bytes
@@ -100,6 +103,18 @@ class WeightReceiver:
             raise
 
     @property
+    def identity(self) -> Identity | None:
+        """Run, version and digest of the weights; None before the first weights."""
+        self._base.settle()
+        return self._base.identity
+
+    @property
+    def run(self) -> bytes | None:
+        """Run of the trainer that the weights belong to, 16 random bytes; None: the first update decides."""
+        self._base.settle()
+        return self._base.run
+
+    @property
     def version(self) -> int | None:
         """Version of the weights; None before the first weights."""
         self._base.settle()
@@ -129,13 +144,16 @@ class WeightReceiver:
         """Update that is staged but not yet committed; None if there is none."""
         return self._staged
 
-    def stage(self, update: Any) -> Update:
+    def stage(self, update: Any, *, restart: bool = False) -> Update:
         """Check an update completely, and stage it. The weights are unchanged. Any staged update is dropped first.
 
         Parameters
         ----------
         update : Update, bytes, buffer or array
             The update. Its bytes must not change before :meth:`commit`.
+        restart : bool
+            True: accept a snapshot of any run and version, such as that of a trainer that has begun again. Default: the
+            update must be of the same run as the weights, and newer.
 
         Returns
         -------
@@ -145,7 +163,8 @@ class WeightReceiver:
         Raises
         ------
         StateError
-            The update needs another base than the current weights, is older than them, or was applied already.
+            The update needs another base than the current weights, is older than them, of another run, or was applied
+            already.
         FrameError
             The update is damaged, or invalid.
         LimitError
@@ -154,6 +173,7 @@ class WeightReceiver:
         self._base.settle()
         self._staged = None
         parsed = update if isinstance(update, Update) else Update(update)
+        self._base.check_order(parsed, restart=restart)
         self._base.check(parsed)
         self._serving.begin()
         self._staged = parsed
@@ -222,7 +242,9 @@ class WeightReceiver:
         """Drop the staged update, if there is one."""
         self._staged = None
 
-    def apply(self, update: Any, load: Load | None = None, *, like: Any = None, into: Any = None) -> None:
+    def apply(
+        self, update: Any, load: Load | None = None, *, like: Any = None, into: Any = None, restart: bool = False
+    ) -> None:
         """Stage an update, pass the changed tensors to `load` or write them to `into`, and commit.
 
         Tensors in :attr:`unloaded` are passed with the changed ones, so that the program then serves the version of the
@@ -244,6 +266,8 @@ class WeightReceiver:
             large tensor needs no second copy. They must be contiguous and writable, and be in host memory or be torch
             tensors on any device. Nothing may read them during the call. If the commit fails, their old values are
             restored.
+        restart : bool
+            As in :meth:`stage`.
 
         Raises
         ------
@@ -255,7 +279,7 @@ class WeightReceiver:
             `load` and `into` are both given, or `into` lacks a tensor, or has another dtype or shape for one.
         """
         with self._base.turn:
-            staged = self.stage(update)
+            staged = self.stage(update, restart=restart)
             try:
                 if load is None and into is None:
                     self._serving.commit(staged)

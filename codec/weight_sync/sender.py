@@ -1,5 +1,6 @@
 """Send weight updates: encode the difference of a trainer's weights from the weights that receivers have."""
 
+import os
 from os import PathLike
 from typing import Any
 
@@ -7,13 +8,17 @@ from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
 from codec.weight_sync.folder import base_in
-from codec.weight_sync.update import MAX_VERSION, Update
+from codec.weight_sync.identity import MAX_VERSION, RUN_NBYTES, Identity
+from codec.weight_sync.update import Update
 from codec.weight_sync.weights import Given
 from codec.weight_sync.writing import Progress, write_update
 
 
 class WeightSender:
     """Trainer side of weight synchronization: stores the base, a copy of the receivers' weights, and encodes updates.
+
+    A sender that begins with new weights begins a *run*, which has a random identity. Updates and receivers have the
+    identity of their run, so that a receiver refuses updates of another run, whatever their versions.
 
     The base changes in two phases. :meth:`diff` encodes an update and does not change the base. :meth:`commit` applies
     the update to the base; call it after the receivers have confirmed the update. After a failed transfer, the next
@@ -34,6 +39,8 @@ class WeightSender:
 
     Attributes
     ----------
+    run : bytes
+        Run of the base, 16 random bytes. A folder keeps its run.
     version : int
         Version of the base.
     digest : bytes
@@ -80,7 +87,7 @@ class WeightSender:
                         f"{folder} already holds version {self._base.version}: leave out weights, or pass an empty "
                         "folder"
                     )
-                self._base.fill(weights, version)
+                self._base.fill(weights, version, os.urandom(RUN_NBYTES))
             if self._base.version is None:
                 raise StateError(f"{folder} holds no weights: pass weights")
         except BaseException:
@@ -89,18 +96,29 @@ class WeightSender:
         self._last = self._base.version
 
     @property
+    def identity(self) -> Identity:
+        """Run, version and digest of the base."""
+        self._base.settle()
+        if (identity := self._base.identity) is None:
+            raise StateError("the sender is closed")
+        return identity
+
+    @property
+    def run(self) -> bytes:
+        """Run of the base, 16 random bytes."""
+        run = self.identity.run
+        assert run is not None
+        return run
+
+    @property
     def version(self) -> int:
         """Version of the base."""
-        self._base.settle()
-        if self._base.version is None:
-            raise StateError("the sender is closed")
-        return self._base.version
+        return self.identity.version
 
     @property
     def digest(self) -> bytes:
         """Digest of the base, 16 bytes."""
-        self._base.settle()
-        return self._base.weights.digest()
+        return self.identity.digest
 
     @property
     def pending(self) -> Update | None:
@@ -155,7 +173,8 @@ class WeightSender:
         number = self.next_version if version is None else whole("version", version, self.next_version, MAX_VERSION)
         self._pending = None
         base = None if full else self._base.weights
-        update = write_update(weights, number, base, self.version, file=file, options=self._options, progress=progress)
+        how: dict[str, Any] = {"file": file, "options": self._options, "progress": progress, "run": self.run}
+        update = write_update(weights, number, base, self.version, **how)
         self._pending, self._last = update, number
         return update
 
@@ -189,6 +208,7 @@ class WeightSender:
             As in :meth:`WeightReceiver.stage`.
         """
         self._base.settle()
+        self._base.check_order(update)
         self._base.check(update)
         self._base.apply(update)
         self._pending, self._last = None, max(self._last, update.version)
@@ -215,7 +235,8 @@ class WeightSender:
         """
         self._base.settle()
         views = {name: slot.view for name, slot in self._base.weights.items()}
-        return write_update(views, self.version, None, None, file=file, options=self._options, progress=progress)
+        how: dict[str, Any] = {"file": file, "options": self._options, "progress": progress, "run": self.run}
+        return write_update(views, self.version, None, None, **how)
 
     def close(self) -> None:
         """Unlock the folder, so that another object may open it."""

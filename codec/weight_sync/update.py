@@ -9,6 +9,7 @@ import mmap
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from errno import EINVAL
 from os import PathLike
 from struct import Struct
 from typing import Any, NamedTuple, cast
@@ -18,16 +19,15 @@ import numpy as np
 from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE
 from codec.errors import ArgumentError, ChecksumError, FrameError, Status, UnsupportedError
 from codec.tensors.view import fetch, view_bytes
+from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, Head
 
 MAGIC = b"\x89CWU\r\n\x1a\n"
-FORMAT = 1
+FORMAT = 2
 PIECE_NBYTES = 1 << 25  # size of a piece in bytes; the last piece of a tensor may be smaller
 MAX_RANK = 8
-MAX_VERSION = (1 << 64) - 2
-NO_DIGEST = bytes(16)
 
 _NO_BASE = (1 << 64) - 1
-_HEAD = Struct("<8sIIQQQQ16s16s")
+_HEAD = Struct("<8sIIQQQQ16s16s16s")
 HEAD_NBYTES = _HEAD.size + 16  # size of the header in bytes, with the digest of header and index
 _NAME, _KIND, _SIZE, _LENGTH = Struct("<H"), Struct("<BB"), Struct("<Q"), Struct("<I")
 
@@ -69,15 +69,6 @@ class Entry(NamedTuple):
         return any(begin < end for begin, end in self.frames)
 
 
-class Head(NamedTuple):
-    """Versions and digests in the header of an update."""
-
-    version: int
-    base: int | None
-    base_digest: bytes
-    digest: bytes
-
-
 class Update:
     """Update of weights from one version to a later one, or snapshot of a version.
 
@@ -94,6 +85,9 @@ class Update:
         Bytes of the update, to write to a file or send over a connection.
     nbytes : int
         Size of the update in bytes.
+    run : bytes or None
+        Run of the trainer, 16 random bytes: each sender that begins with new weights begins a run. None: the update was
+        made from files.
     version : int
         Version of the weights after the update.
     base : int or None
@@ -160,6 +154,11 @@ class Update:
         return len(self.memory)
 
     @property
+    def run(self) -> bytes | None:
+        """Run of the trainer, 16 random bytes; None for an update that was made from files."""
+        return self.head.run
+
+    @property
     def version(self) -> int:
         """Version of the weights after the update."""
         return self.head.version
@@ -209,18 +208,23 @@ def mapped(path: str | PathLike[str]) -> mmap.mmap | bytes:
         The file cannot be read, or is not a regular file.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        fd, nbytes = regular(path)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise ArgumentError(f"{os.fspath(path)!r} cannot be read: it is not a regular file")
-            return mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ) if status.st_size else b""
+            return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if nbytes else b""
         finally:
             os.close(fd)
     except (OSError, ValueError) as e:
-        if isinstance(e, ArgumentError):
-            raise
         raise ArgumentError(f"{os.fspath(path)!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
+
+
+def regular(path: str | PathLike[str]) -> tuple[int, int]:
+    """Open a regular file for reading, without waiting for a pipe or device; return its descriptor and its size."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode):
+        return fd, status.st_size
+    os.close(fd)
+    raise OSError(EINVAL, "it is not a regular file")
 
 
 def head_and_index(head: Head, tensors: Sequence[tuple[str, Kind, Sequence[int]]]) -> bytes:
@@ -240,9 +244,8 @@ def head_and_index(head: Head, tensors: Sequence[tuple[str, Kind, Sequence[int]]
         index += b"".join(map(_SIZE.pack, kind.shape)) + b"".join(map(_LENGTH.pack, sizes))
     nbytes = HEAD_NBYTES + len(index) + sum(sum(sizes) for _, _, sizes in tensors)
     base = _NO_BASE if head.base is None else head.base
-    fixed = _HEAD.pack(
-        MAGIC, FORMAT, len(tensors), len(index), nbytes, head.version, base, head.base_digest, head.digest
-    )
+    numbers = MAGIC, FORMAT, len(tensors), len(index), nbytes, head.version, base
+    fixed = _HEAD.pack(*numbers, head.base_digest, head.digest, head.run or NO_DIGEST)
     return fixed + _check(fixed, index) + index
 
 
@@ -294,8 +297,8 @@ def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
             raise FrameError("not an update of weights: the bytes do not begin with its magic", Status.BAD_MAGIC)
         raise _truncated(len(data), HEAD_NBYTES)
     fixed = data[: _HEAD.size].tobytes()
-    magic, version, count, index_size, nbytes, new, base, base_digest, digest = cast(
-        tuple[bytes, int, int, int, int, int, int, bytes, bytes], _HEAD.unpack(fixed)
+    magic, version, count, index_size, nbytes, new, base, base_digest, digest, run = cast(
+        tuple[bytes, int, int, int, int, int, int, bytes, bytes, bytes], _HEAD.unpack(fixed)
     )
     if magic != MAGIC:
         raise FrameError("not an update of weights: the bytes do not begin with its magic", Status.BAD_MAGIC)
@@ -325,7 +328,8 @@ def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
         raise _invalid(f"the frames end at byte {end}, but the update at byte {nbytes}")
     if base == _NO_BASE and (base_digest != NO_DIGEST or any(a == b for e in entries.values() for a, b in e.frames)):
         raise _invalid("a snapshot has the digest of a base, or lacks frames")
-    return Head(new, None if base == _NO_BASE else base, base_digest, digest), entries
+    known = None if run == NO_DIGEST else run
+    return Head(known, new, None if base == _NO_BASE else base, base_digest, digest), entries
 
 
 def _entries(index: bytes, count: int, at: int) -> dict[str, Entry]:

@@ -14,17 +14,8 @@ from codec._options import CallOptions
 from codec.errors import ArgumentError
 from codec.files.replacing import replaced
 from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
-from codec.weight_sync.update import (
-    NO_DIGEST,
-    Bytes,
-    Head,
-    Kind,
-    Update,
-    check_name,
-    head_and_index,
-    index_nbytes,
-    weights_digest,
-)
+from codec.weight_sync.identity import NO_DIGEST, Head
+from codec.weight_sync.update import Bytes, Kind, Update, check_name, head_and_index, index_nbytes, weights_digest
 from codec.weight_sync.weights import Given, Weights, check_any, is_streamed, items, kind_of, pieces_of, view_of
 
 BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
@@ -132,7 +123,7 @@ class Encoder:
         self._sizes[name].append(len(frame))
         self._digests[name].append(digest)
 
-    def finish(self, version: int, base: int | None) -> bytes:
+    def finish(self, version: int, base: int | None, run: bytes | None = None) -> bytes:
         """Write header and index, and return the digest of the weights after the update.
 
         Raises
@@ -153,7 +144,7 @@ class Encoder:
         if (begin := index_nbytes(self._kinds)) > self._begin:
             _move(self._file, self._begin, self._file.tell(), begin - self._begin)
         self._file.seek(0)
-        self._file.write(head_and_index(Head(version, base, before, digest), tensors))
+        self._file.write(head_and_index(Head(run, version, base, before, digest), tensors))
         return digest
 
 
@@ -177,6 +168,7 @@ def write_update(
     file: str | PathLike[str] | None,
     options: CallOptions | None,
     progress: Progress | None = None,
+    run: bytes | None = None,
 ) -> Update:
     """Encode an update, to a file or in memory.
 
@@ -196,6 +188,8 @@ def write_update(
     progress : callable, optional
         Called after each tensor with the number of bytes read so far, and with the total; in a snapshot of an
         iterable, the total is the number of bytes read so far.
+    run : bytes or None
+        Run of the trainer; None: the update belongs to no run.
     """
     pairs, streamed = items(given), is_streamed(given)
     if base is not None:
@@ -214,7 +208,7 @@ def write_update(
             del tensor  # free this tensor before a generator gathers the next one
             if progress is not None:
                 progress(done, max(done, total))
-        encoder.finish(version, base_version if base is not None else None)
+        encoder.finish(version, base_version if base is not None else None, run)
 
     if file is None:
         memory = BytesIO()

@@ -56,3 +56,12 @@ def versions(count, seed=0):
         updates.append(bytes(sender.diff(all_weights[-1]).data))
         sender.commit()
     return all_weights, updates
+
+
+def published(publisher, count):
+    """Publish `count` versions, and return the weights of each."""
+    all_weights = [weights()]
+    for k in range(1, count):
+        all_weights.append(stepped(all_weights[-1], k))
+    assert [publisher.publish(w) for w in all_weights] == list(range(count))
+    return all_weights

@@ -1,17 +1,15 @@
 """Updates over a folder, HTTP, a TCP connection and torch.distributed: chains, late joiners and failures."""
 
-import json
+import os
 import socket
 import threading
-import urllib.error
-import urllib.request
 
 import pytest
 
 import codec
 from codec.weight_sync import Publisher, UpdateStore, pull, serve
-from codec.weight_sync.store import Listed, chain, read_head
-from support.weight_updates import equal, stepped, weights
+from codec.weight_sync.source import read_head
+from support.weight_updates import equal, published, stepped, weights
 
 
 @pytest.fixture(params=["folder", "http"])
@@ -19,15 +17,6 @@ def publisher(request, tmp_path):
     host = "127.0.0.1" if request.param == "http" else None
     with Publisher(tmp_path / "store", host=host, snapshot_every=3) as publisher:
         yield publisher
-
-
-def published(publisher, count):
-    """Publish `count` versions, and return the weights of each."""
-    all_weights = [weights()]
-    for k in range(1, count):
-        all_weights.append(stepped(all_weights[-1], k))
-    assert [publisher.publish(w) for w in all_weights] == list(range(count))
-    return all_weights
 
 
 def test_receivers_of_any_age_reach_the_last_version(publisher):
@@ -82,11 +71,9 @@ def test_receiver_that_applied_an_abandoned_update_needs_a_snapshot(publisher):
     publisher.abandon()
     new = stepped(weights(), 2)
     publisher.publish(new)
-    with pytest.raises(codec.StateError):
-        pull(receiver, publisher.source)
-    assert publisher.stage(new, full=True).base is None
-    publisher.commit()
-    pull(receiver, publisher.source)
+    steps = []
+    assert pull(receiver, publisher.source, progress=steps.append) == 2
+    assert [u.base for u in steps] == [None, 0]
     assert equal(new, receiver.tensors())
 
 
@@ -133,8 +120,100 @@ def test_trainer_continues_after_it_was_killed(tmp_path, killed):
 
 def test_files_that_a_killed_trainer_was_writing_are_deleted(tmp_path):
     (tmp_path / ".00000000000000000003.update.77.tmp").write_bytes(b"x")
+    (tmp_path / ".head.77.tmp").write_bytes(b"x")
     UpdateStore(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+
+
+@pytest.mark.parametrize("place", ["diff", "put", "head", "commit", "delete"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_publisher_goes_on_after_a_failure_at_any_place(publisher, place, error, monkeypatch):
+    """The next publication works, in the same process, and receivers of any age get its weights."""
+    all_weights = published(publisher, 3)
+    early, late = codec.WeightReceiver(), codec.WeightReceiver()
+    pull(early, publisher.source)
+    target, name = {
+        "diff": (publisher._sender, "diff"), "put": (publisher._store, "put"),
+        "head": (publisher._store, "_write_head"), "commit": (publisher._sender, "commit"),
+        "delete": (publisher._store, "_delete_before"),
+    }[place]  # fmt: skip
+
+    def fail(*args, **how):
+        raise error
+
+    monkeypatch.setattr(target, name, fail)
+    with pytest.raises((OSError, KeyboardInterrupt, codec.ArgumentError)):
+        publisher.publish(stepped(all_weights[2], 3))
+    monkeypatch.undo()
+    new = stepped(all_weights[2], 4)
+    version = publisher.publish(new)
+    for receiver in (early, late):
+        assert pull(receiver, publisher.source) == version
+        assert equal(new, receiver.tensors())
+
+
+def test_failed_commit_can_be_repeated_or_is_completed(publisher, monkeypatch):
+    all_weights = published(publisher, 1)
+    for repeat in (True, False):
+        publisher.stage(stepped(all_weights[0], 1))
+        monkeypatch.setattr(publisher._sender, "commit", lambda version: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            publisher.commit()
+        monkeypatch.undo()
+        before = publisher.version
+        if repeat:
+            assert publisher.commit() == before
+        else:
+            publisher.abandon()  # too late: receivers can see the update
+            publisher.stage(all_weights[0])
+        assert publisher._sender.version == before
+
+
+def test_store_that_is_not_there_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "head")
+    receiver = codec.WeightReceiver()
+    for source, message in (
+        (tmp_path / "no", "is not a store of updates"),
+        (tmp_path / "file", "is not a store of updates"),
+        (tmp_path, "not a regular file"),
+        ("s3://bucket/updates", "has the scheme s3"),
+        ("file:///updates", "has the scheme file"),
+        ("http://", "not the URL of a store"),
+        ("http://127.0.0.1:1/x?y", "not the URL of a store"),
+        ("http://[", "cannot be read"),
+        ("http://127.0.0.1:x", "cannot be read"),
+        ("HTTP://127.0.0.1:1", "refused"),
+    ):
+        with pytest.raises(codec.ArgumentError, match=message):
+            pull(receiver, source)
+    for timeout in (0, -1, float("nan"), float("inf"), "3", None):
+        with pytest.raises(codec.ArgumentError, match="timeout must be"):
+            pull(receiver, tmp_path, timeout=timeout)
+    with serve(tmp_path / "no") as server, pytest.raises(codec.ArgumentError, match="is not a store of updates"):
+        pull(receiver, server.url)
+    UpdateStore(tmp_path / "empty")
+    assert pull(receiver, tmp_path / "empty") is None
+
+
+def test_store_deletes_only_files_with_names_of_its_own(tmp_path):
+    others = {"0.pt", "1.safetensors", "2.json", ".download.tmp", ".0.pt.1.tmp", f"{0:020d}.update.bak"}
+    for name in others:
+        (tmp_path / name).touch()
+    (tmp_path / f"{0:020d}.update").mkdir()
+    with Publisher(tmp_path, snapshot_every=1) as publisher:
+        published(publisher, 6)
+    UpdateStore(tmp_path).clear()
+    assert {p.name for p in tmp_path.iterdir()} == others | {"head", f"{0:020d}.update"}
+
+
+def test_damaged_file_of_an_update_is_written_again(tmp_path):
+    store, sender = UpdateStore(tmp_path), codec.WeightSender(weights())
+    update = codec.Update(bytes(sender.snapshot().data))
+    for damage in (b"", b"x", bytes(update.data)[:-1], bytes(update.data)[:-1] + b"?"):
+        store.path(0, None).write_bytes(damage)
+        store.put(update)
+        assert store.path(0, None).read_bytes() == update.data
 
 
 def test_trainer_without_a_base_begins_with_a_snapshot(tmp_path):
@@ -155,68 +234,16 @@ def test_store_rejects_updates_that_do_not_follow(tmp_path):
         store.publish(update)
     store.publish(sender.snapshot())
     store.publish(update)
+    store.publish(update)  # changes nothing
+    assert len(read_head(tmp_path).updates) == 2
+    other = sender.diff(stepped(weights(), 2))
     with pytest.raises(codec.StateError, match=r"needs version 0 as its base, but the last version in .* is 1"):
-        store.publish(update)
+        store.publish(other)
     with pytest.raises(codec.StateError, match="snapshot has version 0"):
         store.publish(sender.snapshot())
-
-
-def test_chain_never_loops():
-    listed = [Listed(5, 3, 1), Listed(3, 5, 1), Listed(9, 8, 1)]
-    with pytest.raises(codec.StateError, match="no chain"):
-        chain(listed, 3)
-    assert chain([], 4) == []
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"format": 2}', b'{"format": 1, "updates": [{"version": -1}]}',
-    b'{"format": 1, "updates": [{"version": "../x", "base": null, "nbytes": 1}]}', b"\xff"])  # fmt: skip
-def test_damaged_lists_are_rejected(tmp_path, body):
-    (tmp_path / "head").write_bytes(body)
-    with pytest.raises(codec.FrameError, match="not a list of updates"):
-        read_head(tmp_path)
-
-
-def test_server_offers_updates_only(tmp_path):
-    (tmp_path / "secret").write_text("x")
-    with serve(tmp_path) as server:
-        for path in ("secret", "../secret", "", "head", "%2e%2e/secret", "00000000000000000001.update"):
-            with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(f"{server.url}/{path}", timeout=30)
-        url = server.url
-    with pytest.raises(codec.ArgumentError, match="cannot be read"):
-        read_head(url, timeout=5)
-    with pytest.raises(codec.ArgumentError, match="cannot listen on"):
-        serve(tmp_path, "203.0.113.1")
-
-
-def test_connection_that_is_cut_or_lies_changes_nothing(tmp_path):
-    """If a server stops inside a file, or sends more bytes than its list declares, the receiver raises, unchanged."""
-    with Publisher(tmp_path) as publisher:
-        published(publisher, 1)
-    snapshot = (tmp_path / f"{0:020d}.snapshot").read_bytes()
-    head = json.dumps({"format": 1, "updates": [{"version": 0, "base": None, "nbytes": len(snapshot)}]}).encode()
-    for body, length in (
-        (snapshot[:-9], len(snapshot)),
-        (snapshot + b"more", len(snapshot) + 4),
-        (snapshot[:-9], None),
-    ):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-
-            def answer(listener=listener, body=body, length=length):
-                for content, size in ((head, len(head)), (body, length)):
-                    connection, _ = listener.accept()
-                    with connection:
-                        connection.recv(4096)
-                        line = "" if size is None else f"Content-Length: {size}\r\n"
-                        connection.sendall(f"HTTP/1.0 200 OK\r\n{line}\r\n".encode() + content)
-
-            thread = threading.Thread(target=answer)
-            thread.start()
-            receiver = codec.WeightReceiver()
-            with pytest.raises((codec.FrameError, codec.ArgumentError)):
-                pull(receiver, f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=10)
-            thread.join()
-            assert receiver.version is None
+    stranger = codec.WeightSender(stepped(weights(), 3), version=1).diff(weights())
+    with pytest.raises(codec.StateError, match=r"needs version 1 .* is 1 of other weights"):
+        store.publish(stranger)
 
 
 def test_updates_over_a_connection_of_the_caller():

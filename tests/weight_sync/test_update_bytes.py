@@ -20,11 +20,11 @@ def rebuilt(update, change):
     """Return an update with header and index changed, and the digest recomputed."""
     data = bytearray(update)
     size = struct.unpack_from("<Q", data, 16)[0]
-    index = data[96 : 96 + size]
+    index = data[112 : 112 + size]
     change(data, index)
     struct.pack_into("<Q", data, 16, len(index))
-    data[80:96] = hashlib.blake2b(bytes(data[:80]) + index, digest_size=16).digest()
-    return bytes(data[:96] + index + data[96 + size :])
+    data[96:112] = hashlib.blake2b(bytes(data[:96]) + index, digest_size=16).digest()
+    return bytes(data[:112] + index + data[112 + size :])
 
 
 def test_update_is_as_its_specification_says(chain):
@@ -32,10 +32,10 @@ def test_update_is_as_its_specification_says(chain):
     all_weights, updates = chain
     data = updates[0]
     magic, form, count, size, nbytes, version, base = struct.unpack_from("<8sIIQQQQ", data)
-    assert (magic, form, count, nbytes) == (b"\x89CWU\r\n\x1a\n", 1, len(all_weights[0]), len(data))
+    assert (magic, form, count, nbytes) == (b"\x89CWU\r\n\x1a\n", 2, len(all_weights[0]), len(data))
     assert (version, base) == (1, 0)
-    assert data[80:96] == hashlib.blake2b(data[:80] + data[96 : 96 + size], digest_size=16).digest()
-    at, frames = 96, 96 + size
+    assert data[96:112] == hashlib.blake2b(data[:96] + data[112 : 112 + size], digest_size=16).digest()
+    at, frames = 112, 112 + size
     for name, x in all_weights[0].items():
         (length,) = struct.unpack_from("<H", data, at)
         assert data[at + 2 : at + 2 + length] == name.encode()
@@ -49,7 +49,7 @@ def test_update_is_as_its_specification_says(chain):
                 info = codec.inspect(data[frames : frames + length])
                 assert info.tensor_nbytes == x.nbytes
             at, frames = at + 4, frames + length
-    assert (at, frames) == (96 + size, len(data))
+    assert (at, frames) == (112 + size, len(data))
 
 
 def test_every_damaged_byte_is_found(chain):
@@ -58,7 +58,7 @@ def test_every_damaged_byte_is_found(chain):
     receiver = codec.WeightReceiver(all_weights[0])
     digest = receiver.digest
     data = bytearray(updates[0])
-    for at in {*range(96), *range(96, len(data), 41), len(data) - 1}:
+    for at in {*range(112), *range(112, len(data), 41), len(data) - 1}:
         data[at] ^= 1 << at % 8
         with pytest.raises((codec.FrameError, codec.StateError)):
             receiver.apply(bytes(data))
@@ -70,7 +70,7 @@ def test_every_damaged_byte_is_found(chain):
 
 def test_truncated_and_longer_updates_are_found(chain):
     _, updates = chain
-    for size in (0, 1, 7, 8, 95, 96, 97, 500, len(updates[0]) - 1):
+    for size in (0, 1, 7, 8, 111, 112, 113, 500, len(updates[0]) - 1):
         with pytest.raises(codec.FrameError) as e:
             codec.Update(updates[0][:size])
         assert e.value.code == codec.Status.TRUNCATED
@@ -78,8 +78,8 @@ def test_truncated_and_longer_updates_are_found(chain):
         codec.Update(updates[0] + b"\0")
     with pytest.raises(codec.FrameError, match="not an update"):
         codec.Update(b"PK" + updates[0][2:])
-    with pytest.raises(codec.UnsupportedError, match="format 2"):
-        codec.Update(updates[0][:8] + b"\2" + updates[0][9:])
+    with pytest.raises(codec.UnsupportedError, match="format 3"):
+        codec.Update(updates[0][:8] + b"\3" + updates[0][9:])
 
 
 def hostile():
@@ -140,9 +140,9 @@ def test_frames_of_other_codecs_and_tensors_are_rejected():
 
         def change(head, index, frame=frame, size=size):
             struct.pack_into("<I", index, len(index) - 4, len(frame))
-            struct.pack_into("<Q", head, 24, 96 + size + len(frame))
+            struct.pack_into("<Q", head, 24, 112 + size + len(frame))
 
-        crafted = rebuilt(data, change)[: 96 + size] + frame
+        crafted = rebuilt(data, change)[: 112 + size] + frame
         receiver = codec.WeightReceiver()
         with pytest.raises(codec.FrameError):
             receiver.apply(crafted)

@@ -1,0 +1,167 @@
+"""List of the updates in a store, the file ``head``, and the chain of updates that a receiver needs."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from codec.errors import StateError
+from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, RUN_NBYTES, Head, Identity, other_run
+from codec.weight_sync.update import Update
+
+_FORMAT = 2
+MAX_NBYTES = 1 << 24  # maximum size of the file ``head``, in bytes
+
+
+class Listed(NamedTuple):
+    """Entry of an update in the list: contents of the update's header, and size of the update in bytes."""
+
+    head: Head
+    nbytes: int
+
+    @classmethod
+    def of(cls, update: Update) -> "Listed":
+        """Return the entry of an update."""
+        return cls(update.head, update.nbytes)
+
+    @classmethod
+    def read(cls, entry: Any, run: bytes | None = None) -> "Listed":
+        """Return the entry that :meth:`fields` has written; `run` is the run of the list.
+
+        Raises
+        ------
+        ValueError, LookupError, TypeError
+            `entry` is something else.
+        """
+        version, base, nbytes = entry["version"], entry["base"], entry["nbytes"]
+        if not all(type(n) is int and 0 <= n <= MAX_VERSION for n in (version, 0 if base is None else base, nbytes)):
+            raise ValueError("an entry has no version, base or size")
+        if base is not None and base >= version:
+            raise ValueError(f"version {version} does not follow base version {base}")
+        digests = [NO_DIGEST if base is None else _digest(entry["base_digest"]), _digest(entry["digest"])]
+        return cls(Head(_digest(entry["run"]) if "run" in entry else run, version, base, *digests), nbytes)
+
+    def fields(self, *, with_run: bool = False) -> dict[str, Any]:
+        """Return the entry as JSON values; in a list, the entries do not repeat the run of the list."""
+        run = {"run": self.head.run.hex()} if with_run and self.head.run is not None else {}
+        before = {} if self.head.base is None else {"base_digest": self.head.base_digest.hex()}
+        numbers = {"version": self.head.version, "base": self.head.base, "nbytes": self.nbytes}
+        return {**run, **numbers, **before, "digest": self.head.digest.hex()}
+
+    @property
+    def file(self) -> str:
+        """Name of the update's file."""
+        return file_name(self.head.version, self.head.base)
+
+
+def file_name(version: int, base: int | None) -> str:
+    """Return the file name of an update, or of a snapshot if `base` is None."""
+    return f"{version:020d}.{'snapshot' if base is None else 'update'}"
+
+
+class Listing(NamedTuple):
+    """List of the updates of one run, oldest first."""
+
+    run: bytes | None = None  # None: the list is empty
+    updates: tuple[Listed, ...] = ()
+
+    @property
+    def last(self) -> Identity | None:
+        """Identity of the weights of the last version; None if the list is empty."""
+        return self.updates[-1].head.after if self.updates else None
+
+    @property
+    def since_snapshot(self) -> int:
+        """Number of updates after the last snapshot."""
+        found = next((k for k, one in enumerate(reversed(self.updates)) if one.head.base is None), None)
+        return len(self.updates) if found is None else found
+
+    def to_bytes(self) -> bytes:
+        """Return the contents of the file ``head``."""
+        run = None if self.run is None else self.run.hex()
+        body = {"format": _FORMAT, "run": run, "updates": [one.fields() for one in self.updates]}
+        return json.dumps(body).encode()
+
+    @classmethod
+    def parse(cls, body: bytes) -> "Listing":
+        """Return the list in a file ``head``.
+
+        Raises
+        ------
+        ValueError, LookupError, TypeError, RecursionError
+            The file is something else.
+        """
+        head: Any = json.loads(body)
+        if head["format"] != _FORMAT or len(body) > MAX_NBYTES:
+            raise ValueError(f"its format is not {_FORMAT}, or it is longer than {MAX_NBYTES} bytes")
+        run = None if head["run"] is None else _digest(head["run"])
+        updates = tuple(Listed.read(one, run) for one in head["updates"])
+        if updates and run is None:
+            raise ValueError("it names no run")
+        return cls(run, updates)
+
+
+def _digest(text: Any) -> bytes:
+    found = bytes.fromhex(text)
+    if len(found) != RUN_NBYTES:
+        raise ValueError("a run or digest does not have 16 bytes")
+    return found
+
+
+def chain(listing: Listing, at: Identity | None) -> list[Listed]:
+    """Return the updates that lead from weights to the last version in a list.
+
+    Parameters
+    ----------
+    listing : Listing
+        List of a store.
+    at : Identity or None
+        Identity of the weights; None: there are none.
+
+    Returns
+    -------
+    list of Listed
+        Updates in the order of application. If no chain of updates begins at `at`, the list begins with the last
+        snapshot from which a chain leads to the last version. Weights of another run always begin with a snapshot.
+
+    Raises
+    ------
+    StateError
+        Neither chain exists, or the last version in the list is older than the weights.
+    """
+    last = listing.last
+    if last is None:
+        return []
+    if at is not None and other_run(at.run, listing.run):
+        at = None
+    elif at is not None and at.run is not None and last.version < at.version:
+        raise StateError(
+            f"the last version in the store is {last.version}, which is older than version {at.version} of the weights:"
+            " the store is an old copy, or its trainer went back to an earlier state"
+        )
+    found = _backwards(listing.updates, last, at)
+    if found is None:
+        now = "no weights" if at is None else f"version {at.version} of these weights"
+        raise StateError(
+            f"no chain of updates leads from {now}, or from a snapshot, to version {last.version} in the store: publish"
+            " a snapshot"
+        )
+    return found
+
+
+def _backwards(updates: Iterable[Listed], last: Identity, at: Identity | None) -> list[Listed] | None:
+    """Walk the chain once, from the last version backwards; each step leads to a lower version."""
+    to: dict[Identity, Listed] = {}
+    snapshots: dict[Identity, Listed] = {}
+    for one in updates:
+        (snapshots if one.head.base is None else to)[one.head.after] = one
+    path: list[Listed] = []
+    from_snapshot: list[Listed] | None = None
+    now: Identity | None = last
+    while now is not None and not now.matches(at):
+        if from_snapshot is None and now in snapshots:
+            from_snapshot = [snapshots[now], *reversed(path)]
+        if (step := to.get(now)) is None:
+            return from_snapshot
+        path.append(step)
+        now = step.head.before
+    return path[::-1]

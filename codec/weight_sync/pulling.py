@@ -1,0 +1,69 @@
+"""Update a receiver to the last version in a store."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+from codec.weight_sync.listing import chain
+from codec.weight_sync.receiver import Load, WeightReceiver
+from codec.weight_sync.source import TIMEOUT, Source
+from codec.weight_sync.update import Update
+
+
+def pull(
+    receiver: WeightReceiver,
+    source: str | PathLike[str],
+    load: Load | None = None,
+    *,
+    like: Any = None,
+    into: Any = None,
+    timeout: float = TIMEOUT,
+    progress: Callable[[Update], object] | None = None,
+) -> int | None:
+    """Update a receiver to the last version in a store, with the updates that it lacks or from a snapshot.
+
+    If the trainer has begun a new run, the receiver begins with the run's snapshot, whatever its version. If nothing is
+    new, `load` or `into` get only the tensors in :attr:`WeightReceiver.unloaded`: all of them after a restart.
+
+    Parameters
+    ----------
+    receiver : WeightReceiver
+        Receiver with any version, or without weights.
+    source : str or path
+        Folder of an :class:`UpdateStore`, or the URL of :func:`serve`, http or https. Proxies are not used.
+    load : callable, optional
+        As in :meth:`WeightReceiver.apply`; called for each update.
+    like, into : optional
+        As in :meth:`WeightReceiver.apply`.
+    timeout : float
+        Maximum time without data from a server, in seconds.
+    progress : callable, optional
+        Called with each update after it was applied.
+
+    Returns
+    -------
+    int or None
+        Version of the receiver, which the program now serves if `load` or `into` was given; None if nothing was
+        published.
+
+    Raises
+    ------
+    ArgumentError
+        `source` is not a store, or cannot be read.
+    StateError
+        No chain leads from the receiver's version or a snapshot to the last version, the store is older than the
+        receiver, or the folder of the receiver cannot be written.
+    FrameError, LimitError
+        As in :meth:`WeightReceiver.stage`, or a file is not the one that the store's list names. The receiver keeps the
+        last version that it has reached.
+    """
+    with Source(source, timeout) as store:
+        path = chain(store.listing(), receiver.identity)
+        for one in path:
+            update = store.update(one)
+            receiver.apply(update, load, like=like, into=into, restart=True)
+            if progress is not None:
+                progress(update)
+    if not path and receiver.unloaded and (load is not None or into is not None):
+        receiver.reload(load, like=like, into=into, names=receiver.unloaded)
+    return receiver.version

@@ -1,0 +1,110 @@
+"""Serve the files of a store over HTTP, in threads of this process."""
+
+import ipaddress
+import socket
+import threading
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from codec.arguments import whole
+from codec.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from codec.weight_sync.handler import Server
+
+# Addresses of documentation: connecting a UDP socket to one sends nothing, but shows the address of the default route.
+_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+
+
+class UpdateServer:
+    """HTTP server for the files of a store, in threads of this process; created by :func:`serve`.
+
+    Attributes
+    ----------
+    url : str
+        URL of the server, to pass to :func:`pull`. If the server listens on all addresses, the URL has one at which
+        other machines can reach this one.
+    """
+
+    def __init__(self, server: "Server") -> None:
+        host, port = _reachable(str(server.server_address[0]), server.family), server.server_address[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._server = server
+        self._thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="codec-updates", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the server, and close its connections. A forked process cannot stop the server of its parent."""
+        self._server.stop()
+        self._thread.join()
+
+    def __enter__(self) -> "UpdateServer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -> UpdateServer:
+    """Serve the files of an :class:`UpdateStore` over HTTP. Clients can read only ``head`` and the update files.
+
+    Connections are neither encrypted nor authenticated. So listen on an address that only receivers can reach. Up to 64
+    connections are served at a time; further clients wait.
+
+    Parameters
+    ----------
+    folder : str or path
+        Folder of the store.
+    host : str
+        Address to listen on, IPv4 or IPv6. ``"0.0.0.0"`` and ``"::"``: all addresses of this machine.
+    port : int
+        Port to listen on; 0: any free port.
+
+    Returns
+    -------
+    UpdateServer
+        Running server; ``close()`` stops it.
+
+    Raises
+    ------
+    ArgumentError
+        The server cannot listen on this address and port.
+    """
+    from codec.weight_sync.handler import Server  # slow to import
+
+    number = whole("port", port, 0, 65535)
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        return UpdateServer(Server(Path(folder), address, family))
+    except (OSError, ValueError) as e:
+        raise ArgumentError(f"the server cannot listen on {host}:{port}: {getattr(e, 'strerror', None) or e}") from None
+
+
+def _reachable(host: str, family: socket.AddressFamily) -> str:
+    """Return `host`, or an address of this machine if `host` means all addresses: one of its name, or of a route."""
+    if not ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        return host
+    families = [family] if family == socket.AF_INET else [family, socket.AF_INET]  # IPv6 sockets serve IPv4, too
+    candidates: list[tuple[str, socket.AddressFamily]] = []
+    for each in families:
+        with suppress(OSError):
+            named: list[Any] = socket.getaddrinfo(socket.gethostname(), None, each, socket.SOCK_STREAM)
+            candidates += [(str(address[0]), each) for *_, address in named]
+        with suppress(OSError), socket.socket(each, socket.SOCK_DGRAM) as s:
+            s.connect((_ELSEWHERE[each], 9))
+            candidates.append((str(s.getsockname()[0]), each))
+    for candidate, each in candidates:
+        address = ipaddress.ip_address(candidate.partition("%")[0])
+        if not address.is_loopback and not address.is_link_local and _can_bind(candidate, each):
+            return candidate
+    return "127.0.0.1" if family == socket.AF_INET else "::1"  # without other addresses, no other machine reaches it
+
+
+def _can_bind(address: str, family: socket.AddressFamily) -> bool:
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as s:
+        s.bind((address, 0))
+        return True
+    return False

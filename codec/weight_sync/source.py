@@ -1,0 +1,123 @@
+"""Read the updates in a store: a folder, or the URL of a server."""
+
+import os
+import re
+from os import PathLike
+from pathlib import Path
+
+from codec.arguments import check_timeout
+from codec.errors import ArgumentError, CodecError, FrameError
+from codec.weight_sync.http import Connection
+from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
+from codec.weight_sync.update import Update, mapped, regular
+
+TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+class Source:
+    """Reader of a store.
+
+    Parameters
+    ----------
+    source : str or path
+        Folder of the store, or URL of its server.
+    timeout : float
+        Maximum time without data from a server, in seconds.
+
+    Raises
+    ------
+    ArgumentError
+        `source` is a URL of another scheme than http and https, or `timeout` is invalid.
+    """
+
+    def __init__(self, source: str | PathLike[str], timeout: float = TIMEOUT) -> None:
+        limit = check_timeout(timeout)
+        if limit is None:
+            raise ArgumentError("timeout must be seconds or a timedelta, from 1 ms to 10 years, got None")
+        self._name = os.fspath(source)
+        scheme = _SCHEME.match(self._name) if isinstance(source, str) else None
+        if scheme is not None and scheme[1].lower() not in ("http", "https"):
+            raise ArgumentError(f"{self._name!r} has the scheme {scheme[1]}: pass a folder, or a URL of http or https")
+        self._connection = None if scheme is None else Connection(self._name, limit.total_seconds())
+
+    def listing(self) -> Listing:
+        """Return the list of updates.
+
+        Raises
+        ------
+        ArgumentError
+            The store does not exist, or cannot be read.
+        FrameError
+            The file ``head`` is not a list of updates.
+        """
+        try:
+            return Listing.parse(self._head())
+        except (CodecError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as e:
+            if isinstance(e, CodecError):
+                raise
+            raise FrameError(f"head of {self._name} is not a list of updates: {e}") from None
+
+    def _head(self) -> bytes:
+        if self._connection is not None:
+            return bytes(self._connection.read("head", MAX_NBYTES))
+        try:
+            fd, _ = regular(Path(self._name) / "head")
+            with os.fdopen(fd, "rb") as f:
+                return f.read(MAX_NBYTES + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ArgumentError(
+                f"{self._name} is not a store of updates, because it has no file 'head', which a Publisher or "
+                "UpdateStore writes at its start: check the path, and whether its disk is mounted"
+            ) from None
+        except (OSError, ValueError) as e:
+            why = getattr(e, "strerror", None) or e
+            raise ArgumentError(f"head of {self._name} cannot be read: {why}") from None
+
+    def update(self, one: Listed) -> Update:
+        """Return the update that an entry of the list describes.
+
+        Raises
+        ------
+        ArgumentError
+            The store cannot be read.
+        FrameError
+            The file is not this update.
+        """
+        try:
+            if self._connection is None:
+                update = Update(mapped(Path(self._name) / one.file))
+            else:
+                update = Update(self._connection.read(one.file, one.nbytes))
+        except FrameError as e:
+            e.of(f"{self._name}/{one.file}")
+            raise
+        if Listed.of(update) != one:
+            raise FrameError(
+                f"{self._name}/{one.file} is not the update that the list of the store names, but of another run, or "
+                "an old copy: copy the store again, and do not let a cache keep its files"
+            )
+        return update
+
+    def close(self) -> None:
+        """Close the connection to the server."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def read_head(source: str | PathLike[str], timeout: float = TIMEOUT) -> Listing:
+    """Return the list of updates in a store, as :meth:`Source.listing`."""
+    with Source(source, timeout) as opened:
+        return opened.listing()
+
+
+def read_update(source: str | PathLike[str], one: Listed, timeout: float = TIMEOUT) -> Update:
+    """Return an update in a store, as :meth:`Source.update`."""
+    with Source(source, timeout) as opened:
+        return opened.update(one)
