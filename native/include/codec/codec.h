@@ -494,7 +494,9 @@ CODEC_API codec_status codec_inspect(const void *frame, size_t nbytes, codec_inf
  * Compute the digest of a tensor's bytes, or the part of the digest that chunks [first, first + count) of 1,024 bytes
  * contribute; count UINT64_MAX: up to the last chunk. The parts add up to the digest, modulo 2^64. DELTA's frames
  * identify their base and their result by digest. The digest does not depend on dtype and shape. It detects accidental
- * changes, not deliberate ones.
+ * changes, not deliberate ones: every change within one 32-bit word; changes in several chunks, and arbitrary changes
+ * in one chunk, but for a probability of 2^-64; several changes in one chunk that all are the same small step up or
+ * down, such as of one unit in the last place, but for about 2^-33 (docs/spec/format.md, section 13).
  */
 CODEC_API codec_status codec_digest(const codec_tensor *tensor, uint64_t first, uint64_t count, uint64_t *digest);
 
