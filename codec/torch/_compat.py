@@ -117,6 +117,11 @@ class BackwardEnd:
             self._cancel()
 
 
+def finalizes_manually(model: object) -> bool:
+    """Return True if the caller ends the backward passes of a DistributedDataParallel (torch 2.15 and later)."""
+    return bool(getattr(model, "require_manual_backward_finalization", False))
+
+
 def comm_hooks(model: DistributedDataParallel) -> list[tuple[object, object]]:
     """Return the communication hooks of a model, as pairs (hook, state with which it was registered)."""
     ddp: Any = model

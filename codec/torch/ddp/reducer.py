@@ -11,7 +11,7 @@ import torch
 from codec import ArgumentError, CallOptions, PeerError, Status
 from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
-from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward
+from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, finalizes_manually
 from codec.torch.ddp import uncompressed
 from codec.torch.ddp.buckets import Bucket, Optimizers, Part, check_join, cut, cut_as, n_values, scatter
 from codec.torch.ddp.policy import Plan
@@ -166,8 +166,12 @@ class Reducer:
         The futures of buckets must not raise it: DistributedDataParallel could not be used again after that.
         """
         error = self.state.end()
-        if error is not None and not self._is_overflow(error):
-            raise error
+        if error is None or self._is_overflow(error):
+            return
+        model: Any = None if self._module is None else self._module()
+        if finalizes_manually(model):
+            model.finalize_backward()  # the caller does not, because this error ends its backward pass
+        raise error
 
     def cancel(self, step: Step | None = None) -> None:
         """Cancel a step that cannot be completed: other ranks fail, and background work no longer changes the state.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, StateError
-from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, joins
+from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, finalizes_manually, joins
 from codec.torch.ddp.buckets import gradients_in
 from codec.torch.ddp.hook import Hook
 from codec.torch.one_bit_adam.schedule import Kind
@@ -147,7 +147,8 @@ class Backward:
         Raises
         ------
         ArgumentError
-            The pass runs within join(). Ranks that have joined take no steps, so their momenta would be outdated.
+            The pass runs within join(). Ranks that have joined take no steps, so their momenta would be outdated. Or
+            the model requires finalize_backward(), which stores gradients after the end of the pass.
         StateError
             The pass would add gradients to the momenta of the previous pass.
         """
@@ -155,6 +156,11 @@ class Backward:
             raise ArgumentError(
                 "OneBitAdam does not support model.join(), whose joined ranks take no steps: give all ranks the same "
                 "number of batches, or use join(throw_on_early_termination=True)"
+            )
+        if finalizes_manually(self._ddp):
+            raise ArgumentError(
+                "OneBitAdam does not support require_manual_backward_finalization: it compares gradients with those at "
+                "the end of backward(), before finalize_backward() stores them. Set it to False"
             )
         if kind != "gradients":
             self.guard.check_first()

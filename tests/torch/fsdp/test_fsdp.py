@@ -31,10 +31,11 @@ def sharded(net, gradients, parameters, **how):
     return net
 
 
-def _exact(rank, size, dtype):
+def _exact(rank, size, dtype, reduced):
     warnings.simplefilter("error")
     plain, lossless = small_model(), codec.Lossless()
-    policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True)
+    # Without reduce_dtype, torch 2.15 and later reduce in the parameters' dtype, and earlier versions in param_dtype.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=True)
     net = sharded(small_model(), codec.torch.ReduceScatter(lossless), codec.torch.AllGather(lossless), mp_policy=policy)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     outer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -42,7 +43,7 @@ def _exact(rank, size, dtype):
     for _ in range(3):
         net(batch(rank)).square().mean().backward()
         for p, theirs in zip(plain.parameters(), gradients_of(plain, size, dtype), strict=True):
-            p.grad = mean(theirs).to(dtype).float()
+            p.grad = mean(theirs).to(reduced).float()
         for p, want in zip(net.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p.grad.full_tensor(), want.grad)
         inner.step()
@@ -53,9 +54,17 @@ def _exact(rank, size, dtype):
     return channel.counters.frame_collectives
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float32), (3, torch.bfloat16)])
-def test_lossless_gradients_are_means_in_the_order_of_ranks(size, dtype):
-    calls = run_ranks(size, _exact, dtype)
+@pytest.mark.parametrize(
+    ("size", "dtype", "reduced"),
+    [
+        (2, torch.float32, torch.float32),
+        (3, torch.float32, torch.float32),
+        (3, torch.bfloat16, torch.bfloat16),
+        (3, torch.bfloat16, torch.float32),
+    ],
+)
+def test_lossless_gradients_are_means_in_the_order_of_ranks(size, dtype, reduced):
+    calls = run_ranks(size, _exact, dtype, reduced)
     assert calls == [calls[0]] * size
     assert calls[0] >= 3 * (3 + 5)  # gradients and parameters were sent as frames
 
