@@ -251,7 +251,7 @@ static void put_header(const struct delta_case *c, struct bytes *out, uint64_t l
 {
 	const uint64_t fields[][3] = {
 		{0, WIRE_MAGIC, 4},
-		{WIRE_AT_VERSION, WIRE_VERSION, 1},
+		{WIRE_AT_VERSION, CODEC_FORMAT_VERSION, 1},
 		{WIRE_AT_CODEC, CODEC_DELTA, 1},
 		{WIRE_AT_DTYPE, c->dtype, 1},
 		{WIRE_AT_RANK, 1, 1},

@@ -17,27 +17,25 @@ static struct kind kind_of(const struct grammar *g)
 	struct kind q = {.codec = g->codec, .variant = p[VARIANT], .bits = p[BITS]};
 
 	q.row = p[ROW] | p[ROW + 1] << 8 | p[ROW + 2] << 16 | (uint32_t)p[ROW + 3] << 24;
-	q.two = q.codec == CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN;
-	q.affine = q.codec == CODEC_QUANTIZE && q.variant == WIRE_LEVELS_AFFINE;
-	q.trits = q.codec == CODEC_TERNARY && q.variant != WIRE_TERNARY_2BIT;
-	q.entropy = (q.trits && q.variant == WIRE_TERNARY_ENTROPY) || p[OPTIONS] & WIRE_OPTION_ENTROPY;
+	q.two = q.codec == CODEC_SIGN && q.variant == CODEC_SIGN_TWO_MEAN;
+	q.affine = q.codec == CODEC_QUANTIZE && q.variant == CODEC_LEVELS_AFFINE;
+	q.trits = q.codec == CODEC_TERNARY && q.variant != CODEC_TERNARY_2BIT;
+	q.entropy = (q.trits && q.variant == CODEC_TERNARY_ENTROPY) || p[OPTIONS] & CODEC_OPTION_ENTROPY;
 	switch (q.codec) {
 	case CODEC_SIGN: q.bits = 1; break;
 	case CODEC_TERNARY: q.bits = q.trits ? 0 : 2; break;
 	case CODEC_FLOAT8:
 		q.bits = 8;
-		q.scale_most = q.variant == WIRE_FLOAT8_MXFP8_E4M3   ? 246
-			       : q.variant == WIRE_FLOAT8_MXFP8_E5M2 ? 239
-								     : 0;
+		q.scale_most = q.variant == CODEC_MXFP8_E4M3 ? 246 : q.variant == CODEC_MXFP8_E5M2 ? 239 : 0;
 		break;
 	case CODEC_FLOAT4:
 		q.bits = 4;
-		q.scale_most = q.variant == WIRE_FLOAT4_MXFP4 ? 252 : 126;
+		q.scale_most = q.variant == CODEC_FLOAT4_MXFP4 ? 252 : 126;
 		break;
 	default: break;
 	}
 	q.most = q.trits ? 242 : q.codec == CODEC_TERNARY ? 2 : (1u << q.bits) - 1;
-	if (q.codec == CODEC_QUANTIZE && q.variant == WIRE_LEVELS_ODD)
+	if (q.codec == CODEC_QUANTIZE && q.variant == CODEC_LEVELS_ODD)
 		q.most = (1u << q.bits) - 2;
 	return q;
 }
@@ -71,10 +69,10 @@ void pick_rows_params(struct maker *m)
 
 	p[VARIANT] = (uint8_t)below(&m->s, VARIANTS[codec]);
 	p[OPTIONS] = (uint8_t)below(&m->s, 64) & ALLOWED[codec];
-	p[BITS] = codec == CODEC_QUANTIZE ? (uint8_t)between(&m->s, p[VARIANT] == WIRE_LEVELS_ODD ? 2 : 1, 8) : 0;
+	p[BITS] = codec == CODEC_QUANTIZE ? (uint8_t)between(&m->s, p[VARIANT] == CODEC_LEVELS_ODD ? 2 : 1, 8) : 0;
 	q = kind_of(m->g);
-	if (codec == CODEC_FLOAT8 && q.scale_most && !(p[OPTIONS] & WIRE_OPTION_STOCHASTIC) && below(&m->s, 2))
-		p[OPTIONS] |= WIRE_OPTION_RCEIL;
+	if (codec == CODEC_FLOAT8 && q.scale_most && !(p[OPTIONS] & CODEC_OPTION_STOCHASTIC) && below(&m->s, 2))
+		p[OPTIONS] |= CODEC_OPTION_RCEIL;
 	put_row(m, m->g->n ? pick_row(m, &q) : 0);
 }
 
@@ -100,7 +98,7 @@ static void put_scales(struct maker *m, const struct kind *q, uint32_t row)
 {
 	uint32_t first;
 
-	if (row && !(q->codec == CODEC_FLOAT4 && q->variant == WIRE_FLOAT4_NVFP4))
+	if (row && !(q->codec == CODEC_FLOAT4 && q->variant == CODEC_FLOAT4_NVFP4))
 		return;
 	first = slip(m) ? bad_scale(m) : pick_scale(m, 1);
 	if (q->codec == CODEC_TERNARY && !slip(m))

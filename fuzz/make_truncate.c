@@ -25,12 +25,12 @@ void pick_truncate_params(struct maker *m)
 
 	p[CAP] = (uint8_t)between(&m->s, 2, 8);
 	p[LEVELS] = (uint8_t)below(&m->s, 4);
-	p[LEVEL] = p[LEVELS] == WIRE_LEVELS_FIXED ? (uint8_t)below(&m->s, 4) : 0;
-	p[OPTIONS] = below(&m->s, 2) ? WIRE_OPTION_CUT : 0;
-	p[OPTIONS] |= p[LEVELS] == WIRE_LEVELS_SHARED && below(&m->s, 2) ? WIRE_OPTION_BITS : 0;
-	p[GUARD] = (uint8_t)(p[LEVELS] == WIRE_LEVELS_FIXED ? 128
-			     : one_in(&m->s, 4)             ? below(&m->s, 256)
-							    : between(&m->s, 120, 130));
+	p[LEVEL] = p[LEVELS] == CODEC_LEVEL_CODING_FIXED ? (uint8_t)below(&m->s, 4) : 0;
+	p[OPTIONS] = below(&m->s, 2) ? CODEC_OPTION_CUT : 0;
+	p[OPTIONS] |= p[LEVELS] == CODEC_LEVEL_CODING_SHARED && below(&m->s, 2) ? CODEC_OPTION_BITS : 0;
+	p[GUARD] = (uint8_t)(p[LEVELS] == CODEC_LEVEL_CODING_FIXED ? 128
+			     : one_in(&m->s, 4)                    ? below(&m->s, 256)
+								   : between(&m->s, 120, 130));
 }
 
 static float float_of(uint32_t u)
@@ -187,7 +187,7 @@ static int raised(const struct maker *m, uint64_t at, int e)
 static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uint64_t first, size_t n, int *e,
 			int *level)
 {
-	int joint = m->g->params[LEVELS] == WIRE_LEVELS_CODED;
+	int joint = m->g->params[LEVELS] == CODEC_LEVEL_CODING_CODED;
 
 	switch (mode) {
 	case WIRE_MODE_CODED: draw(m, m->book, n, joint ? 4 * (uint32_t)q->last + 4 : (uint32_t)q->last + 1); break;
@@ -254,30 +254,30 @@ static void put_region(struct maker *m, const struct cut *q, uint32_t b)
 	const uint8_t *params = m->g->params;
 	uint64_t first = (uint64_t)b << m->block_log2, left = m->g->n - first, block = 1ull << m->block_log2;
 	size_t n = (size_t)(left < block ? left : block);
-	int by_bit = params[OPTIONS] & WIRE_OPTION_BITS, sent = params[LEVELS];
+	int by_bit = params[OPTIONS] & CODEC_OPTION_BITS, sent = params[LEVELS];
 	uint32_t mode, head, rest = (uint32_t)q->p + 1, tail;
 	struct packed fields = {&m->out, 0};
 
-	mode = below(&m->s, 3) ? WIRE_MODE_CODED : (uint32_t)below(&m->s, sent == WIRE_LEVELS_CODED ? 1 : 2);
+	mode = below(&m->s, 3) ? WIRE_MODE_CODED : (uint32_t)below(&m->s, sent == CODEC_LEVEL_CODING_CODED ? 1 : 2);
 	tail = by_bit && one_in(&m->s, 2) ? (uint32_t)below(&m->s, (uint64_t)q->p + 2) : 0;
 	head = by_bit ? tail << WIRE_TAIL_AT : one_in(&m->s, 2) ? (uint32_t)below(&m->s, 16) << 8 : 0;
 	put(m, mode | head, 4);
-	if (sent == WIRE_LEVELS_SHARED)
+	if (sent == CODEC_LEVEL_CODING_SHARED)
 		put(m, digest(m->g->ea + first, n, 0x500) & 0xffffffff, 4);
 	put_symbols(m, q, mode, first, n, e, level);
 	for (size_t i = 0; i < n; i++) {
-		if (sent == WIRE_LEVELS_PLANE) {
+		if (sent == CODEC_LEVEL_CODING_PLANE) {
 			level[i] = e[i] == q->last ? slip(m) : (int)(noise(&m->s) & 3);
 			if (!e[i])
 				continue;
 			put_field(&fields, (uint64_t)level[i], 2);
-		} else if (sent == WIRE_LEVELS_FIXED) {
+		} else if (sent == CODEC_LEVEL_CODING_FIXED) {
 			level[i] = e[i] == q->last ? 0 : params[LEVEL];
 		}
 	}
 	end_fields(m, &fields);
 	for (size_t i = 0; i < n; i++)
-		k[i] = sent == WIRE_LEVELS_SHARED
+		k[i] = sent == CODEC_LEVEL_CODING_SHARED
 			       ? slack_drops(q, e[i], m->g->ea[first + i], params[GUARD] - 128, by_bit)
 			       : q->drop[level[i]];
 	if (by_bit) {
@@ -303,14 +303,14 @@ static void put_region(struct maker *m, const struct cut *q, uint32_t b)
 void make_truncate(struct maker *m)
 {
 	const struct cut *q = CUTS + m->g->dtype;
-	int joint = m->g->params[LEVELS] == WIRE_LEVELS_CODED, lowest = 0, highest = q->last;
+	int joint = m->g->params[LEVELS] == CODEC_LEVEL_CODING_CODED, lowest = 0, highest = q->last;
 
 	m->zero = q->last == 31 ? 1024 : 128;
 	m->octave = m->zero;
 	m->coded = 1;
 	m->block_log2 = (uint8_t)between(&m->s, WIRE_MIN_BLOCK_LOG2, below(&m->s, 3) ? 10 : WIRE_MAX_BLOCK_LOG2);
 	m->nblocks = (uint32_t)((m->g->n + (1ull << m->block_log2) - 1) >> m->block_log2);
-	if (m->g->params[LEVELS] == WIRE_LEVELS_SHARED)
+	if (m->g->params[LEVELS] == CODEC_LEVEL_CODING_SHARED)
 		metric_make(m);
 	if (joint) { /* symbols 1..3 are invalid */
 		lowest = 4;

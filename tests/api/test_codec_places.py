@@ -55,7 +55,6 @@ PLACES = [
     Place("tests/support/encoder_rules.py", r"\bcase codec\.{Name}\("),
     # C library
     Place("native/include/codec/codec.h", r"^#define CODEC_{NAME} {number}\b"),
-    Place("native/src/exact/wire.h", r"^#define WIRE_CODEC_{NAME} {number}\b"),
     Place("native/src/exact/wire.h", r"^\tX\({NAME}, "),
     Place("native/tests/lossy.h", r"\bCODEC_{NAME}\b", (Lossless, Delta)),
     Place("native/tests/test_race.c", r"\bCODEC_{NAME}\b", (Delta,)),
@@ -68,7 +67,7 @@ PLACES = [
     Place("codec/frame_size.py", r"case .*\b{Name}\("),
     # engines other than the native one
     Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b", (Delta, TopK)),
-    Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b", (Delta, TopK)),
+    Place("native/cuda/", r"\b(CODEC_{NAME}|encode_{name})\b", (Delta, TopK)),
     Place("native/src/job/launch.h", r'"encode_(rows<{number}>|{name}["<])', (Delta, TopK)),
     # C++ bindings; Delta has no entry in blocks.h, because it needs a base
     Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:", (Delta,)),

@@ -10,6 +10,7 @@ import pytest
 from support.nvrtc import compile_cuda
 
 EXACT = Path(__file__).parents[2] / "native/src/exact"
+INCLUDE = EXACT.parents[1] / "include"
 HEADERS = sorted(p.name for p in EXACT.glob("*.h"))
 EVERYTHING = "".join(f'#include "{name}"\n' for name in HEADERS)
 FUNCTION = re.compile(r"^BITS\w* (?:const )?(?:struct )?\w+ \*?(\w+)\(", re.MULTILINE)
@@ -18,7 +19,10 @@ FUNCTIONS = sorted(name for header in HEADERS for name in FUNCTION.findall((EXAC
 
 def ptx_of(*options: str, source: str = EVERYTHING) -> str:
     """Compile a source, by default all functions of all headers, with NVRTC, and return the PTX."""
-    log, ptx, _ = compile_cuda(source, {name: (EXACT / name).read_text() for name in HEADERS}, list(options))
+    headers = {name: (EXACT / name).read_text() for name in HEADERS}
+    headers |= {"codec/codec.h": (INCLUDE / "codec/codec.h").read_text()}
+    headers |= {"stdint.h": '#include "bits.h"\n', "stddef.h": "#pragma once\n"}  # NVRTC has neither
+    log, ptx, _ = compile_cuda(source, headers, list(options))
     assert not log.strip()
     return ptx
 
@@ -53,6 +57,7 @@ def test_c_and_cpp_compile_without_a_warning(compiler: list[str]) -> None:
         "-Werror",
         "-Wno-unused-function",
         f"-I{EXACT}",
+        f"-I{INCLUDE}",
         "-",
     ]
     done = subprocess.run([*compiler, *options], check=False, input=EVERYTHING, text=True, capture_output=True)
@@ -62,7 +67,15 @@ def test_c_and_cpp_compile_without_a_warning(compiler: list[str]) -> None:
 def test_each_header_compiles_alone() -> None:
     """Each header compiles without other headers and without libc."""
     for name in HEADERS:
-        options = ["-std=c11", "-fsyntax-only", "-ffreestanding", "-nostdinc", "-isystem", _freestanding()]
+        options = [
+            "-std=c11",
+            "-fsyntax-only",
+            "-ffreestanding",
+            "-nostdinc",
+            "-isystem",
+            _freestanding(),
+            f"-I{INCLUDE}",
+        ]
         text = f'#include "{EXACT / name}"\n'
         done = subprocess.run(["gcc", *options, "-xc", "-"], check=False, input=text, text=True, capture_output=True)
         assert (name, done.returncode, done.stderr) == (name, 0, "")
@@ -87,7 +100,7 @@ def _freestanding() -> str:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are its compiler's options")
 def test_builds_with_other_float_semantics_are_rejected(options: list[str], refused: bool) -> None:
     """Compiler options that reorder float operations or use excess precision cause a compile error."""
-    command = ["gcc", "-std=c11", "-fsyntax-only", *options, f"-I{EXACT}", "-xc", "-"]
+    command = ["gcc", "-std=c11", "-fsyntax-only", *options, f"-I{EXACT}", f"-I{INCLUDE}", "-xc", "-"]
     said = subprocess.run(command, input=EVERYTHING, capture_output=True, text=True, check=False)
     assert ("numbers would depend on the build" in said.stderr) == refused
     assert refused or not said.returncode, said.stderr

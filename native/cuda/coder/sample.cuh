@@ -95,7 +95,7 @@ DEVICE sample_kind sample_kind_of(const codec_view *v)
 		octave ? eighth_log2(octave) : 0,
 		shift,
 		lossless ? 1u << shift : (uint32_t)octave,
-		(lossless && v->variant == WIRE_MODEL_FLAT) || v->n < CHOOSE_MODEL_MIN,
+		(lossless && v->variant == CODEC_MODEL_FLAT) || v->n < CHOOSE_MODEL_MIN,
 		v->dtype == CODEC_FLOAT64};
 }
 
@@ -588,7 +588,7 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 			     codec_part_found *f, decide_room *room)
 {
 	uint32_t bins = (uint32_t)c->bins, warp = threadIdx.x / 32;
-	bool pays = q.flat || (v->codec == CODEC_LOSSLESS && v->variant == WIRE_MODEL_SEPARABLE);
+	bool pays = q.flat || (v->codec == CODEC_LOSSLESS && v->variant == CODEC_MODEL_SEPARABLE);
 	uint16_t base = base_without_offsets(q, c, part);
 
 	fold(f->raw, bins, room->raw);

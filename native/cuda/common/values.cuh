@@ -19,9 +19,9 @@ struct codec_sink {
 /* Return the value of `dtype` with bit pattern x, as float32. */
 DEVICE float float_of(uint32_t dtype, uint32_t x)
 {
-	return round_float(dtype == WIRE_FLOAT32    ? x
-			   : dtype == WIRE_BFLOAT16 ? round_from_bfloat16((uint16_t)x)
-						    : round_from_float16((uint16_t)x));
+	return round_float(dtype == CODEC_FLOAT32    ? x
+			   : dtype == CODEC_BFLOAT16 ? round_from_bfloat16((uint16_t)x)
+						     : round_from_float16((uint16_t)x));
 }
 
 /* Round y to `dtype`, and return its bits. */
@@ -29,7 +29,7 @@ DEVICE uint32_t bits_of_float(uint32_t dtype, float y)
 {
 	uint32_t u = round_bits(y);
 
-	return dtype == WIRE_FLOAT32 ? u : dtype == WIRE_BFLOAT16 ? round_to_bfloat16(u) : round_to_float16(u);
+	return dtype == CODEC_FLOAT32 ? u : dtype == CODEC_BFLOAT16 ? round_to_bfloat16(u) : round_to_float16(u);
 }
 
 /* Tensor to be encoded. All arrays have one entry per value of the tensor. */
@@ -45,15 +45,15 @@ struct codec_source {
 /* Return value i of the source as float32. */
 DEVICE float value_at(uint32_t dtype, const codec_source *s, uint64_t i)
 {
-	return s->sums                 ? s->sums[i]
-	       : dtype == WIRE_FLOAT32 ? ((const float *)s->values)[i]
-				       : float_of(dtype, ((const uint16_t *)s->values)[i]);
+	return s->sums                  ? s->sums[i]
+	       : dtype == CODEC_FLOAT32 ? ((const float *)s->values)[i]
+					: float_of(dtype, ((const uint16_t *)s->values)[i]);
 }
 
 /* Return true if each group of 4 values that begins at an index divisible by 4 is aligned for one vector load. */
 DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
 {
-	return s->sums ? (uint64_t)s->sums % 16 == 0 : (uint64_t)s->values % (dtype == WIRE_FLOAT32 ? 16 : 8) == 0;
+	return s->sums ? (uint64_t)s->sums % 16 == 0 : (uint64_t)s->values % (dtype == CODEC_FLOAT32 ? 16 : 8) == 0;
 }
 
 /*
@@ -63,7 +63,7 @@ DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
 template <int N, int PER>
 DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t apart, uint32_t x[4 * N])
 {
-	if (s->sums || dtype == WIRE_FLOAT32) {
+	if (s->sums || dtype == CODEC_FLOAT32) {
 		const uint4 *from = (const uint4 *)(global(s->sums ? s->sums : (const float *)s->values) + i);
 
 		for (int k = 0; k < N; k++) {
@@ -81,7 +81,7 @@ DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32
 		x[4 * k] = w.x & 0xffff, x[4 * k + 1] = w.x >> 16, x[4 * k + 2] = w.y & 0xffff,
 		      x[4 * k + 3] = w.y >> 16;
 	}
-	if (dtype == WIRE_BFLOAT16) /* one branch on the dtype for all values, not one per value */
+	if (dtype == CODEC_BFLOAT16) /* one branch on the dtype for all values, not one per value */
 		for (int k = 0; k < 4 * N; k++)
 			x[k] = round_from_bfloat16((uint16_t)x[k]);
 	else
@@ -110,7 +110,7 @@ template <int N> DEVICE void values_at_groups(uint32_t dtype, const codec_source
 /* Load the N values with index i, i + 32, i + 64, ... as float32. */
 template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
 {
-	if (s->sums || dtype == WIRE_FLOAT32) {
+	if (s->sums || dtype == CODEC_FLOAT32) {
 		const float *from = global(s->sums ? s->sums : (const float *)s->values) + i;
 
 		for (int k = 0; k < N; k++)
@@ -211,7 +211,7 @@ DEVICE void put_values(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t
 	}
 	for (uint32_t k = 0; k < 4; k++)
 		x[k] = bits_of_float(dtype, y[k]);
-	if (dtype == WIRE_FLOAT32)
+	if (dtype == CODEC_FLOAT32)
 		store_quad<4>(s->data + 4 * i, n, x);
 	else
 		store_quad<2>(s->data + 2 * i, n, x);

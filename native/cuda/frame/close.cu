@@ -253,7 +253,7 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
  */
 extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const codec_encoding *encodings)
 {
-	__shared__ uint64_t image[WIRE_MAX_HEADER / 8];
+	__shared__ uint64_t image[CODEC_HEADER_NBYTES / 8];
 	const codec_encoding &e = encodings[blockIdx.y];
 	const codec_source &source = e.source;
 	const codec_view &v = share_job(e.view, e.memory).v;
@@ -263,9 +263,9 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 	const uint64_t warp = blockIdx.x * CLOSE_WARPS + threadIdx.x / 32, warps = gridDim.x * CLOSE_WARPS;
 	const uint64_t nbytes = v.n * size, stored_nbytes = v.side_offset + nbytes, chunk = 4 * WIRE_CHUNK_WORDS;
 	/* row codecs and TopK store only empty tensors */
-	const bool never_stored = v.row_parts.count > 0 || (v.codec == WIRE_CODEC_TOPK && v.nblocks);
+	const bool never_stored = v.row_parts.count > 0 || (v.codec == CODEC_TOPK && v.nblocks);
 	const bool large = out->fault == CODEC_SHORT_OUTPUT || out->fault == CODEC_LIMIT;
-	const bool delta = v.codec == WIRE_CODEC_DELTA, unchanged = delta && !out->changed;
+	const bool delta = v.codec == CODEC_DELTA, unchanged = delta && !out->changed;
 	const bool stored = !never_stored && !delta && (!out->fault || large) &&
 			    (!v.nblocks || large || choose_stored(out->end, stored_nbytes));
 	/* the size and checksum of frames without blocks are computed separately */
@@ -291,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 			checksum += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
 						 WIRE_SEED_DIRECTORY, i, lane);
 	}
-	const bool has_residual = source.residual && !fault && (stored || v.codec == WIRE_CODEC_LOSSLESS);
+	const bool has_residual = source.residual && !fault && (stored || v.codec == CODEC_LOSSLESS);
 	for (uint64_t i = 32 * warp + lane; has_residual && i < v.n; i += 32 * warps)
 		source.residual[i] = residual_of_stored(&v, &source, i);
 	if (lane == 0 && checksum)

@@ -37,9 +37,9 @@ struct codec_preprocessing {
  */
 DEVICE uint32_t rounded_sum(uint32_t dtype, float sum)
 {
-	uint32_t u = round_bits(sum), inf = dtype == WIRE_FLOAT16 ? 0x7c00 : 0x7f80;
+	uint32_t u = round_bits(sum), inf = dtype == CODEC_FLOAT16 ? 0x7c00 : 0x7f80;
 
-	if (dtype == WIRE_FLOAT32)
+	if (dtype == CODEC_FLOAT32)
 		return u;
 	return (u & ROUND_ABS) == ROUND_INF ? (u >> 16 & 0x8000) | inf : bits_of_float(dtype, sum);
 }
@@ -54,7 +54,7 @@ DEVICE_CALL void sums_some(const codec_preprocessing &b, uint64_t i, uint32_t n)
 		uint32_t x = rounded_sum(b.dtype, sum);
 
 		b.sums[i] = sum;
-		if (b.dtype == WIRE_FLOAT32)
+		if (b.dtype == CODEC_FLOAT32)
 			((uint32_t *)b.rounded)[i] = x;
 		else
 			((uint16_t *)b.rounded)[i] = (uint16_t)x;
@@ -79,7 +79,7 @@ DEVICE void sums_four(const codec_preprocessing &b, uint64_t i)
 		y[k] = rounded_sum(b.dtype, sum);
 	}
 	*(uint4 *)(global(b.sums) + i) = {x[0], x[1], x[2], x[3]};
-	if (b.dtype == WIRE_FLOAT32)
+	if (b.dtype == CODEC_FLOAT32)
 		*(uint4 *)(global((uint32_t *)b.rounded) + i) = {y[0], y[1], y[2], y[3]};
 	else
 		*(uint2 *)(global((uint16_t *)b.rounded) + i) = {y[0] | y[1] << 16, y[2] | y[3] << 16};

@@ -151,18 +151,18 @@ DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, 
 	uint32_t max;
 
 	add_pieces(sums, scanned ? (part->count + WIRE_TREE - 1) / WIRE_TREE : 0, room, total, &max, &negative);
-	if (max >= ROUND_INF && !(v->options & WIRE_OPTION_PROPAGATE))
+	if (max >= ROUND_INF && !(v->options & CODEC_OPTION_PROPAGATE))
 		return CODEC_NONFINITE;
 	if (!row_part_scaled(q, part->group_size) || threadIdx.x)
 		return CODEC_OK;
-	if (q.codec == WIRE_CODEC_SIGN)
+	if (q.codec == CODEC_SIGN)
 		scale_sign(q, total, negative, part->count, part->scale);
-	else if (q.codec == WIRE_CODEC_TERNARY)
+	else if (q.codec == CODEC_TERNARY)
 		part->scale[0] = scale_ternary(q, max, v->scale, v->clip, total, part->count);
 	else
 		part->scale[0] = scale_nvfp4(max);
-	return q.codec == WIRE_CODEC_TERNARY && scanned && scale_exceeded(max, v->scale, v->clip) ? CODEC_BAD_SCALE
-												  : CODEC_OK;
+	return q.codec == CODEC_TERNARY && scanned && scale_exceeded(max, v->scale, v->clip) ? CODEC_BAD_SCALE
+											     : CODEC_OK;
 }
 
 /*
@@ -176,17 +176,17 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 	const row_place p = row_place_of(&j, q, b);
 	uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, ncodes = (uint32_t)row_codes_nbytes(q, p.m);
 	uint8_t *scales = scratch + PLANE_ROOM;
-	codec_status status = put_scales<WIRE_CODEC_FLOAT8>(v, q, p, source, scales, 0, warp, CTA_WARPS, lane);
+	codec_status status = put_scales<CODEC_FLOAT8>(v, q, p, source, scales, 0, warp, CTA_WARPS, lane);
 
 	room->codes.counts[threadIdx.x] = 0;
 	__syncthreads();
-	if (status == CODEC_OK && q.codec == WIRE_CODEC_TERNARY)
+	if (status == CODEC_OK && q.codec == CODEC_TERNARY)
 		status = check_above(v, p.part,
-				     put_codes<WIRE_CODEC_TERNARY>(row_job_of<WIRE_CODEC_TERNARY>(v, p, source), scales,
-								   NULL, scratch, ncodes, 0, warp, CTA_WARPS, lane));
+				     put_codes<CODEC_TERNARY>(row_job_of<CODEC_TERNARY>(v, p, source), scales, NULL,
+							      scratch, ncodes, 0, warp, CTA_WARPS, lane));
 	else if (status == CODEC_OK)
-		put_codes<WIRE_CODEC_FLOAT8>(row_job_of<WIRE_CODEC_FLOAT8>(v, p, source), scales, NULL, scratch, ncodes,
-					     0, warp, CTA_WARPS, lane);
+		put_codes<CODEC_FLOAT8>(row_job_of<CODEC_FLOAT8>(v, p, source), scales, NULL, scratch, ncodes, 0, warp,
+					CTA_WARPS, lane);
 	__syncthreads();
 	for (uint32_t i = threadIdx.x; i < ncodes; i += CTA_THREADS)
 		atomicAdd(room->codes.counts + scratch[i], 1u);

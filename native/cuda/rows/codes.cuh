@@ -25,15 +25,15 @@ DEVICE row_scale open_scale(struct row_kind q, float scale, float below)
 {
 	row_scale s = {scale, below, {1, 0}};
 
-	if ((q.codec == WIRE_CODEC_QUANTIZE || q.codec == WIRE_CODEC_TERNARY) && scale > 0)
-		s.over = round_over(scale, q.codec == WIRE_CODEC_TERNARY ? 65536 : 1);
+	if ((q.codec == CODEC_QUANTIZE || q.codec == CODEC_TERNARY) && scale > 0)
+		s.over = round_over(scale, q.codec == CODEC_TERNARY ? 65536 : 1);
 	return s;
 }
 
 /* Return the row_scale of a part whose rows have no scales. */
 DEVICE row_scale open_part(struct row_kind q, const codec_row_part *part)
 {
-	return open_scale(q, part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]));
+	return open_scale(q, part->scale[0], round_sign_below(part->scale[q.variant == CODEC_SIGN_TWO_MEAN]));
 }
 
 /*
@@ -58,7 +58,7 @@ template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_pl
 		p,
 		*source,
 		{v->seed, (uint32_t)v->stream, (uint32_t)(v->stream >> 32)},
-		q.codec == WIRE_CODEC_TERNARY || (v->options & WIRE_OPTION_STOCHASTIC) != 0};
+		q.codec == CODEC_TERNARY || (v->options & CODEC_OPTION_STOCHASTIC) != 0};
 }
 
 /* Return a copy of r in which the fields that CODEC determines are compile-time constants. */
@@ -75,13 +75,13 @@ template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uin
 {
 	const bool e4m3 = !q.e5m2;
 
-	if (CODEC == WIRE_CODEC_SIGN)
+	if (CODEC == CODEC_SIGN)
 		return x <= ROUND_ABS;
-	if (CODEC == WIRE_CODEC_TERNARY)
+	if (CODEC == CODEC_TERNARY)
 		return s.scale > 0 ? round_ternary_code(x, round_bits(s.scale), s.over, h) : 0;
-	if (CODEC == WIRE_CODEC_FLOAT8)
+	if (CODEC == CODEC_FLOAT8)
 		return round_float8_code(x, s.scale, q.max, e4m3 ? 3 : 2, e4m3 ? 7 : 15, random, h);
-	if (CODEC == WIRE_CODEC_FLOAT4)
+	if (CODEC == CODEC_FLOAT4)
 		return round_float4_code(x, s.scale, random, h);
 	if (CODEC == QUANTIZE_AFFINE)
 		return s.scale > 0 ? round_affine_code(round_float(x), q.levels, s.below, s.over, h) : 0;
@@ -153,10 +153,10 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 
 #if __CUDA_ARCH__ >= 890
 	/*
-	 * convert_to_float8 requires finite values; without WIRE_OPTION_PROPAGATE, a tensor with NaN or Inf is rejected
-	 * anyway
+	 * convert_to_float8 requires finite values; without CODEC_OPTION_PROPAGATE, a tensor with NaN or Inf is
+	 * rejected anyway
 	 */
-	if (CODEC == WIRE_CODEC_FLOAT8 && !random && !(r.v->options & WIRE_OPTION_PROPAGATE && any_nonfinite(x)))
+	if (CODEC == CODEC_FLOAT8 && !random && !(r.v->options & CODEC_OPTION_PROPAGATE && any_nonfinite(x)))
 		return convert_to_float8(!r.q.e5m2, x, s.scale);
 #endif
 	for (int k = 0; k < 4; k++) {
@@ -164,7 +164,7 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 
 		codes |= code_of<CODEC>(r.q, random, x[k], s, h) << 8 * k;
 	}
-	if (CODEC == WIRE_CODEC_TERNARY && (codes & codes >> 1 & ONES))
+	if (CODEC == CODEC_TERNARY && (codes & codes >> 1 & ONES))
 		codes = break_ties(r.key, s.over, i, codes, {x[0], x[1], x[2], x[3]});
 	return codes;
 }
@@ -182,8 +182,8 @@ DEVICE_CALL void put_residual(float *residual, struct row_kind q, uint32_t n, ui
 
 	for (uint32_t k = 0; k < 4; k++) {
 		uint32_t code = codes >> 8 * k & 255;
-		float y = CODEC == WIRE_CODEC_SIGN ? (code ? s.scale : s.below)
-						   : dequantize<CODEC>(q, shared(ratio)[code], s.scale, s.below);
+		float y = CODEC == CODEC_SIGN ? (code ? s.scale : s.below)
+					      : dequantize<CODEC>(q, shared(ratio)[code], s.scale, s.below);
 
 		y = float_of(dtype, bits_of_float(dtype, y));
 		left[k] = round_bits(round_minus(round_float(bits[k]), y));
@@ -241,10 +241,10 @@ DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const 
 	 * Deterministic and stochastic rounding are compiled separately, since the choice is constant for a tensor.
 	 * Some codecs support only one of them.
 	 */
-	if (CODEC == WIRE_CODEC_TERNARY || is_quantize(CODEC) || !r.random)
+	if (CODEC == CODEC_TERNARY || is_quantize(CODEC) || !r.random)
 		for (int k = 0; k < 2; k++)
-			codes[k] = code_four<CODEC>(r, CODEC == WIRE_CODEC_TERNARY, e + 4 * k, x + 4 * k, s,
-						    draws[2 * k], draws[2 * k + 1]);
+			codes[k] = code_four<CODEC>(r, CODEC == CODEC_TERNARY, e + 4 * k, x + 4 * k, s, draws[2 * k],
+						    draws[2 * k + 1]);
 	else
 		for (int k = 0; k < 2; k++)
 			codes[k] = code_four<CODEC>(r, true, e + 4 * k, x + 4 * k, s, draws[2 * k], draws[2 * k + 1]);

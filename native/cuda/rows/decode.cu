@@ -54,7 +54,7 @@ DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint6
 			bad = !allowed_end(q, o.codes, o.nbytes, m);
 		for (uint64_t i = lane; i < o.nbytes && !q.bits; i += 32)
 			bad |= o.codes[i] > 242;
-		if ((CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && checks_words(q))
+		if ((CODEC == CODEC_TERNARY || CODEC == CODEC_QUANTIZE) && checks_words(q))
 			bad |= !check_codes(q, o.codes, o.nbytes, lane);
 		status = __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
 	}
@@ -72,8 +72,8 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 {
 	/* number of rows whose loads are in flight together: the compiler moves no load above a store */
 	const uint32_t AT_ONCE = 8;
-	const bool e4m3 = !q.e5m2, words = CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)w->codes % 4 == 0;
-	float inverse = CODEC == WIRE_CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
+	const bool e4m3 = !q.e5m2, words = CODEC == CODEC_FLOAT8 && (uint64_t)w->codes % 4 == 0;
+	float inverse = CODEC == CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
 
 	auto load_row = [&](uint32_t row) -> uint32_t {
 		return words ? global((const uint32_t *)w->codes)[32 * row + lane]
@@ -85,9 +85,9 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 
 		if (i >= w->end) {
 			*bad |= walk_on(q, w, i);
-			inverse = CODEC == WIRE_CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
+			inverse = CODEC == CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
 		}
-		if (CODEC == WIRE_CODEC_FLOAT8 && inverse > 0 && !any_special(e4m3, quad)) {
+		if (CODEC == CODEC_FLOAT8 && inverse > 0 && !any_special(e4m3, quad)) {
 			float8_ratios(e4m3, quad, y);
 			for (uint32_t k = 0; k < 4; k++)
 				y[k] = divide_float8(y[k], w->scale, inverse);
@@ -97,14 +97,14 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 		}
 		if (!to || *bad)
 			return;
-		if (dtype == WIRE_FLOAT32)
+		if (dtype == CODEC_FLOAT32)
 			global((uint4 *)to)[32 * row + lane] = {round_bits(y[0]), round_bits(y[1]), round_bits(y[2]),
 								round_bits(y[3])};
 		else
 			global((uint2 *)to)[32 * row + lane] = halves_of(dtype, y);
 	};
 
-	const bool valid = (CODEC != WIRE_CODEC_TERNARY && CODEC != WIRE_CODEC_QUANTIZE) || checks_words(q);
+	const bool valid = (CODEC != CODEC_TERNARY && CODEC != CODEC_QUANTIZE) || checks_words(q);
 
 	/* if all codes are known to be valid, checking a frame reads only scales */
 	for (; !to && valid && WIRE_ROW * (r + 1) <= m; r++)
@@ -121,7 +121,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 		if (q.bits && WIRE_ROW * (r + 3 * AT_ONCE) <= m &&
 		    lane < AT_ONCE * q.bits / 8) /* prefetch the codes of the rows after the next ones */
 			prefetch(w->codes + (uint64_t)WIRE_ROW * (r + 2 * AT_ONCE) * q.bits / 8 + LINE_NBYTES * lane);
-		if (CODEC == WIRE_CODEC_FLOAT8) {
+		if (CODEC == CODEC_FLOAT8) {
 			const uint32_t i = WIRE_ROW * r + 4 * lane;
 
 			if (i >= w->end) {
@@ -129,7 +129,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 				inverse = float8_inverse(w->scale);
 			}
 			if (i + WIRE_ROW * (AT_ONCE - 1) < w->end && inverse > 0 && !*bad) {
-				uint8_t *at = to + (dtype == WIRE_FLOAT32 ? 4 : 2) * WIRE_ROW * r;
+				uint8_t *at = to + (dtype == CODEC_FLOAT32 ? 4 : 2) * WIRE_ROW * r;
 
 				if (e4m3 ? store_float8<true, AT_ONCE>(quad, w->scale, inverse, at, dtype, lane)
 					 : store_float8<false, AT_ONCE>(quad, w->scale, inverse, at, dtype, lane))
@@ -164,14 +164,14 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	if (found.status != CODEC_OK)
 		return found.status;
 	row_walk w = walk_rows(q, p.part, scales, found.codes, ratio, sink->unscaled);
-	const bool wide = j->v.dtype == WIRE_FLOAT32;
+	const bool wide = j->v.dtype == CODEC_FLOAT32;
 	uint8_t *to = sink->data ? sink->data + (wide ? 4 : 2) * p.first : NULL;
 	uint32_t r = 0, bad = 0;
 
 	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0) {
-		if ((CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && to && !q.affine)
+		if ((CODEC == CODEC_TERNARY || CODEC == CODEC_QUANTIZE) && to && !q.affine)
 			r = store_whole_rows<CODEC>(q, w, p.m, to, j->v.dtype, &bad, lane);
-		if (CODEC == WIRE_CODEC_FLOAT8)
+		if (CODEC == CODEC_FLOAT8)
 			r = store_small_rows(q, w, p.m, to, j->v.dtype, &bad, lane);
 		r = read_whole_rows<CODEC>(q, &w, r, p.m, to, j->v.dtype, &bad, lane);
 	}

@@ -30,7 +30,7 @@ DEVICE void set_fault(codec_written *out, codec_status status)
  */
 DEVICE bool scaled_last(const codec_view *v, const codec_source *source)
 {
-	return v->codec == WIRE_CODEC_SIGN && v->row_sums.count && !source->residual;
+	return v->codec == CODEC_SIGN && v->row_sums.count && !source->residual;
 }
 
 /* SIGN: write the residuals of n values. scale, below: decoded values of positive and of negative numbers. */
@@ -65,7 +65,7 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 	const uint32_t row = part->group_size, each = row ? row : WIRE_TREE;
 	codec_row_sums *sums =
 		(codec_row_sums *)(memory + v->row_sums.at) + part->first_sum + (r.p.first - part->start) / WIRE_TREE;
-	scaled s = {CODEC_OK, part->scale[0], round_sign_below(part->scale[r.q.variant == WIRE_SIGN_TWO_MEAN])};
+	scaled s = {CODEC_OK, part->scale[0], round_sign_below(part->scale[r.q.variant == CODEC_SIGN_TWO_MEAN])};
 
 	for (uint32_t i = 0, n; i < r.p.m; i += n) {
 		n = r.p.m - i < each ? r.p.m - i : each;
@@ -119,15 +119,15 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 {
 	groups_put put = {0, 0, CODEC_OK};
 
-	if (CODEC == WIRE_CODEC_SIGN && r.p.part->group_size % 32 == 0)
+	if (CODEC == CODEC_SIGN && r.p.part->group_size % 32 == 0)
 		return put_signs(r, memory, scales, (uint32_t *)to, lane);
-	if (CODEC == WIRE_CODEC_FLOAT8)
+	if (CODEC == CODEC_FLOAT8)
 		put = put_float8_rows(r, scales, to, lane);
-	if (CODEC == WIRE_CODEC_QUANTIZE)
+	if (CODEC == CODEC_QUANTIZE)
 		put = put_level_rows(r, scales, to, lane);
-	if (CODEC == WIRE_CODEC_TERNARY)
+	if (CODEC == CODEC_TERNARY)
 		put = put_ternary_steps(r, to, scale_is_given(r.v, r.p.part), lane);
-	if (CODEC != WIRE_CODEC_SIGN && put.status == CODEC_OK && !put.done)
+	if (CODEC != CODEC_SIGN && put.status == CODEC_OK && !put.done)
 		put = put_groups<CODEC>(r, scales, ratio, to, chunk, lane);
 	if (put.status == CODEC_OK && put.done < r.p.m) {
 		put.status = put_scales<CODEC>(r.v, r.q, r.p, &r.source, scales, put.done, 0, 1, lane);
@@ -138,7 +138,7 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 		put.most = most > put.most ? most : put.most;
 	}
 	__syncwarp();
-	if (CODEC != WIRE_CODEC_TERNARY || put.status != CODEC_OK)
+	if (CODEC != CODEC_TERNARY || put.status != CODEC_OK)
 		return put.status;
 	return check_above(r.v, r.p.part, put.most);
 }

@@ -16,7 +16,7 @@ template <bool E4M3> DEVICE uint32_t float8_codes(const row_job &r, const uint32
 #if __CUDA_ARCH__ >= 890
 	return convert_to_float8(E4M3, x, scale);
 #else
-	return code_four<WIRE_CODEC_FLOAT8>(r, false, 0, x, {scale, 0, {1, 0}}, 0x80008000, 0x80008000);
+	return code_four<CODEC_FLOAT8>(r, false, 0, x, {scale, 0, {1, 0}}, 0x80008000, 0x80008000);
 #endif
 }
 
@@ -30,7 +30,7 @@ DEVICE void put_float8_codes(const row_job &r, const uint8_t *values, uint32_t d
 {
 	const uint32_t AT_ONCE = 8; /* rows of 128 values whose loads are in flight together */
 	const codec_source source = {values, NULL, NULL};
-	const uint32_t nbytes = dtype == WIRE_FLOAT32 ? 4 : 2;
+	const uint32_t nbytes = dtype == CODEC_FLOAT32 ? 4 : 2;
 	uint32_t i = 0;
 
 	to = global(to) + lane;
@@ -137,7 +137,7 @@ DEVICE groups_put put_small_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 	const uint32_t dtype = r.v->dtype, row = r.p.part->group_size;
 	const float8_loop c = {{global(r.source.values), NULL, NULL},
 			       dtype,
-			       dtype == WIRE_FLOAT32 ? 4u : 2u,
+			       dtype == CODEC_FLOAT32 ? 4u : 2u,
 			       r.p.first,
 			       31 - (uint32_t)__clz((int)row),
 			       r.p.m / WARP_STEP * WARP_STEP,
@@ -163,11 +163,11 @@ DEVICE groups_put put_float8_rows(const row_job &r, uint8_t *scales, uint8_t *to
 {
 	const codec_source &s = r.source;
 	const uint8_t *values = s.values;
-	const uint32_t dtype = r.v->dtype, nbytes = dtype == WIRE_FLOAT32 ? 4 : 2;
+	const uint32_t dtype = r.v->dtype, nbytes = dtype == CODEC_FLOAT32 ? 4 : 2;
 	const uint32_t row = r.p.part->group_size, whole = row ? r.p.m / row * row : 0;
 	uint32_t bad = 0;
 
-	if (!row || r.random || s.sums || s.residual || r.v->options & WIRE_OPTION_PROPAGATE || !in_quads(dtype, &s))
+	if (!row || r.random || s.sums || s.residual || r.v->options & CODEC_OPTION_PROPAGATE || !in_quads(dtype, &s))
 		return {0, 0, CODEC_OK};
 	if (r.q.scale_most || row == 64 || row == 128 || row == WARP_STEP)
 		return put_small_rows(r, scales, to, lane);
@@ -176,8 +176,7 @@ DEVICE groups_put put_float8_rows(const row_job &r, uint8_t *scales, uint8_t *to
 	for (uint32_t i = 0; i < whole; i += row, scales += row_scale_nbytes(r.q)) {
 		const uint64_t first = r.p.first + i;
 		const uint32_t next = i + 2 * row <= whole ? nbytes * row : 0;
-		const scaled found =
-			put_scale_here<WIRE_CODEC_FLOAT8>(r.v, r.q, r.p.part, &s, first, row, scales, lane);
+		const scaled found = put_scale_here<CODEC_FLOAT8>(r.v, r.q, r.p.part, &s, first, row, scales, lane);
 		uint32_t *codes = (uint32_t *)(to + i);
 
 		bad |= found.status != CODEC_OK;

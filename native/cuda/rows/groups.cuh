@@ -45,7 +45,7 @@ DEVICE_CALL uint32_t put_codes(const row_job &r, const uint8_t *scales, const fl
 				}
 				most = larger(most, x, ~0u);
 				code = code_of<CODEC>(r.q, r.random, x, s, draws[e / 2 % 4] >> 16 * (e % 2) & 0xffff);
-				if (CODEC == WIRE_CODEC_TERNARY && code == TERNARY_TIE)
+				if (CODEC == CODEC_TERNARY && code == TERNARY_TIE)
 					code = break_ties(r.key, s.over, e, code, {x, 0, 0, 0}) & 255;
 				if (r.source.residual)
 					put_residual<CODEC>(r.source.residual + e, r.q, 1, {x, 0, 0, 0}, code, s,
@@ -152,7 +152,7 @@ DEVICE groups_put put_groups_of(const row_job &given, uint8_t *scales, const flo
 	const uint32_t row = part->group_size, limit = limit_of(v);
 	const uint32_t unit = SMALL ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;
 	const uint32_t dtype = v->dtype;
-	const uint32_t whole = r.p.m / unit * unit, nbytes = source->sums || dtype == WIRE_FLOAT32 ? 4 : 2;
+	const uint32_t whole = r.p.m / unit * unit, nbytes = source->sums || dtype == CODEC_FLOAT32 ? 4 : 2;
 	uint32_t end = row ? 0 : whole, bad = 0, most = 0;
 	row_scale s = open_part(q, part);
 
@@ -187,7 +187,7 @@ DEVICE groups_put put_groups_of(const row_job &given, uint8_t *scales, const flo
 			values_at_quads<8>(dtype, source, r.p.first + after + 8 * lane, next);
 		if (SMALL && CODEC == QUANTIZE_AFFINE) {
 			s = ends_of_lanes(r, x, mine, scales, &bad);
-		} else if (SMALL || CODEC == WIRE_CODEC_TERNARY) {
+		} else if (SMALL || CODEC == CODEC_TERNARY) {
 			uint32_t max = 0;
 
 			for (int k = 0; k < 8; k++)
@@ -226,7 +226,7 @@ DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *rat
 
 	if (row % 8 || r.p.first % 8 || !in_quads(r.v->dtype, &r.source))
 		return {0, 0, CODEC_OK};
-	if (CODEC != WIRE_CODEC_TERNARY && row && WARP_STEP % row == 0)
+	if (CODEC != CODEC_TERNARY && row && WARP_STEP % row == 0)
 		return put_groups_of<CODEC, true>(r, scales, ratio, to, chunk, lane);
 	return put_groups_of<CODEC, false>(r, scales, ratio, to, chunk, lane);
 }

@@ -201,7 +201,7 @@ DEVICE void put_tiny_rows(const row_job &r, const level_loop &c, uint32_t tiny, 
 			const uint32_t mine = k * WARP_STEP + 8 * lane;
 			const float scale = round_float(*(const uint32_t *)(c.scales + 4 * (mine >> c.row_log2)));
 
-			put_group_slowly<WIRE_CODEC_QUANTIZE>(r, mine, scale, c.to + mine / 8 * r.q.bits);
+			put_group_slowly<CODEC_QUANTIZE>(r, mine, scale, c.to + mine / 8 * r.q.bits);
 		}
 }
 
@@ -216,7 +216,7 @@ DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 	const bool small = row == 64 || row == 128 || row == WARP_STEP;
 	const level_loop c = {{global(s.values), NULL, NULL},
 			      dtype,
-			      dtype == WIRE_FLOAT32 ? 4u : 2u,
+			      dtype == CODEC_FLOAT32 ? 4u : 2u,
 			      r.p.first,
 			      (float)r.q.levels,
 			      (uint32_t)r.q.levels * ONES,
@@ -229,7 +229,7 @@ DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 			      global(to),
 			      group_draws_of(r.key, (uint32_t)(r.p.first / 8 >> 32)),
 			      r.random};
-	const struct row_kind q = kind_for<WIRE_CODEC_QUANTIZE>(r.q);
+	const struct row_kind q = kind_for<CODEC_QUANTIZE>(r.q);
 	level_rows rows = {0, 0};
 
 	if ((!small && step) || (bits != 2 && bits != 4 && bits != 8) || s.sums || s.residual || r.p.first % 8 ||
@@ -240,16 +240,16 @@ DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 
 		end = small ? c.end : i + row;
 		if (!small) {
-			const scaled found = put_scale_here<WIRE_CODEC_QUANTIZE>(
-				r.v, q, r.p.part, &c.source, c.first + i, row, c.scales + i / row * 4, lane);
+			const scaled found = put_scale_here<CODEC_QUANTIZE>(r.v, q, r.p.part, &c.source, c.first + i,
+									    row, c.scales + i / row * 4, lane);
 
 			max = found.status == CODEC_OK ? round_bits(found.scale) : ROUND_INF;
 			rows.worst = max > rows.worst ? max : rows.worst;
 		}
 		if (is_tiny(max))
 			for (uint32_t k = i; k < end; k += WARP_STEP)
-				put_group_slowly<WIRE_CODEC_QUANTIZE>(r, k + 8 * lane, round_float(max),
-								      c.to + (k / 8 + lane) * bits);
+				put_group_slowly<CODEC_QUANTIZE>(r, k + 8 * lane, round_float(max),
+								 c.to + (k / 8 + lane) * bits);
 		else if (bits == 4)
 			put_level_run<4>(c, q.odd, i, end, max, &rows, lane);
 		else if (bits == 2)

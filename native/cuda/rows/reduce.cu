@@ -59,7 +59,7 @@ struct summed_row {
 
 DEVICE summed_row open_summed(struct row_kind q, const codec_row_part *part, const uint8_t *scale, bool unscaled)
 {
-	summed_row s = {unscaled ? 1 : part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]),
+	summed_row s = {unscaled ? 1 : part->scale[0], round_sign_below(part->scale[q.variant == CODEC_SIGN_TWO_MEAN]),
 			0};
 
 	if (part->group_size)
@@ -117,7 +117,7 @@ DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, u
 DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
 {
 	return sink.into == CODEC_INTO_ADD && !sink.rescale && !(sink.divide > 0) &&
-	       (dtype == WIRE_FLOAT32 || sink.unscaled);
+	       (dtype == CODEC_FLOAT32 || sink.unscaled);
 }
 
 /* Return true if add_float8 supports the sink: neither a maximum nor scaling. */
@@ -158,7 +158,7 @@ DEVICE_CALL uint4 divide_four(uint4 u, float divide)
 DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *scales, const uint32_t at[QUADS],
 		       const uint32_t codes[QUADS], float sum[QUADS][4])
 {
-	const bool adds = sink.into == CODEC_INTO_ADD, rounds = s.dtype != WIRE_FLOAT32 && !sink.unscaled;
+	const bool adds = sink.into == CODEC_INTO_ADD, rounds = s.dtype != CODEC_FLOAT32 && !sink.unscaled;
 	const float weight = adds ? sink.weight : 1, divide = sink.divide;
 	float y[QUADS][4];
 
@@ -258,14 +258,14 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0;
 	}
 	/* number of frames whose codes are being loaded at the same time */
-	const uint32_t AHEAD = CODEC == WIRE_CODEC_FLOAT8 ? 2 : 1;
+	const uint32_t AHEAD = CODEC == CODEC_FLOAT8 ? 2 : 1;
 	uint32_t next[AHEAD][QUADS] = {{0}};
 	auto fetch = [&](uint32_t f, uint32_t *to) {
 		const uint8_t *codes = address_of(s.region, f) + s.nscales;
 
 		if (!(s.good >> f & 1))
 			return;
-		if (CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)codes % 4 == 0)
+		if (CODEC == CODEC_FLOAT8 && (uint64_t)codes % 4 == 0)
 			for (uint32_t i = 0; i < QUADS; i++)
 				to[i] = global((const uint32_t *)codes)[32 * (r + i) + lane];
 		else
@@ -286,7 +286,7 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 			fetch(f + AHEAD, next[AHEAD - 1]);
 		if (!(s.good >> f & 1))
 			continue;
-		if (CODEC == WIRE_CODEC_FLOAT8 && s.tabled >> f & 1 && sets_or_adds(of->sink) &&
+		if (CODEC == CODEC_FLOAT8 && s.tabled >> f & 1 && sets_or_adds(of->sink) &&
 		    !any_specials(!s.q.e5m2, codes))
 			add_float8(s, of->sink, s.scales + f * s.nrows, at, codes, sum);
 		else
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 	const uint32_t warp = threadIdx.x / 32;
 
 	__shared__ uint32_t wrong; /* mask of frames whose block is invalid */
-	__shared__ float2 scales[CODEC == WIRE_CODEC_FLOAT8 ? WARPS * TABLED : 1];
+	__shared__ float2 scales[CODEC == CODEC_FLOAT8 ? WARPS * TABLED : 1];
 
 	fill_ratios<CODEC>(&v, ratio);
 	for (uint32_t f = warp; blockIdx.x == 0 && f < count; f += WARPS)
@@ -436,12 +436,12 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 			    nscales,
 			    here(&c),
 			    v.dtype,
-			    scales + (CODEC == WIRE_CODEC_FLOAT8 ? TABLED * warp : 0),
+			    scales + (CODEC == CODEC_FLOAT8 ? TABLED * warp : 0),
 			    (uint32_t)row_count(p.part->group_size, p.m),
 			    0};
 		uint32_t bad = check_trits(s, ncodes, warp, lane);
 
-		if (CODEC == WIRE_CODEC_FLOAT8)
+		if (CODEC == CODEC_FLOAT8)
 			bad |= fill_scales(&s, lane);
 		bad |= add_up<CODEC>(s, ratio, warp, lane);
 		bad = __reduce_or_sync(FULL, bad);

@@ -29,17 +29,17 @@ DEVICE struct row_kind kind_of(const codec_view *v)
  * Value of the template parameter CODEC for kernels that encode or add up QUANTIZE with zero points, which are
  * compiled separately. For all other frames, and in decode_rows, CODEC is the frame's codec.
  */
-#define QUANTIZE_AFFINE (WIRE_CODEC_QUANTIZE + 16)
+#define QUANTIZE_AFFINE (CODEC_QUANTIZE + 16)
 
 constexpr bool is_quantize(int codec)
 {
-	return codec == WIRE_CODEC_QUANTIZE || codec == QUANTIZE_AFFINE;
+	return codec == CODEC_QUANTIZE || codec == QUANTIZE_AFFINE;
 }
 
 /* Return a copy of q in which the fields that CODEC determines are compile-time constants. Not used by decode_rows. */
 template <int CODEC> DEVICE struct row_kind kind_for(struct row_kind q)
 {
-	q.codec = is_quantize(CODEC) ? WIRE_CODEC_QUANTIZE : CODEC;
+	q.codec = is_quantize(CODEC) ? CODEC_QUANTIZE : CODEC;
 	q.affine = CODEC == QUANTIZE_AFFINE;
 	return q;
 }
@@ -47,7 +47,7 @@ template <int CODEC> DEVICE struct row_kind kind_for(struct row_kind q)
 /* Return true if codes are entropy-coded. The result is a compile-time constant for most codecs. */
 template <int CODEC> DEVICE bool is_entropy_coded(struct row_kind q)
 {
-	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_FLOAT8) && q.entropy;
+	return (CODEC == CODEC_TERNARY || CODEC == CODEC_FLOAT8) && q.entropy;
 }
 
 static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64_t b)
@@ -75,7 +75,7 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 	}
 	if (q.affine) {
 		struct row_ends ends;
-		const uint64_t high = q.dtype == WIRE_FLOAT32 ? load32(p + 4) : 0;
+		const uint64_t high = q.dtype == CODEC_FLOAT32 ? load32(p + 4) : 0;
 		const bool valid = scale_open_ends(load32(p) | high << 32, q.dtype, &ends);
 
 		*scale = ends.half;
@@ -83,11 +83,11 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 		return valid;
 	}
 	u = w = load32(p);
-	if (q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN)
+	if (q.codec == CODEC_SIGN && q.variant == CODEC_SIGN_TWO_MEAN)
 		w = load32(p + 4);
 	*scale = round_float(u);
 	*below = round_sign_below(round_float(w));
-	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != WIRE_CODEC_FLOAT8);
+	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != CODEC_FLOAT8);
 }
 
 /* Read n codes of TERNARY, packed five per byte, from code i on. Returns one code per byte. */
@@ -128,13 +128,13 @@ template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t
 	const bool any = is_quantize(CODEC);
 
 	codes = global(codes);
-	if (CODEC == WIRE_CODEC_FLOAT8 || (any && q.bits == 8))
+	if (CODEC == CODEC_FLOAT8 || (any && q.bits == 8))
 		return load_bytes(codes + i, n);
-	if (CODEC == WIRE_CODEC_FLOAT4 || (any && q.bits == 4)) {
+	if (CODEC == CODEC_FLOAT4 || (any && q.bits == 4)) {
 		codes += i / 2;
 		return keep_bytes(spread_nibbles(codes[0] | (n > 2 ? codes[1] << 8 : 0)), n);
 	}
-	if (CODEC == WIRE_CODEC_SIGN || (any && q.bits == 1))
+	if (CODEC == CODEC_SIGN || (any && q.bits == 1))
 		return keep_bytes(((codes[i / 8] >> i % 8 & 15) * 0x204081) & 0x01010101, n);
 	if (q.bits == 2) {
 		uint32_t quad = codes[i / 4];
@@ -164,9 +164,9 @@ template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 	const float none = round_float(0x7fc00000);
 	uint32_t a = code & 127;
 
-	if (CODEC == WIRE_CODEC_TERNARY)
+	if (CODEC == CODEC_TERNARY)
 		return code > 2 ? none : round_ternary_ratio(code);
-	if (CODEC == WIRE_CODEC_FLOAT8) {
+	if (CODEC == CODEC_FLOAT8) {
 		bool e4m3 = !q.e5m2;
 		uint32_t u = a > (e4m3 ? 0x7e : 0x7b) ? round_bits(none)
 			     : e4m3                   ? round_small_value(a, 3, 7)
@@ -174,7 +174,7 @@ template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 
 		return round_float(u | (code & 128) << 24);
 	}
-	if (CODEC == WIRE_CODEC_FLOAT4)
+	if (CODEC == CODEC_FLOAT4)
 		return round_float4_ratio(code);
 	return code > (q.odd ? 2u * q.levels : q.levels)
 		       ? none
@@ -187,7 +187,7 @@ template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
  */
 template <int CODEC> DEVICE float dequantize(struct row_kind q, float ratio, float scale, float below)
 {
-	if (CODEC == WIRE_CODEC_FLOAT8) {
+	if (CODEC == CODEC_FLOAT8) {
 		uint32_t u = round_bits(ratio), a = u & ROUND_ABS, v = round_bits(round_div(round_float(a), scale));
 
 		v = v < ROUND_MAX ? v : ROUND_MAX;
@@ -195,7 +195,7 @@ template <int CODEC> DEVICE float dequantize(struct row_kind q, float ratio, flo
 	}
 	if (is_quantize(CODEC) && q.affine)
 		return round_affine(ratio, scale, below);
-	if (CODEC == WIRE_CODEC_QUANTIZE)
+	if (CODEC == CODEC_QUANTIZE)
 		return scale > 0 ? round_mul(scale, ratio) : 0.0f;
 	return round_scaled(ratio, scale);
 }
@@ -258,7 +258,7 @@ DEVICE float divide_float8(float ratio, float scale, float inverse)
 /* Fill a table of code_ratio for all codes in shared memory. Called by all threads of the CTA. */
 template <int CODEC> DEVICE void fill_ratios(const codec_view *v, float *ratio)
 {
-	for (uint32_t code = threadIdx.x; code < 256 && CODEC != WIRE_CODEC_SIGN; code += blockDim.x)
+	for (uint32_t code = threadIdx.x; code < 256 && CODEC != CODEC_SIGN; code += blockDim.x)
 		ratio[code] = code_ratio<CODEC>(kind_of(v), code);
 	__syncthreads();
 }
@@ -275,7 +275,7 @@ struct row_walk {
 DEVICE row_walk walk_rows(struct row_kind q, const codec_row_part *part, const uint8_t *scales, const uint8_t *codes,
 			  const float *ratio, bool unscaled)
 {
-	float below = round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]);
+	float below = round_sign_below(part->scale[q.variant == CODEC_SIGN_TWO_MEAN]);
 
 	return {part, scales, codes, ratio, part->group_size, part->group_size ? 0 : ~0u, unscaled ? 1 : part->scale[0],
 		below};
@@ -314,14 +314,14 @@ DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
 /* Set *y to the dequantized value of a code in the current row. Return a nonzero number if the code is invalid. */
 template <int CODEC> DEVICE uint32_t walk_code(struct row_kind q, const row_walk &w, uint32_t code, float *y)
 {
-	if (CODEC == WIRE_CODEC_SIGN) {
+	if (CODEC == CODEC_SIGN) {
 		*y = code ? w.scale : w.below;
 		return 0;
 	}
 	float ratio = shared(w.ratio)[code];
 
 	*y = dequantize<CODEC>(q, ratio, w.scale, w.below);
-	return (CODEC == WIRE_CODEC_TERNARY || is_quantize(CODEC)) && ratio != ratio;
+	return (CODEC == CODEC_TERNARY || is_quantize(CODEC)) && ratio != ratio;
 }
 
 /* Dequantize n <= 4 values from value i of the block on, which may lie in several rows. */

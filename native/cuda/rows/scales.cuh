@@ -78,9 +78,9 @@ enum summing { SUM_ABS, SUM_BY_SIGN, SUM_SQUARES };
 
 DEVICE summing summing_of(const codec_view *v)
 {
-	if (v->clip > 0 || (v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_L2))
+	if (v->clip > 0 || (v->codec == CODEC_SIGN && v->variant == CODEC_SIGN_L2))
 		return SUM_SQUARES;
-	return v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_TWO_MEAN ? SUM_BY_SIGN : SUM_ABS;
+	return v->codec == CODEC_SIGN && v->variant == CODEC_SIGN_TWO_MEAN ? SUM_BY_SIGN : SUM_ABS;
 }
 
 /* Running sums over the values of one lane. */
@@ -240,15 +240,15 @@ DEVICE_CALL scaled put_sign_row(const codec_view *v, struct row_kind q, const co
 	scale_sign(q, sums.sum, sums.negative, n, scale);
 	if (lane < row_scale_nbytes(q))
 		to[lane] = (uint8_t)(round_bits(lane < 4 ? scale[0] : scale[1]) >> 8 * (lane % 4));
-	return {CODEC_OK, scale[0], round_sign_below(q.variant == WIRE_SIGN_TWO_MEAN ? scale[1] : scale[0])};
+	return {CODEC_OK, scale[0], round_sign_below(q.variant == CODEC_SIGN_TWO_MEAN ? scale[1] : scale[0])};
 }
 
 /* Compute a row's stored scale from its largest magnitude `max`. Not for SIGN, whose scales are computed from sums. */
 DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_row_part *part, uint32_t max)
 {
-	return q.scale_most                   ? scale_byte(q, max, part->scale[0])
-	       : q.codec == WIRE_CODEC_FLOAT8 ? round_bits(scale_float8(q, max, v->scale))
-					      : max;
+	return q.scale_most              ? scale_byte(q, max, part->scale[0])
+	       : q.codec == CODEC_FLOAT8 ? round_bits(scale_float8(q, max, v->scale))
+					 : max;
 }
 
 /* Convert a row's stored scale, `bits`, to the scale for rounding. */
@@ -326,7 +326,7 @@ DEVICE_CALL scaled put_ends(struct row_kind q, const codec_source *source, uint6
  */
 DEVICE uint32_t limit_of(const codec_view *v)
 {
-	return v->options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ~0u;
+	return v->options & CODEC_OPTION_PROPAGATE ? ROUND_INF : ~0u;
 }
 
 /*
@@ -337,7 +337,7 @@ template <int CODEC>
 DEVICE scaled put_scale_here(const codec_view *v, struct row_kind q, const codec_row_part *part,
 			     const codec_source *source, uint64_t first, uint32_t n, uint8_t *to, uint32_t lane)
 {
-	if (CODEC == WIRE_CODEC_SIGN)
+	if (CODEC == CODEC_SIGN)
 		return put_sign_row(v, q, source, first, n, to, NULL, lane);
 	if (CODEC == QUANTIZE_AFFINE)
 		return put_ends(q, source, first, n, to, lane);

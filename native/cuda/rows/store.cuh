@@ -32,7 +32,7 @@ DEVICE bool check_codes(struct row_kind q, const uint8_t *codes, uint64_t nbytes
 	uint64_t i = lane;
 	bool bad = false;
 
-	if (q.codec == WIRE_CODEC_QUANTIZE && !q.odd)
+	if (q.codec == CODEC_QUANTIZE && !q.odd)
 		return true;
 	if ((uint64_t)codes % 4 == 0)
 		for (; 4 * (i + 32 * (AT_ONCE - 1)) + 4 <= nbytes; i += 32 * AT_ONCE) {
@@ -61,7 +61,7 @@ DEVICE uint32_t rounded_pair(uint32_t dtype, float a, float b)
 #ifdef __CUDA_ARCH__
 	uint32_t two;
 
-	if (dtype == WIRE_BFLOAT16)
+	if (dtype == CODEC_BFLOAT16)
 		asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(two) : "f"(a), "f"(b));
 	else
 		asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(two) : "f"(a), "f"(b));
@@ -74,7 +74,7 @@ DEVICE uint32_t rounded_pair(uint32_t dtype, float a, float b)
 /* Return the largest number of a dtype, as bits of float32. */
 DEVICE uint32_t largest_of_dtype(uint32_t dtype)
 {
-	return dtype == WIRE_FLOAT32 ? ROUND_MAX : dtype == WIRE_BFLOAT16 ? 0x7f7f0000 : 0x477fe000;
+	return dtype == CODEC_FLOAT32 ? ROUND_MAX : dtype == CODEC_BFLOAT16 ? 0x7f7f0000 : 0x477fe000;
 }
 
 /* Dequantize four values of a row, whose codes are the lower bits of x, and store them at `to`. */
@@ -87,9 +87,9 @@ DEVICE void store_quad_of(uint32_t x, float scale, const float *ratio, uint32_t 
 		const float r = ratio[x >> BITS * k & ((1u << BITS) - 1)];
 
 		/* adding 0 changes only -0, to +0, as required if the row's scale is 0 */
-		y[k] = CODEC == WIRE_CODEC_TERNARY ? round_mul(r, scale) : __fmaf_rn(r, scale, 0.0f);
+		y[k] = CODEC == CODEC_TERNARY ? round_mul(r, scale) : __fmaf_rn(r, scale, 0.0f);
 	}
-	if (dtype == WIRE_FLOAT32)
+	if (dtype == CODEC_FLOAT32)
 		*(uint4 *)to = {round_bits(y[0]), round_bits(y[1]), round_bits(y[2]), round_bits(y[3])};
 	else
 		*(uint2 *)to = {rounded_pair(dtype, y[0], y[1]), rounded_pair(dtype, y[2], y[3])};
@@ -108,7 +108,7 @@ DEVICE uint32_t store_rows_of(const row_walk &w, uint32_t m, uint8_t *to, uint32
 	const float *ratio = shared(w.ratio);
 	const uint8_t *codes = global(w.codes), *scales = global(w.scales);
 	uint32_t r = 0, end = w.row ? 0 : ~0u, scale[AT_ONCE];
-	const uint32_t size = dtype == WIRE_FLOAT32 ? 4 : 2;
+	const uint32_t size = dtype == CODEC_FLOAT32 ? 4 : 2;
 
 	scale[0] = round_bits(w.scale);
 	to = global(to) + size * 4 * lane;
@@ -138,8 +138,8 @@ DEVICE uint32_t store_rows_of(const row_walk &w, uint32_t m, uint8_t *to, uint32
 		for (uint32_t k = 0; k < AT_ONCE; k++) {
 			const float s = round_float(scale[EACH ? k : 0]);
 
-			if (dtype == WIRE_FLOAT32)
-				store_quad_of<CODEC, BITS>(x[k], s, ratio, WIRE_FLOAT32, to + 4 * WIRE_ROW * (r + k));
+			if (dtype == CODEC_FLOAT32)
+				store_quad_of<CODEC, BITS>(x[k], s, ratio, CODEC_FLOAT32, to + 4 * WIRE_ROW * (r + k));
 			else
 				store_quad_of<CODEC, BITS>(x[k], s, ratio, dtype, to + 2 * WIRE_ROW * (r + k));
 		}
@@ -150,7 +150,7 @@ DEVICE uint32_t store_rows_of(const row_walk &w, uint32_t m, uint8_t *to, uint32
 template <int CODEC, int BITS>
 DEVICE uint32_t store_rows_by(const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype, uint32_t *bad, uint32_t lane)
 {
-	if (CODEC == WIRE_CODEC_QUANTIZE && (w.row == 64 || w.row == 128 || w.row == 256 || w.row == 512))
+	if (CODEC == CODEC_QUANTIZE && (w.row == 64 || w.row == 128 || w.row == 256 || w.row == 512))
 		return store_rows_of<CODEC, BITS, true>(w, m, to, dtype, bad, lane);
 	return w.row % (8 * WIRE_ROW) ? 0 : store_rows_of<CODEC, BITS, false>(w, m, to, dtype, bad, lane);
 }
@@ -167,7 +167,7 @@ DEVICE uint32_t store_whole_rows(struct row_kind q, const row_walk &w, uint32_t 
 		return 0;
 	if (q.bits == 2)
 		return store_rows_by<CODEC, 2>(w, m, to, dtype, bad, lane);
-	if (CODEC == WIRE_CODEC_TERNARY)
+	if (CODEC == CODEC_TERNARY)
 		return 0;
 	return q.bits == 4 ? store_rows_by<CODEC, 4>(w, m, to, dtype, bad, lane)
 			   : store_rows_by<CODEC, 8>(w, m, to, dtype, bad, lane);

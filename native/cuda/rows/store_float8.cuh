@@ -13,8 +13,8 @@ DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
 	uint32_t u[4];
 
 	for (uint32_t k = 0; k < 4; k++)
-		u[k] = dtype == WIRE_BFLOAT16 ? round_to_bfloat16(round_bits(y[k]))
-					      : round_to_float16(round_bits(y[k]));
+		u[k] = dtype == CODEC_BFLOAT16 ? round_to_bfloat16(round_bits(y[k]))
+					       : round_to_float16(round_bits(y[k]));
 	return {u[0] | u[1] << 16, u[2] | u[3] << 16};
 }
 
@@ -37,7 +37,7 @@ DEVICE bool store_float8(const uint32_t quad[N], float scale, float inverse, uin
 		float8_ratios(E4M3, quad[k], y);
 		for (uint32_t l = 0; l < 4; l++)
 			y[l] = divide_float8(y[l], scale, inverse);
-		if (dtype == WIRE_FLOAT32)
+		if (dtype == CODEC_FLOAT32)
 			global((uint4 *)to)[32 * k + lane] = {round_bits(y[0]), round_bits(y[1]), round_bits(y[2]),
 							      round_bits(y[3])};
 		else
@@ -59,7 +59,7 @@ template <bool MX, bool E4M3>
 DEVICE opened_scale open_small(struct row_kind q, const uint8_t *scales, uint32_t i, uint32_t dtype, uint32_t *bad)
 {
 	if (MX) { /* with scales above 2^7 (E4M3) or 1 (E5M2) the largest codes exceed float16 */
-		const uint32_t stored = scales[i], most = dtype == WIRE_FLOAT16 ? (E4M3 ? 134u : 127u) : q.scale_most;
+		const uint32_t stored = scales[i], most = dtype == CODEC_FLOAT16 ? (E4M3 ? 134u : 127u) : q.scale_most;
 
 		*bad |= stored > q.scale_most;
 		return {0, stored > most ? 0 : round_float(stored ? stored << 23 : 1u << 22)};
@@ -79,7 +79,7 @@ DEVICE void store_small_quad(uint32_t quad, const opened_scale &s, uint8_t *to, 
 	float8_ratios(E4M3, quad, y);
 	for (uint32_t k = 0; k < 4; k++)
 		y[k] = MX ? round_mul(y[k], s.inverse) : divide_float8(y[k], s.scale, s.inverse);
-	if (dtype == WIRE_FLOAT32)
+	if (dtype == CODEC_FLOAT32)
 		*(uint4 *)to = {round_bits(y[0]), round_bits(y[1]), round_bits(y[2]), round_bits(y[3])};
 	else if (MX)
 		*(uint2 *)to = {rounded_pair(dtype, y[0], y[1]), rounded_pair(dtype, y[2], y[3])};
@@ -97,7 +97,7 @@ DEVICE uint32_t store_small_of(struct row_kind q, const row_walk &w, uint32_t m,
 			       uint32_t *bad, uint32_t lane)
 {
 	const uint32_t AT_ONCE = 8, row_log2 = MX ? 5 : 31 - (uint32_t)__clz((int)w.row),
-		       rows = AT_ONCE * WIRE_ROW >> row_log2, size = dtype == WIRE_FLOAT32 ? 4 : 2;
+		       rows = AT_ONCE * WIRE_ROW >> row_log2, size = dtype == CODEC_FLOAT32 ? 4 : 2;
 	const uint8_t *scales = global(w.scales);
 	const uint32_t *codes = global((const uint32_t *)w.codes) + lane;
 	uint32_t r = 0;
@@ -124,8 +124,8 @@ DEVICE uint32_t store_small_of(struct row_kind q, const row_walk &w, uint32_t m,
 			const opened_scale s = {MX ? 0 : __shfl_sync(FULL, own.scale, from),
 						__shfl_sync(FULL, own.inverse, from)};
 
-			if (dtype == WIRE_FLOAT32)
-				store_small_quad<MX, E4M3>(quad[k], s, to + 4 * WIRE_ROW * (r + k), WIRE_FLOAT32);
+			if (dtype == CODEC_FLOAT32)
+				store_small_quad<MX, E4M3>(quad[k], s, to + 4 * WIRE_ROW * (r + k), CODEC_FLOAT32);
 			else
 				store_small_quad<MX, E4M3>(quad[k], s, to + 2 * WIRE_ROW * (r + k), dtype);
 		}

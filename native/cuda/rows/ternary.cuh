@@ -55,7 +55,7 @@ DEVICE groups_put put_ternary_steps(const row_job &r, uint8_t *to, bool given, u
 {
 	const uint32_t AT_ONCE = 2; /* number of steps whose loads are in flight together */
 	const codec_source source = {global(r.source.values), NULL, NULL};
-	const uint32_t dtype = r.v->dtype, nbytes = dtype == WIRE_FLOAT32 ? 4 : 2,
+	const uint32_t dtype = r.v->dtype, nbytes = dtype == CODEC_FLOAT32 ? 4 : 2,
 		       whole = r.p.m / (AT_ONCE * WARP_STEP) * (AT_ONCE * WARP_STEP);
 	const uint64_t first = r.p.first;
 	const float scale = r.p.part->scale[0];
@@ -85,7 +85,7 @@ DEVICE groups_put put_ternary_steps(const row_job &r, uint8_t *to, bool given, u
 			const ternary_codes codes = code_ternary(x + 8 * k, by, draws);
 
 			if (__any_sync(FULL, !codes.sure))
-				put_group_slowly<WIRE_CODEC_TERNARY>(r, mine, scale, to + mine / 4);
+				put_group_slowly<CODEC_TERNARY>(r, mine, scale, to + mine / 4);
 			else
 				*(uint16_t *)(to + mine / 4) = (uint16_t)codes.packed;
 		}

@@ -80,7 +80,7 @@ DEVICE void put_codes(const codec_sink &sink, const topk_codes &c, uint32_t coun
 		put_values(&sink, c.q.dtype, c.first + begin, end - begin, zero, 0);
 	}
 	__syncwarp();
-	if (own && stores && c.q.dtype != WIRE_FLOAT32)
+	if (own && stores && c.q.dtype != CODEC_FLOAT32)
 		((uint16_t *)sink.data)[c.first + c.at] = (uint16_t)bits_of_float(c.q.dtype, y);
 	else if (own)
 		there[c.at] = y;

@@ -197,7 +197,7 @@ DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uin
 		const topk_range range = put_scales(q, c, least, k, w, room);
 
 		if (range.high > 0 || e.source.residual)
-			put_kept(q, c, least, range, v.options & WIRE_OPTION_STOCHASTIC ? &key : NULL, room->list, &w);
+			put_kept(q, c, least, range, v.options & CODEC_OPTION_STOCHASTIC ? &key : NULL, room->list, &w);
 	}
 	*size = (w.bit + 8 * WIRE_ALIGN - 1) / (8 * WIRE_ALIGN) * WIRE_ALIGN;
 	return CODEC_OK;

@@ -200,7 +200,7 @@ DEVICE codec_status write_small(const codec_encoding &e, const codec_view &v, ui
 {
 	const topk_kind q = kind_of_topk(v);
 	const philox key = {v.seed, (uint32_t)v.stream, (uint32_t)(v.stream >> 32)};
-	const philox *key_of = v.options & WIRE_OPTION_STOCHASTIC ? &key : NULL;
+	const philox *key_of = v.options & CODEC_OPTION_STOCHASTIC ? &key : NULL;
 	const uint32_t m = (uint32_t)block_values(&v, b), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 	uint32_t bit = 8 * (uint32_t)topk_scales_nbytes(&q, m); /* bit position of the stream's end */
 	/* list: up to half of a chunk may be kept; turn: index into room->sizes */

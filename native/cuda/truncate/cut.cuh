@@ -23,15 +23,15 @@ struct cutter {
 DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const codec_cuts &by, uint32_t dtype)
 {
 	const cut_kind q = cut_kind_of(dtype);
-	const bool given = v->variant == WIRE_LEVELS_FIXED || by.levels;
+	const bool given = v->variant == CODEC_LEVEL_CODING_FIXED || by.levels;
 
 	return {q,
 		dtype,
 		v->bits & 3,
-		!(v->options & WIRE_OPTION_CUT),
-		(v->options & WIRE_OPTION_BITS) != 0,
-		v->variant == WIRE_LEVELS_SHARED,
-		v->variant == WIRE_LEVELS_CODED,
+		!(v->options & CODEC_OPTION_CUT),
+		(v->options & CODEC_OPTION_BITS) != 0,
+		v->variant == CODEC_LEVEL_CODING_SHARED,
+		v->variant == CODEC_LEVEL_CODING_CODED,
 		v->model_parts.count > 0,
 		guard_of(q, *v),
 		global(source->values),
@@ -65,7 +65,7 @@ DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
 	uint64_t wide[4];
 	uint32_t carried = 0;
 
-	if (c.dtype == WIRE_FLOAT32)
+	if (c.dtype == CODEC_FLOAT32)
 		load_quad<4>(global(c.values) + 4 * i, n, wide);
 	else
 		load_quad<2>(global(c.values) + 2 * i, n, wide);

@@ -45,7 +45,7 @@ DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, ui
 
 	for (uint32_t k = 0; k < 4; k++)
 		levels[k] = 0;
-	if (j->v.variant != WIRE_LEVELS_CODED) {
+	if (j->v.variant != CODEC_LEVEL_CODING_CODED) {
 		unpack(plane_row(o, r, c, lane), e);
 		for (uint32_t k = 0; k < 4; k++)
 			o->bad |= e[k] > q.last;
@@ -122,7 +122,7 @@ DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i
 {
 	const uint64_t wide[4] = {x.x, x.y, x.z, x.w};
 
-	if (dtype == WIRE_FLOAT32)
+	if (dtype == CODEC_FLOAT32)
 		put_quad<4>(sink, dtype, i, n, wide);
 	else
 		put_quad<2>(sink, dtype, i, n, wide);
@@ -146,7 +146,7 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 		     cut_block *o)
 {
 	const cut_kind q = cut_kind_of(DTYPE);
-	const bool by_bit = (v.options & WIRE_OPTION_BITS) != 0, coded = v.variant == WIRE_LEVELS_CODED;
+	const bool by_bit = (v.options & CODEC_OPTION_BITS) != 0, coded = v.variant == CODEC_LEVEL_CODING_CODED;
 	const uint32_t total = q.mbits + 1, tail = by_bit ? head >> WIRE_TAIL_AT & 31 : 0;
 
 	*o = {q,
@@ -156,8 +156,8 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 	      total - tail,
 	      head & 3,
 	      by_bit ? 0 : head / WIRE_PIECE_ZERO,
-	      coded || v.variant == WIRE_LEVELS_PLANE,
-	      v.variant == WIRE_LEVELS_PLANE,
+	      coded || v.variant == CODEC_LEVEL_CODING_PLANE,
+	      v.variant == CODEC_LEVEL_CODING_PLANE,
 	      global((uint32_t *)scratch),
 	      global((uint32_t *)(scratch + PLANE_ROOM))};
 	return !(head & ~(3 | (by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || o->mode == WIRE_MODE_ROWS ||
@@ -258,7 +258,7 @@ DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint
 		    const codec_sink *sink, uint32_t lane)
 {
 	const bool stores = sink->into == CODEC_INTO_STORE &&
-			    (uint64_t)sink->data % (dtype == WIRE_FLOAT32 ? sizeof(uint4) : sizeof(uint2)) == 0;
+			    (uint64_t)sink->data % (dtype == CODEC_FLOAT32 ? sizeof(uint4) : sizeof(uint2)) == 0;
 
 	for (uint32_t r = 0; r < o.rows; r++) {
 		const uint64_t i = first + WIRE_ROW * r + 4 * lane;
@@ -278,7 +278,7 @@ DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint
 			field[k] = bits_pattern(field[k], (uint8_t)exponents[k], (int)o.q.mbits, (int)o.q.sign);
 		if (n < 4 || !stores)
 			put_patterns(sink, dtype, i, n, {field[0], field[1], field[2], field[3]});
-		else if (dtype == WIRE_FLOAT32)
+		else if (dtype == CODEC_FLOAT32)
 			global((uint4 *)sink->data)[i / 4] = {field[0], field[1], field[2], field[3]};
 		else
 			global((uint2 *)sink->data)[i / 4] = {field[0] | field[1] << 16, field[2] | field[3] << 16};
@@ -295,7 +295,7 @@ DEVICE codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by
 {
 	const codec_view &v = j->v;
 	const uint64_t first = b * v.block_nvalues;
-	const bool shares = v.variant == WIRE_LEVELS_SHARED;
+	const bool shares = v.variant == CODEC_LEVEL_CODING_SHARED;
 	cut_totals totals = {{0, 0}, 0};
 	uint32_t sent = 0;
 	bool bad = false;
@@ -340,10 +340,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) decode_truncate(cons
 	decode_blocks<13>(decodings, 0,
 			  [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const pairs &by,
 			     uint8_t *mine, uint32_t lane, uint64_t *) {
-				  if (j->v.dtype == WIRE_FLOAT32)
-					  return read_cut<WIRE_FLOAT32>(j, b, c, by, mine, d.exponents, &d.sink, lane);
-				  if (j->v.dtype == WIRE_BFLOAT16)
-					  return read_cut<WIRE_BFLOAT16>(j, b, c, by, mine, d.exponents, &d.sink, lane);
-				  return read_cut<WIRE_FLOAT16>(j, b, c, by, mine, d.exponents, &d.sink, lane);
+				  if (j->v.dtype == CODEC_FLOAT32)
+					  return read_cut<CODEC_FLOAT32>(j, b, c, by, mine, d.exponents, &d.sink, lane);
+				  if (j->v.dtype == CODEC_BFLOAT16)
+					  return read_cut<CODEC_BFLOAT16>(j, b, c, by, mine, d.exponents, &d.sink,
+									  lane);
+				  return read_cut<CODEC_FLOAT16>(j, b, c, by, mine, d.exponents, &d.sink, lane);
 			  });
 }

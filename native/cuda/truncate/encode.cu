@@ -29,11 +29,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_truncate(cons
 	const taken_units unit = take_units(e.scratch, e.scratch.each, lane);
 
 	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;)
-		if (j.v.dtype == WIRE_FLOAT32)
-			write_cut<WIRE_FLOAT32>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
-		else if (j.v.dtype == WIRE_BFLOAT16)
-			write_cut<WIRE_BFLOAT16>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
+		if (j.v.dtype == CODEC_FLOAT32)
+			write_cut<CODEC_FLOAT32>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
+		else if (j.v.dtype == CODEC_BFLOAT16)
+			write_cut<CODEC_BFLOAT16>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
 		else
-			write_cut<WIRE_FLOAT16>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
+			write_cut<CODEC_FLOAT16>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
 	give_units(e.scratch, unit, lane);
 }

@@ -83,7 +83,7 @@ DEVICE cut_memory cut_memory_of(uint8_t *scratch, bool joint)
 template <class G>
 DEVICE uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_memory &to, G place, uint32_t lane)
 {
-	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
+	const bool joint = j->v.variant == CODEC_LEVEL_CODING_CODED;
 	bool placed = false;
 	auto place_coded = [&](uint32_t nbytes) {
 		placed = true;
@@ -312,8 +312,8 @@ DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_so
 {
 	const codec_view &v = j->v;
 	const cutter c = cutter_of(&v, source, e.by, DTYPE);
-	const cut_memory to = cut_memory_of(scratch, v.variant == WIRE_LEVELS_CODED);
-	const bool levels = v.variant == WIRE_LEVELS_PLANE;
+	const cut_memory to = cut_memory_of(scratch, v.variant == CODEC_LEVEL_CODING_CODED);
+	const bool levels = v.variant == CODEC_LEVEL_CODING_PLANE;
 	const uint64_t first = b * v.block_nvalues;
 	/* start: byte offset in the region at which symbols begin */
 	const uint32_t m = (uint32_t)block_values(&v, b), start = c.shares ? 8 : 4;
@@ -323,7 +323,7 @@ DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_so
 	bool constant;
 
 	if (v.model_parts.count)
-		fit_rows(j, e.memory, c.values, c.dtype == WIRE_FLOAT32 ? 4 : 2, 1 << c.q.octave_log2,
+		fit_rows(j, e.memory, c.values, c.dtype == CODEC_FLOAT32 ? 4 : 2, 1 << c.q.octave_log2,
 			 1u << c.q.octave_log2, first, m, lane);
 	cut_sums sums = cut_rows(j, c, source, first, m, to, &constant, lane);
 

@@ -29,9 +29,9 @@ DEVICE cut_kind cut_kind_of(uint32_t dtype)
 	const uint8_t drops[3][4] = {WIRE_DROPS_FLOAT32, WIRE_DROPS_BFLOAT16, WIRE_DROPS_FLOAT16};
 	const uint8_t widths[3][4] = {WIRE_PIECES_FLOAT32, WIRE_PIECES_BFLOAT16, WIRE_PIECES_FLOAT16};
 
-	if (dtype == WIRE_FLOAT32)
+	if (dtype == CODEC_FLOAT32)
 		return {23, 31, 127, 255, 7, WIRE_JOINT_BASE, bytes_of(drops[0]), bytes_of(widths[0]), 43};
-	if (dtype == WIRE_BFLOAT16)
+	if (dtype == CODEC_BFLOAT16)
 		return {7, 15, 127, 255, 7, WIRE_JOINT_BASE, bytes_of(drops[1]), bytes_of(widths[1]), 128};
 	return {10, 15, 15, 31, 10, 0, bytes_of(drops[2]), bytes_of(widths[2]), 105};
 }

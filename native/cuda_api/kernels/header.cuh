@@ -64,9 +64,9 @@ DEVICE codec_status check_kind(const uint8_t *b, uint64_t have)
 		return CODEC_BAD_MAGIC;
 	if (have < WIRE_AT_SHAPE)
 		return CODEC_TRUNCATED;
-	if (b[WIRE_AT_VERSION] != WIRE_VERSION || entry_of(b[WIRE_AT_CODEC]).family == codec_entry::none)
+	if (b[WIRE_AT_VERSION] != CODEC_FORMAT_VERSION || entry_of(b[WIRE_AT_CODEC]).family == codec_entry::none)
 		return CODEC_UNSUPPORTED;
-	if (!takes_dtype(b[WIRE_AT_CODEC], b[WIRE_AT_DTYPE]) || b[WIRE_AT_RANK] > WIRE_MAX_RANK)
+	if (!takes_dtype(b[WIRE_AT_CODEC], b[WIRE_AT_DTYPE]) || b[WIRE_AT_RANK] > CODEC_MAX_RANK)
 		return CODEC_BAD_HEADER;
 	if (have < WIRE_AT_SHAPE + 8u * b[WIRE_AT_RANK])
 		return CODEC_TRUNCATED;
@@ -104,16 +104,16 @@ DEVICE codec_status read_params(const uint8_t *b, codec_view *v)
 	if (v->variant >= most.variants || v->options & ~(uint32_t)most.options || v->bits > most.max_bits ||
 	    length < most.least_max_code_length || length > (most.least_max_code_length ? WIRE_MAX_CODE_LENGTH : 0))
 		return CODEC_BAD_HEADER;
-	if (v->codec == CODEC_QUANTIZE && v->bits < (v->variant == WIRE_LEVELS_ODD ? 2 : 1))
+	if (v->codec == CODEC_QUANTIZE && v->bits < (v->variant == CODEC_LEVELS_ODD ? 2 : 1))
 		return CODEC_BAD_HEADER;
-	if (v->options & WIRE_OPTION_RCEIL && (v->options & WIRE_OPTION_STOCHASTIC || !row_is_mx(kind_of(v))))
+	if (v->options & CODEC_OPTION_RCEIL && (v->options & CODEC_OPTION_STOCHASTIC || !row_is_mx(kind_of(v))))
 		return CODEC_BAD_HEADER;
 	if (v->codec == CODEC_TRUNCATE) {
-		const bool is_fixed = v->variant == WIRE_LEVELS_FIXED;
+		const bool is_fixed = v->variant == CODEC_LEVEL_CODING_FIXED;
 
 		v->guard = (int8_t)(rest - WIRE_GUARD);
-		return (v->options & WIRE_OPTION_BITS && v->variant != WIRE_LEVELS_SHARED) || (v->bits && !is_fixed) ||
-				       (v->guard && is_fixed) || rest > 255
+		return (v->options & CODEC_OPTION_BITS && v->variant != CODEC_LEVEL_CODING_SHARED) ||
+				       (v->bits && !is_fixed) || (v->guard && is_fixed) || rest > 255
 			       ? CODEC_BAD_HEADER
 			       : CODEC_OK;
 	}

@@ -13,7 +13,7 @@ struct open_state {
 	opening a;
 	codec_view v;
 	side s;
-	uint64_t header[WIRE_MAX_HEADER / 8]; /* a copy, which concurrent writes to the frame cannot change */
+	uint64_t header[CODEC_HEADER_NBYTES / 8]; /* a copy, which concurrent writes to the frame cannot change */
 	uint8_t lead[LEAD_NBYTES];
 	codebook books[WIRE_MAX_PLANES];
 	uint64_t nbytes, n;
@@ -41,7 +41,7 @@ DEVICE void take_header(open_state *o)
 	__syncthreads();
 	const uint64_t have = o->status ? 0 : o->nbytes;
 
-	for (uint32_t i = threadIdx.x; i < WIRE_MAX_HEADER; i += blockDim.x)
+	for (uint32_t i = threadIdx.x; i < CODEC_HEADER_NBYTES; i += blockDim.x)
 		to[i] = i < have ? ((const uint8_t *)o->a.frame)[i] : 0;
 	__syncthreads();
 }
@@ -58,7 +58,7 @@ DEVICE_CALL void open_header(open_state *o)
 		status = check_span(&o->v, o->nbytes, a.flags);
 	if (!status)
 		status = check_sections(&o->v, (const uint8_t *)a.frame);
-	if (!status && a.codec == CODEC_TRUNCATE && o->v.layout && o->v.variant == WIRE_LEVELS_SHARED)
+	if (!status && a.codec == CODEC_TRUNCATE && o->v.layout && o->v.variant == CODEC_LEVEL_CODING_SHARED)
 		status = CODEC_MISSING_STATE;
 	o->status = status;
 	if (!status)

@@ -144,7 +144,7 @@ static __device__ bool read_offsets(side *s, const codec_view *v, const codec_mo
 /* Read the scales of a part of a row codec. Returns false if a scale is invalid. */
 DEVICE bool read_part_scales(const uint8_t *p, const codec_view *v, codec_row_part *part)
 {
-	const int used = v->codec == CODEC_SIGN && v->variant == WIRE_SIGN_TWO_MEAN ? 2 : 1;
+	const int used = v->codec == CODEC_SIGN && v->variant == CODEC_SIGN_TWO_MEAN ? 2 : 1;
 
 	for (int i = 0; i < 2; i++) {
 		uint32_t u = load32(p + 4 * i);

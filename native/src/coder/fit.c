@@ -34,7 +34,7 @@ static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t ra
 /* Return 1 if the model is flat: all values share one base, without offsets. */
 static int is_flat(const struct job *j)
 {
-	return model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
+	return model_asked(&j->h) == CODEC_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
 }
 
 /* Return 1 if the model always has a base. float64 needs a base, so that its symbols lie far from their wrap-around. */
@@ -428,7 +428,7 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	samples = choose_total(raw);
 	s->nzeros += lowered[0];
 	s->nvalues += samples;
-	if (flat || model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
+	if (flat || model_asked(&j->h) == CODEC_MODEL_SEPARABLE ||
 	    choose_offsets_pay(choose_cost(raw), choose_cost(lowered), samples, g->count,
 			       segment_rows(g) + segment_cols(g))) {
 		choose_add_lowered(s->lowered, parts, 0, s->all);

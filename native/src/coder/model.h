@@ -16,7 +16,7 @@ static inline int eighth_log2(const struct dtype *d)
 
 static inline int model_asked(const struct header *h)
 {
-	return family_of(h)->whole_octaves ? WIRE_MODEL_AUTO : h->variant;
+	return family_of(h)->whole_octaves ? CODEC_MODEL_AUTO : h->variant;
 }
 
 /* Return the smallest pattern that the model changes: the first one whose plane 0 (TRUNCATE: exponent) is not 0. */

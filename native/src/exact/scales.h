@@ -30,24 +30,24 @@ BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t o
 	struct row_kind q = {
 		(uint8_t)codec, (uint8_t)variant, (uint8_t)options, (uint8_t)dtype, 0, 0, 0, 8, 0, 0, 0, 0};
 
-	if (codec == WIRE_CODEC_SIGN) {
+	if (codec == CODEC_SIGN) {
 		q.bits = 1;
-	} else if (codec == WIRE_CODEC_TERNARY) {
-		q.bits = variant == WIRE_TERNARY_2BIT ? 2 : 0;
-		q.entropy = variant == WIRE_TERNARY_ENTROPY;
-	} else if (codec == WIRE_CODEC_FLOAT8) {
-		q.e5m2 = variant == WIRE_FLOAT8_E5M2 || variant == WIRE_FLOAT8_MXFP8_E5M2;
+	} else if (codec == CODEC_TERNARY) {
+		q.bits = variant == CODEC_TERNARY_2BIT ? 2 : 0;
+		q.entropy = variant == CODEC_TERNARY_ENTROPY;
+	} else if (codec == CODEC_FLOAT8) {
+		q.e5m2 = variant == CODEC_E5M2 || variant == CODEC_MXFP8_E5M2;
 		q.max = q.e5m2 ? 57344.0f : 448.0f;
-		if (variant >= WIRE_FLOAT8_MXFP8_E4M3)
+		if (variant >= CODEC_MXFP8_E4M3)
 			q.scale_most = q.e5m2 ? WIRE_MAX_MXFP8_E5M2 : WIRE_MAX_MXFP8_E4M3;
-		q.entropy = (options & WIRE_OPTION_ENTROPY) != 0;
-	} else if (codec == WIRE_CODEC_FLOAT4) {
+		q.entropy = (options & CODEC_OPTION_ENTROPY) != 0;
+	} else if (codec == CODEC_FLOAT4) {
 		q.bits = 4;
-		q.scale_most = variant == WIRE_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4;
-	} else if (codec == WIRE_CODEC_QUANTIZE) {
+		q.scale_most = variant == CODEC_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4;
+	} else if (codec == CODEC_QUANTIZE) {
 		q.bits = (uint8_t)bits;
-		q.odd = variant == WIRE_LEVELS_ODD;
-		q.affine = variant == WIRE_LEVELS_AFFINE;
+		q.odd = variant == CODEC_LEVELS_ODD;
+		q.affine = variant == CODEC_LEVELS_AFFINE;
 		q.levels = q.odd ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
 	}
 	return q;
@@ -66,11 +66,11 @@ BITS_FN int row_allowed(struct row_kind q, uint32_t row)
 {
 	uint32_t most = q.entropy ? WIRE_ROW_BLOCK : WIRE_MAX_ROW;
 
-	if (q.codec == WIRE_CODEC_TERNARY)
+	if (q.codec == CODEC_TERNARY)
 		return row == 0;
 	if (q.scale_most)
 		return row == (row_is_mx(q) ? 32u : 16u);
-	return row <= most && (row || q.codec == WIRE_CODEC_SIGN);
+	return row <= most && (row || q.codec == CODEC_SIGN);
 }
 
 /* Return the row length of a tensor or part of this shape if the spec requests `asked`. */
@@ -131,8 +131,8 @@ BITS_FN uint64_t row_scale_nbytes(struct row_kind q)
 	if (q.scale_most)
 		return 1;
 	if (q.affine)
-		return q.dtype == WIRE_FLOAT32 ? 8 : 4;
-	return q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN ? 8 : 4;
+		return q.dtype == CODEC_FLOAT32 ? 8 : 4;
+	return q.codec == CODEC_SIGN && q.variant == CODEC_SIGN_TWO_MEAN ? 8 : 4;
 }
 
 BITS_FN uint64_t row_codes_nbytes(struct row_kind q, uint64_t m)
@@ -194,7 +194,7 @@ BITS_FN double scale_total(const double *level, uint64_t count)
 /* Round a mean or root x to float32, clamped to the dtype's largest finite value, because sums may have overflowed. */
 BITS_FN float scale_of_sum(double x, uint32_t dtype)
 {
-	double most = dtype == WIRE_FLOAT16 ? 65504.0 : dtype == WIRE_BFLOAT16 ? 0x1.fep127 : 0x1.fffffep127;
+	double most = dtype == CODEC_FLOAT16 ? 65504.0 : dtype == CODEC_BFLOAT16 ? 0x1.fep127 : 0x1.fffffep127;
 
 	return round_to_float(x < most ? x : most);
 }
@@ -207,9 +207,9 @@ BITS_FN float scale_mean(double total, uint64_t n, uint32_t dtype)
 /* Round a scale to the dtype, in which TERNARY must represent the decoded values 0, scale and -scale. */
 BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 {
-	if (dtype == WIRE_BFLOAT16)
+	if (dtype == CODEC_BFLOAT16)
 		return round_float(round_from_bfloat16(round_to_bfloat16(round_bits(x))));
-	if (dtype == WIRE_FLOAT16)
+	if (dtype == CODEC_FLOAT16)
 		return round_float(round_from_float16(round_to_float16(round_bits(x))));
 	return x;
 }
@@ -221,13 +221,13 @@ BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 BITS_FN float scale_above(float x, uint32_t dtype)
 {
 	float y = scale_in_dtype(x, dtype);
-	uint32_t half = dtype == WIRE_FLOAT16 ? round_to_float16(round_bits(x)) : round_to_bfloat16(round_bits(x));
+	uint32_t half = dtype == CODEC_FLOAT16 ? round_to_float16(round_bits(x)) : round_to_bfloat16(round_bits(x));
 
-	if (y >= x || half == (dtype == WIRE_FLOAT16 ? 0x7bffu : 0x7f7fu))
+	if (y >= x || half == (dtype == CODEC_FLOAT16 ? 0x7bffu : 0x7f7fu))
 		return y;
 	half++;
-	return round_float(dtype == WIRE_FLOAT16 ? round_from_float16((uint16_t)half)
-						 : round_from_bfloat16((uint16_t)half));
+	return round_float(dtype == CODEC_FLOAT16 ? round_from_float16((uint16_t)half)
+						  : round_from_bfloat16((uint16_t)half));
 }
 
 /*
@@ -238,11 +238,11 @@ BITS_FN int scale_lost(struct row_kind q, float x)
 {
 	uint32_t inf = ROUND_INF;
 
-	if (q.codec == WIRE_CODEC_TERNARY && q.dtype == WIRE_BFLOAT16)
+	if (q.codec == CODEC_TERNARY && q.dtype == CODEC_BFLOAT16)
 		inf = 0x7f7f8000; /* half a unit above bfloat16's largest value */
-	if (q.codec == WIRE_CODEC_TERNARY && q.dtype == WIRE_FLOAT16)
+	if (q.codec == CODEC_TERNARY && q.dtype == CODEC_FLOAT16)
 		inf = 0x477ff000; /* 65520, half a unit above float16's largest value */
-	return round_bits(x) >= inf || (q.codec == WIRE_CODEC_TERNARY && !(scale_in_dtype(x, q.dtype) > 0));
+	return round_bits(x) >= inf || (q.codec == CODEC_TERNARY && !(scale_in_dtype(x, q.dtype) > 0));
 }
 
 /*
@@ -254,9 +254,9 @@ BITS_FN int scale_lost(struct row_kind q, float x)
 BITS_FN void scale_sign(struct row_kind q, const double *total, uint64_t negative, uint64_t n, float *scale)
 {
 	scale[1] = 0;
-	if (q.variant == WIRE_SIGN_L1) {
+	if (q.variant == CODEC_SIGN_L1) {
 		scale[0] = scale_mean(total[0], n, q.dtype);
-	} else if (q.variant == WIRE_SIGN_L2) {
+	} else if (q.variant == CODEC_SIGN_L2) {
 		scale[0] = scale_of_sum(round_sqrt64(round_div64(total[0], (double)n)), q.dtype);
 	} else {
 		scale[0] = scale_mean(total[0], n - negative, q.dtype);
@@ -305,13 +305,13 @@ struct row_ends {
 /* Read a row's smallest and largest value. Return 0 unless both are finite, in ascending order, and not -0. */
 BITS_FN int scale_open_ends(uint64_t stored, uint32_t dtype, struct row_ends *ends)
 {
-	uint32_t width = dtype == WIRE_FLOAT32 ? 32 : 16, a = (uint32_t)stored, b = (uint32_t)(stored >> width);
+	uint32_t width = dtype == CODEC_FLOAT32 ? 32 : 16, a = (uint32_t)stored, b = (uint32_t)(stored >> width);
 	float low, high;
 
-	if (dtype == WIRE_FLOAT16) {
+	if (dtype == CODEC_FLOAT16) {
 		a = round_from_float16((uint16_t)a);
 		b = round_from_float16((uint16_t)b);
-	} else if (dtype == WIRE_BFLOAT16) {
+	} else if (dtype == CODEC_BFLOAT16) {
 		a = round_from_bfloat16((uint16_t)a);
 		b = round_from_bfloat16((uint16_t)b);
 	}
@@ -327,14 +327,14 @@ BITS_FN int scale_open_ends(uint64_t stored, uint32_t dtype, struct row_ends *en
 /* Round a row's smallest and largest value to the frame's dtype, -0 to +0. */
 BITS_FN struct row_ends scale_ends(float low, float high, uint32_t dtype)
 {
-	uint32_t width = dtype == WIRE_FLOAT32 ? 32 : 16, minus_zero = 1u << (width - 1);
+	uint32_t width = dtype == CODEC_FLOAT32 ? 32 : 16, minus_zero = 1u << (width - 1);
 	uint32_t a = round_bits(low), b = round_bits(high);
 	struct row_ends ends;
 
-	if (dtype == WIRE_FLOAT16) {
+	if (dtype == CODEC_FLOAT16) {
 		a = round_to_float16(a);
 		b = round_to_float16(b);
-	} else if (dtype == WIRE_BFLOAT16) {
+	} else if (dtype == CODEC_BFLOAT16) {
 		a = round_to_bfloat16(a);
 		b = round_to_bfloat16(b);
 	}
@@ -357,10 +357,8 @@ BITS_FN float scale_nvfp4(uint32_t max)
  */
 BITS_FN uint8_t scale_mx(struct row_kind q, uint32_t max, int up)
 {
-	uint32_t last = q.codec == WIRE_CODEC_FLOAT4 ? 2
-			: q.e5m2                     ? 15
-						     : 8; /* log2 of the lower end of the last octave */
-	uint32_t top = q.codec == WIRE_CODEC_FLOAT4 ? 0x400000 : 0x600000;
+	uint32_t last = q.codec == CODEC_FLOAT4 ? 2 : q.e5m2 ? 15 : 8; /* log2 of the lower end of the last octave */
+	uint32_t top = q.codec == CODEC_FLOAT4 ? 0x400000 : 0x600000;
 	uint32_t stored = (max >> 23) + (up && (max & 0x7fffff) > top);
 
 	stored = stored > last ? stored - last : 0;
@@ -370,7 +368,7 @@ BITS_FN uint8_t scale_mx(struct row_kind q, uint32_t max, int up)
 /* Return 1 if stored scales are rounded up, so that no value saturates. */
 BITS_FN int scale_rounds_up(struct row_kind q)
 {
-	return (q.options & (WIRE_OPTION_STOCHASTIC | WIRE_OPTION_RCEIL)) != 0;
+	return (q.options & (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_RCEIL)) != 0;
 }
 
 /* Return the byte to store for the scale of a row with largest magnitude `max`. `part`: the part's scale. */
@@ -390,7 +388,7 @@ BITS_FN uint8_t scale_byte(struct row_kind q, uint32_t max, float part)
 /* Return a row's divisor (FLOAT4) or factor (FLOAT8), given its stored byte, at most q.scale_most. */
 BITS_FN float scale_byte_value(struct row_kind q, uint32_t stored, float part)
 {
-	if (q.codec == WIRE_CODEC_FLOAT8)
+	if (q.codec == CODEC_FLOAT8)
 		return round_float((254 - stored) << 23);
 	if (row_is_mx(q))
 		return round_float(stored ? stored << 23 : 1u << 22);

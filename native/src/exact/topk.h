@@ -106,9 +106,9 @@ BITS_FN float topk_value(uint32_t code, float low, float high, int steps, uint32
 {
 	uint32_t x = round_bits(topk_magnitude(code >> 1, low, high, steps));
 
-	if (dtype == WIRE_BFLOAT16)
+	if (dtype == CODEC_BFLOAT16)
 		x = round_from_bfloat16(round_to_bfloat16(x));
-	else if (dtype == WIRE_FLOAT16)
+	else if (dtype == CODEC_FLOAT16)
 		x = round_from_float16(round_to_float16(x));
 	return round_float(x ? x | code << 31 : 0);
 }

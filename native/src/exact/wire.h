@@ -1,9 +1,12 @@
-/* wire.h - constants of the format (docs/spec/format.md). C, C++ and NVRTC. */
+/*
+ * wire.h - constants of the format (docs/spec/format.md) that codec.h does not define. C, C++ and NVRTC.
+ */
 #ifndef CODEC_WIRE_H
 #define CODEC_WIRE_H
 
+#include "codec/codec.h"
+
 #define WIRE_MAGIC 0x43444f43u /* "CODC" */
-#define WIRE_VERSION 1
 
 /* Header: 48 bytes, then 8 bytes per dimension. */
 #define WIRE_AT_VERSION 4
@@ -23,27 +26,10 @@
 #define WIRE_AT_RESERVED 42 /* 2 bytes */
 #define WIRE_AT_NBLOCKS 44
 #define WIRE_AT_SHAPE 48
-#define WIRE_MAX_RANK 8
-#define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
 
-/* Numbers of the dtypes that have an exponent. Lossy codecs accept float32, bfloat16 and float16. */
-#define WIRE_FLOAT32 1
-#define WIRE_FLOAT64 2
-#define WIRE_BFLOAT16 3
-#define WIRE_FLOAT16 4
 /* Sets of dtypes: bit d stands for dtype d. */
-#define WIRE_DTYPES_LOSSY (1u << WIRE_FLOAT32 | 1u << WIRE_BFLOAT16 | 1u << WIRE_FLOAT16)
+#define WIRE_DTYPES_LOSSY (1u << CODEC_FLOAT32 | 1u << CODEC_BFLOAT16 | 1u << CODEC_FLOAT16)
 #define WIRE_DTYPES_ALL 0xffffffffu
-
-#define WIRE_CODEC_LOSSLESS 1
-#define WIRE_CODEC_SIGN 2
-#define WIRE_CODEC_TERNARY 3
-#define WIRE_CODEC_FLOAT8 4
-#define WIRE_CODEC_FLOAT4 5
-#define WIRE_CODEC_QUANTIZE 6
-#define WIRE_CODEC_TRUNCATE 7
-#define WIRE_CODEC_DELTA 8
-#define WIRE_CODEC_TOPK 9
 
 /* Parameters: byte offsets relative to WIRE_AT_PARAMS. A codec stores 0 for a parameter that it does not have. */
 #define WIRE_PARAM_VARIANT 0 /* LOSSLESS: model; TRUNCATE: level coding */
@@ -56,36 +42,7 @@
 #define WIRE_PARAMS_NBYTES 8
 #define WIRE_GUARD 128
 
-#define WIRE_MODEL_AUTO 0
-#define WIRE_MODEL_FLAT 1
-#define WIRE_MODEL_SEPARABLE 2
-#define WIRE_SIGN_L1 0
-#define WIRE_SIGN_L2 1
-#define WIRE_SIGN_TWO_MEAN 2
-#define WIRE_TERNARY_2BIT 0
-#define WIRE_TERNARY_BASE3 1
-#define WIRE_TERNARY_ENTROPY 2
-#define WIRE_FLOAT8_E4M3FN 0
-#define WIRE_FLOAT8_E5M2 1
-#define WIRE_FLOAT8_MXFP8_E4M3 2
-#define WIRE_FLOAT8_MXFP8_E5M2 3
-#define WIRE_FLOAT4_NVFP4 0
-#define WIRE_FLOAT4_MXFP4 1
-#define WIRE_LEVELS_EVEN 0
-#define WIRE_LEVELS_ODD 1
-#define WIRE_LEVELS_AFFINE 2
-#define WIRE_LEVELS_PLANE 0
-#define WIRE_LEVELS_CODED 1
-#define WIRE_LEVELS_SHARED 2
-#define WIRE_LEVELS_FIXED 3
-
-#define WIRE_OPTION_STOCHASTIC 1u
-#define WIRE_OPTION_PROPAGATE 2u
-#define WIRE_OPTION_ENTROPY 4u
-#define WIRE_OPTION_BITS 8u /* TRUNCATE: any number of bits may be dropped */
-#define WIRE_OPTION_CUT 16u /* TRUNCATE: bits are truncated, not rounded */
-#define WIRE_OPTION_CLIPPED 32u
-#define WIRE_OPTION_RCEIL 128u /* MXFP8 to nearest: scales are rounded up where values would saturate */
+#define WIRE_OPTION_CLIPPED 32u /* TERNARY: values were clipped before their scale was computed; not in a spec */
 
 /*
  * Table of codecs. X(name, family, dtypes, variants, options, largest `bits`, least max_code_length); least
@@ -96,18 +53,19 @@
 	X(SIGN, rows, WIRE_DTYPES_LOSSY, 3, 0, 0, 0)                                                                   \
 	X(TERNARY, rows, WIRE_DTYPES_LOSSY, 3, WIRE_OPTION_CLIPPED, 0, 0)                                              \
 	X(FLOAT8, rows, WIRE_DTYPES_LOSSY, 4,                                                                          \
-	  WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY | WIRE_OPTION_RCEIL, 0, 0)              \
-	X(FLOAT4, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 0, 0)                                            \
-	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 3, WIRE_OPTION_STOCHASTIC, 8, 0)                                          \
-	X(TRUNCATE, truncate, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_LEAST_MAX_CODE_LENGTH) \
+	  CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY | CODEC_OPTION_RCEIL, 0, 0)          \
+	X(FLOAT4, rows, WIRE_DTYPES_LOSSY, 2, CODEC_OPTION_STOCHASTIC, 0, 0)                                           \
+	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 3, CODEC_OPTION_STOCHASTIC, 8, 0)                                         \
+	X(TRUNCATE, truncate, WIRE_DTYPES_LOSSY, 4, CODEC_OPTION_BITS | CODEC_OPTION_CUT, 3,                           \
+	  WIRE_LEAST_MAX_CODE_LENGTH)                                                                                  \
 	X(DELTA, delta, WIRE_DTYPES_ALL, 1, 0, 0, 0)                                                                   \
-	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, WIRE_OPTION_STOCHASTIC, 8, 0)
+	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, CODEC_OPTION_STOCHASTIC, 8, 0)
 
 /* LOSSLESS: 1 if regions contain only plane 0, and plane 0 is not halved. size: bytes per value. */
 #define WIRE_ONLY_PLANE_0(fixed, halved, size) ((fixed) == (1u << (size)) - 2 && !((halved) & 1))
 
 #define WIRE_PIECE_ZERO (1u << 8) /* region: piece 0 of all mantissas is 0 and omitted; << i: piece i */
-#define WIRE_TAIL_AT 8 /* region head, WIRE_OPTION_BITS: trailing zero bits omitted from all fields; 5 bits */
+#define WIRE_TAIL_AT 8 /* region head, CODEC_OPTION_BITS: trailing zero bits omitted from all fields; 5 bits */
 /*
  * WIRE_DROPS_*: mantissa bits dropped at levels 0 to 3. WIRE_PIECES_*: bits of the pieces into which a field is cut,
  * most significant first.
@@ -193,7 +151,6 @@
 /* TOPK: values per chunk, values kept per whole chunk, values per block. */
 #define WIRE_TOPK_KEPT 0xffffu
 #define WIRE_TOPK_CHUNK_AT 16
-#define WIRE_TOPK_CHUNK 4096 /* default of encoders */
 #define WIRE_TOPK_MIN_CHUNK_LOG2 6
 #define WIRE_TOPK_MAX_BLOCK_LOG2 16
 

@@ -7,24 +7,24 @@
  * Copy the header's bytes to `b`, padded with zeros, and check the fields that determine its length. Each byte of the
  * frame is read only once, so that bytes that another thread changes cannot pass the checks.
  */
-static codec_status take_bytes(const uint8_t *frame, size_t nbytes, uint8_t b[WIRE_MAX_HEADER], codec_fault *f)
+static codec_status take_bytes(const uint8_t *frame, size_t nbytes, uint8_t b[CODEC_HEADER_NBYTES], codec_fault *f)
 {
-	memset(b, 0, WIRE_MAX_HEADER);
+	memset(b, 0, CODEC_HEADER_NBYTES);
 	if (nbytes < 4)
 		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE);
-	memcpy(b, frame, MIN(nbytes, WIRE_MAX_HEADER));
+	memcpy(b, frame, MIN(nbytes, CODEC_HEADER_NBYTES));
 	if (load32(b) != WIRE_MAGIC)
 		return fault(f, CODEC_BAD_MAGIC, 0, load32(b), WIRE_MAGIC);
 	if (nbytes < WIRE_AT_SHAPE)
 		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE);
-	if (b[WIRE_AT_VERSION] != WIRE_VERSION)
-		return fault(f, CODEC_UNSUPPORTED, WIRE_AT_VERSION, b[WIRE_AT_VERSION], WIRE_VERSION);
+	if (b[WIRE_AT_VERSION] != CODEC_FORMAT_VERSION)
+		return fault(f, CODEC_UNSUPPORTED, WIRE_AT_VERSION, b[WIRE_AT_VERSION], CODEC_FORMAT_VERSION);
 	if (!codec_of(b[WIRE_AT_CODEC]))
-		return fault(f, CODEC_UNSUPPORTED, WIRE_AT_CODEC, b[WIRE_AT_CODEC], WIRE_CODEC_LOSSLESS);
+		return fault(f, CODEC_UNSUPPORTED, WIRE_AT_CODEC, b[WIRE_AT_CODEC], CODEC_LOSSLESS);
 	if (!codec_takes(b[WIRE_AT_CODEC], b[WIRE_AT_DTYPE]))
 		BAD(WIRE_AT_DTYPE, b[WIRE_AT_DTYPE], 0);
-	if (b[WIRE_AT_RANK] > WIRE_MAX_RANK)
-		BAD(WIRE_AT_RANK, b[WIRE_AT_RANK], WIRE_MAX_RANK);
+	if (b[WIRE_AT_RANK] > CODEC_MAX_RANK)
+		BAD(WIRE_AT_RANK, b[WIRE_AT_RANK], CODEC_MAX_RANK);
 	if (nbytes < WIRE_AT_SHAPE + 8 * (size_t)b[WIRE_AT_RANK])
 		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE + 8 * (uint64_t)b[WIRE_AT_RANK]);
 	for (int i = WIRE_AT_RESERVED; i < WIRE_AT_NBLOCKS; i++)
@@ -55,7 +55,7 @@ static void params_write(const struct header *h, uint8_t *params)
 		h->codec == CODEC_TRUNCATE ? (uint32_t)(h->guard + WIRE_GUARD) : h->group_size);
 }
 
-static void take_fields(const uint8_t b[WIRE_MAX_HEADER], struct header *h)
+static void take_fields(const uint8_t b[CODEC_HEADER_NBYTES], struct header *h)
 {
 	h->codec = b[WIRE_AT_CODEC];
 	h->dtype = b[WIRE_AT_DTYPE];
@@ -145,7 +145,7 @@ static codec_status check_sizes(const struct header *h, uint64_t nblocks, codec_
 
 codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f)
 {
-	uint8_t b[WIRE_MAX_HEADER];
+	uint8_t b[CODEC_HEADER_NBYTES];
 	uint64_t nblocks;
 
 	memset(h, 0, sizeof *h);
@@ -163,7 +163,7 @@ void header_write(const struct header *h, uint8_t *frame)
 {
 	memset(frame, 0, WIRE_AT_SHAPE);
 	store32(frame, WIRE_MAGIC);
-	frame[WIRE_AT_VERSION] = WIRE_VERSION;
+	frame[WIRE_AT_VERSION] = CODEC_FORMAT_VERSION;
 	frame[WIRE_AT_CODEC] = h->codec;
 	frame[WIRE_AT_DTYPE] = h->dtype;
 	frame[WIRE_AT_RANK] = h->rank;
@@ -185,7 +185,7 @@ void header_write(const struct header *h, uint8_t *frame)
 /* Return the contribution of header and side section to the frame's checksum. */
 uint64_t head_checksum(const struct header *h, const struct kernels *k, const uint8_t *side)
 {
-	uint8_t image[WIRE_MAX_HEADER];
+	uint8_t image[CODEC_HEADER_NBYTES];
 	struct header copy = *h;
 
 	copy.checksum = 0;

@@ -133,8 +133,8 @@ static void ratios(const struct row_kind *q, float ratio[16])
 {
 	for (uint32_t c = 0; c < 16; c++)
 		switch (q->codec) {
-		case WIRE_CODEC_TERNARY: ratio[c] = round_ternary_ratio(c); break;
-		case WIRE_CODEC_FLOAT4: ratio[c] = round_float4_ratio(c); break;
+		case CODEC_TERNARY: ratio[c] = round_ternary_ratio(c); break;
+		case CODEC_FLOAT4: ratio[c] = round_float4_ratio(c); break;
 		default: ratio[c] = round_level(round_level_of(c, q->odd, q->levels), (float)q->levels, 1);
 		}
 }
@@ -207,13 +207,13 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		       const float *middle, const uint16_t *h, uint8_t *code)
 {
 	int above = 0,
-	    finite = !(q->options & WIRE_OPTION_PROPAGATE); /* without PROPAGATE, NaN and Inf were rejected before */
+	    finite = !(q->options & CODEC_OPTION_PROPAGATE); /* without PROPAGATE, NaN and Inf were rejected before */
 
-	if (q->codec == WIRE_CODEC_FLOAT4) { /* rows are short: a loop per row would be slow */
+	if (q->codec == CODEC_FLOAT4) { /* rows are short: a loop per row would be slow */
 		h ? float4_run(x, n, row, scale, h, code) : float4_run(x, n, row, scale, NULL, code);
 		return 0;
 	}
-	if (q->codec == WIRE_CODEC_FLOAT8 && row == 32) {
+	if (q->codec == CODEC_FLOAT8 && row == 32) {
 		float8_codes(q->e5m2, x, n, 32, scale, h, finite, code);
 		return 0;
 	}
@@ -224,8 +224,8 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		uint8_t *c = code + at;
 
 		switch (q->codec) {
-		case WIRE_CODEC_FLOAT8: float8_codes(q->e5m2, p, m, 0, scale, r, finite, c); break;
-		case WIRE_CODEC_TERNARY:
+		case CODEC_FLOAT8: float8_codes(q->e5m2, p, m, 0, scale, r, finite, c); break;
+		case CODEC_TERNARY:
 			if (*scale > 0)
 				above |= ternary_run(p, m, *scale, r, c);
 			else
@@ -251,10 +251,10 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
 			const float *middle, float_any *y)
 {
-	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, few = q->bits < 4;
+	int tabled = q->codec != CODEC_FLOAT8 && q->bits <= 4, few = q->bits < 4;
 	float ratio[16];
 
-	if (q->codec == WIRE_CODEC_FLOAT8 && row_is_mx(*q)) {
+	if (q->codec == CODEC_FLOAT8 && row_is_mx(*q)) {
 		q->e5m2 ? mx_values(2, 15, 0x7b, code, n, scale, y) : mx_values(3, 7, 0x7e, code, n, scale, y);
 		return;
 	}
@@ -268,13 +268,13 @@ static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n,
 			    : affine_table_values(0, code + at, m, ratio, *scale, middle[i], y + at);
 		else if (q->affine)
 			affine_values(code + at, m, *scale, middle[i], q->levels, y + at);
-		else if (q->codec == WIRE_CODEC_QUANTIZE && !(*scale > 0))
+		else if (q->codec == CODEC_QUANTIZE && !(*scale > 0))
 			memset(y + at, 0, 4 * m);
 		else if (tabled && few)
 			table_values(1, code + at, m, ratio, *scale, y + at);
 		else if (tabled)
 			table_values(0, code + at, m, ratio, *scale, y + at);
-		else if (q->codec == WIRE_CODEC_QUANTIZE)
+		else if (q->codec == CODEC_QUANTIZE)
 			level_values(code + at, m, *scale, q->odd, q->levels, y + at);
 		else if (!q->e5m2)
 			float8_values(3, 7, 0x7e, code + at, m, *scale, y + at);

@@ -91,7 +91,7 @@ codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
 		return CODEC_BAD_ARGUMENT;
 	status = header_read(frame, nbytes, &h, &out.fault);
 	out.struct_nbytes = info->struct_nbytes;
-	out.version = WIRE_VERSION;
+	out.version = CODEC_FORMAT_VERSION;
 	out.dtype = h.dtype;
 	out.rank = h.rank;
 	memcpy(out.shape, h.shape, sizeof out.shape);

@@ -4,7 +4,7 @@
 static codec_status params_ask(const codec_spec *s, struct header *h)
 {
 	if (s->variant || s->options || s->bits || s->group_size || s->seed || s->scale != 0 || s->clip != 0 ||
-	    s->guard || s->max_code_length > WIRE_MAX_CODE_LENGTH || s->model > WIRE_MODEL_SEPARABLE)
+	    s->guard || s->max_code_length > WIRE_MAX_CODE_LENGTH || s->model > CODEC_MODEL_SEPARABLE)
 		return CODEC_BAD_SPEC;
 	h->max_code_length = (uint8_t)(s->max_code_length ? s->max_code_length : WIRE_MAX_CODE_LENGTH);
 	h->variant = (uint8_t)s->model;

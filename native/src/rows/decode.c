@@ -220,7 +220,7 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 	const uint8_t *code;
 
 	w->scale[0] = sink->unscaled ? 1 : c->part->scale[0];
-	w->scale_below[0] = c->part->scale[q.variant == WIRE_SIGN_TWO_MEAN];
+	w->scale_below[0] = c->part->scale[q.variant == CODEC_SIGN_TWO_MEAN];
 	for (uint64_t t = 0; t < c->m; t += tile) {
 		uint64_t end = MIN(t + tile, c->m);
 
@@ -332,7 +332,7 @@ static codec_status sum_row(const struct kernels *k, const struct row_kind *q, c
 
 	for (size_t s = 0; s < count; s++) {
 		const struct coded *b = block + s;
-		float above = b->part->scale[0], below = b->part->scale[q->variant == WIRE_SIGN_TWO_MEAN];
+		float above = b->part->scale[0], below = b->part->scale[q->variant == CODEC_SIGN_TWO_MEAN];
 
 		if (b->part->group_size) {
 			uint64_t at = b->scales_at + i / b->part->group_size * nbytes;

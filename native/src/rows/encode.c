@@ -48,7 +48,7 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 			       const struct part *p, const struct source *src, uint64_t first, uint64_t i, uint64_t n,
 			       uint64_t m, struct work *w, uint8_t *stored, uint8_t *code)
 {
-	int random = q->codec == CODEC_TERNARY || j->h.options & WIRE_OPTION_STOCHASTIC;
+	int random = q->codec == CODEC_TERNARY || j->h.options & CODEC_OPTION_STOCHASTIC;
 	const uint16_t *h = random ? random_bits(j, k, first + i, n, w) : NULL;
 	const float_any *x;
 	int above;

@@ -11,9 +11,9 @@
  */
 static int own_fault(const struct header *h)
 {
-	int least = h->codec != CODEC_QUANTIZE ? 0 : h->variant == WIRE_LEVELS_ODD ? 2 : 1;
+	int least = h->codec != CODEC_QUANTIZE ? 0 : h->variant == CODEC_LEVELS_ODD ? 2 : 1;
 
-	if (h->options & WIRE_OPTION_RCEIL && (h->options & WIRE_OPTION_STOCHASTIC || !row_is_mx(header_kind(h))))
+	if (h->options & CODEC_OPTION_RCEIL && (h->options & CODEC_OPTION_STOCHASTIC || !row_is_mx(header_kind(h))))
 		return WIRE_PARAM_OPTIONS;
 	return h->bits < least ? WIRE_PARAM_BITS : -1;
 }
@@ -40,7 +40,7 @@ static uint32_t default_row(const struct header *h)
 {
 	switch (h->codec) {
 	case CODEC_FLOAT8: return row_is_mx(header_kind(h)) ? 32 : CODEC_GROUP_SIZE_ROW;
-	case CODEC_FLOAT4: return h->variant == WIRE_FLOAT4_NVFP4 ? 16 : 32;
+	case CODEC_FLOAT4: return h->variant == CODEC_FLOAT4_NVFP4 ? 16 : 32;
 	case CODEC_QUANTIZE: return 64;
 	default: return 0;
 	}

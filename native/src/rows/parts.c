@@ -240,7 +240,7 @@ void rows_write(const struct job *j, uint8_t *dst)
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct header *h, struct part *p,
 				codec_fault *f)
 {
-	int used = h->codec == CODEC_SIGN && h->variant == WIRE_SIGN_TWO_MEAN ? 2 : 1;
+	int used = h->codec == CODEC_SIGN && h->variant == CODEC_SIGN_TWO_MEAN ? 2 : 1;
 
 	for (int i = 0; i < 2; i++) {
 		uint32_t u = load32(frame + at + 4 * (uint64_t)i);

@@ -53,9 +53,9 @@ static void scan(int kind, const struct kernels *k, const struct source *src, ui
 static int sums_kind(const struct header *h, int clips)
 {
 	if (h->codec == CODEC_SIGN)
-		return h->variant == WIRE_SIGN_L1   ? ROW_SUM_ABS
-		       : h->variant == WIRE_SIGN_L2 ? ROW_SUM_SQUARES
-						    : ROW_SUM_SIGNS;
+		return h->variant == CODEC_SIGN_L1   ? ROW_SUM_ABS
+		       : h->variant == CODEC_SIGN_L2 ? ROW_SUM_SQUARES
+						     : ROW_SUM_SIGNS;
 	return clips ? ROW_SUM_SQUARES : ROW_SUM_ABS;
 }
 
@@ -126,7 +126,7 @@ codec_status rows_finish(struct job *j)
 			pairs_push(&pairs, s->sum);
 			negative += s->negative;
 		}
-		if (max >= ROUND_INF && !(q.options & WIRE_OPTION_PROPAGATE))
+		if (max >= ROUND_INF && !(q.options & CODEC_OPTION_PROPAGATE))
 			return CODEC_NONFINITE;
 		if (!row_part_scaled(q, p->group_size))
 			continue;
@@ -259,7 +259,7 @@ static codec_status mx_scales(const struct row_kind q, const uint32_t *max, uint
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
 {
-	uint32_t limit = j->h.options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1;
+	uint32_t limit = j->h.options & CODEC_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1;
 	uint64_t nbytes = row_scale_nbytes(*q), nrows = row_count(p->group_size, n);
 
 	if (q->affine)
@@ -298,7 +298,7 @@ codec_status rows_long_scale(const struct job *j, const struct kernels *k, const
 			     const struct part *p, const struct source *src, uint64_t first, uint64_t n, struct work *w,
 			     uint8_t *stored)
 {
-	uint32_t limit = j->h.options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1, max = 0, some;
+	uint32_t limit = j->h.options & CODEC_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1, max = 0, some;
 
 	if (q->affine)
 		return affine_long_scale(k, q, src, first, n, w, stored);

@@ -77,7 +77,7 @@ static void put_scales(const struct topk_kind *q, const float *value, uint64_t k
 static void put_codes(const struct job *j, const struct topk_kind *q, struct topk_range range, uint64_t first,
 		      uint64_t kept, const struct work *w, struct bit_writer *to)
 {
-	int random = j->h.options & WIRE_OPTION_STOCHASTIC, steps = topk_steps(q->bits);
+	int random = j->h.options & CODEC_OPTION_STOCHASTIC, steps = topk_steps(q->bits);
 	uint32_t next = 0;
 
 	for (uint64_t i = 0; i < kept; i++) {

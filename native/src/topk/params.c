@@ -5,7 +5,7 @@
 
 static codec_status params_ask(const codec_spec *s, struct header *h)
 {
-	uint32_t chunk = s->group_size ? s->group_size : WIRE_TOPK_CHUNK;
+	uint32_t chunk = s->group_size ? s->group_size : CODEC_TOPK_CHUNK;
 	uint32_t kept = s->kept ? s->kept : MAX(chunk / 64, 1);
 
 	if (s->variant || s->bits > 8 || s->options & ~(uint32_t)CODEC_OPTION_STOCHASTIC || s->max_code_length ||
@@ -29,7 +29,7 @@ static int own_fault(const struct header *h)
 static codec_status header_check(const struct header *h, codec_fault *f)
 {
 	if (!h->group_size)
-		BAD(WIRE_AT_PARAMS + WIRE_PARAM_GROUP_SIZE, 0, WIRE_TOPK_CHUNK);
+		BAD(WIRE_AT_PARAMS + WIRE_PARAM_GROUP_SIZE, 0, CODEC_TOPK_CHUNK);
 	if (h->fixed || h->coded || h->halved)
 		BAD(WIRE_AT_FIXED, h->fixed | h->coded | h->halved, 0);
 	if (h->flags)

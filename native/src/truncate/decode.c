@@ -8,7 +8,7 @@
 
 static codec_status region_open(const struct job *j, struct block *o, codec_fault *f)
 {
-	int by_bit = (j->h.options & WIRE_OPTION_BITS) != 0;
+	int by_bit = (j->h.options & CODEC_OPTION_BITS) != 0;
 	uint32_t known = 3 | (by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO);
 	struct truncate_kind q;
 
@@ -16,7 +16,7 @@ static codec_status region_open(const struct job *j, struct block *o, codec_faul
 	if (o->head & ~known || (o->head & 3) == WIRE_MODE_ROWS ||
 	    (by_bit && (int)(o->head >> WIRE_TAIL_AT) > q.mbits + 1))
 		BAD(o->at, o->head, known);
-	if (j->h.variant == WIRE_LEVELS_SHARED)
+	if (j->h.variant == CODEC_LEVEL_CODING_SHARED)
 		o->c.at += 4; /* skip the digest of the state */
 	o->coded = (o->head & 3) == WIRE_MODE_CODED;
 	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
@@ -57,7 +57,7 @@ static codec_status read_pairs(const struct job *j, const struct kernels *k, con
 static codec_status read_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
 				 struct block *o, struct work *w, const uint8_t **lowered, codec_fault *f)
 {
-	int joint = j->h.variant == WIRE_LEVELS_CODED;
+	int joint = j->h.variant == CODEC_LEVEL_CODING_CODED;
 	uint8_t *symbol = o->top.symbol;
 	struct cursor *c = &o->c;
 	uint64_t at = c->at, i; /* offset for codec_fault; coded symbols lie before it, except literals */
@@ -138,13 +138,13 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 	uint64_t at = c->at, count;
 
 	switch (j->h.variant) {
-	case WIRE_LEVELS_SHARED:
+	case CODEC_LEVEL_CODING_SHARED:
 		truncate_reference(&t, k, first, m, w->ea);
 		if (digest != (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE))
 			return fault(f, CODEC_OTHER_STATE, at, digest, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		return truncate_drops(j, k, with, q, first, m, w->e, w->ea, w->drop);
-	case WIRE_LEVELS_FIXED: return truncate_drops(j, k, with, q, first, m, w->e, NULL, w->drop);
-	case WIRE_LEVELS_PLANE:
+	case CODEC_LEVEL_CODING_FIXED: return truncate_drops(j, k, with, q, first, m, w->e, NULL, w->drop);
+	case CODEC_LEVEL_CODING_PLANE:
 		count = k->count(w->e, 1, m);
 		TRY(take_codes(c, k, count, 2, w->symbol, f));
 		k->unprune(w->e, 1, w->symbol, m, w->level);

@@ -23,7 +23,7 @@ static void prefetch(const struct truncate_kind *q, struct ahead *next)
 
 static int needs_reference(const struct job *j, const codec_context *with)
 {
-	return j->h.variant != WIRE_LEVELS_FIXED && !with->levels;
+	return j->h.variant != CODEC_LEVEL_CODING_FIXED && !with->levels;
 }
 
 /*
@@ -48,13 +48,14 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	prefetch(q, &w->ahead);
 	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
 	prefetch(q, &w->ahead);
-	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_CUT), n, x, e);
+	k->truncate(q, drop, !(j->h.options & CODEC_OPTION_CUT), n, x, e);
 	/*
 	 * With shared levels, a decoder computes the numbers of dropped bits from the exponents after rounding, so
 	 * compute `drop` again. Where rounding changed an exponent, the mantissa is 0, so any number of its bits may be
 	 * dropped.
 	 */
-	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
+	return j->h.variant == CODEC_LEVEL_CODING_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop)
+							 : CODEC_OK;
 }
 
 /*
@@ -64,7 +65,7 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 static uint64_t symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			uint64_t n, struct work *w, uint8_t *symbol)
 {
-	int shift = truncate_shift(q), joint = j->h.variant == WIRE_LEVELS_CODED;
+	int shift = truncate_shift(q), joint = j->h.variant == CODEC_LEVEL_CODING_CODED;
 	uint8_t *lowered = joint ? w->ea : symbol; /* reuses w->ea: the exponents of A are no longer needed */
 	uint64_t m;
 
@@ -143,7 +144,7 @@ static codec_status choose_symbols(const codec_context *with, struct job *j)
 codec_status truncate_begin(struct job *j, const codec_spec *s, const codec_context *with)
 {
 	(void)s;
-	if (j->h.variant != WIRE_LEVELS_FIXED && !with->levels)
+	if (j->h.variant != CODEC_LEVEL_CODING_FIXED && !with->levels)
 		j->h.guard = truncate_guard(&j->h, with->metric);
 	return model_begin(j, with);
 }
@@ -219,7 +220,7 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 	for (uint64_t i = 0; outside && i < m; i++)
 		if (w->exponent[i] && !w->plane[0][i])
 			w->plane[0][i] = j->codes->escape;
-	if (j->h.variant == WIRE_LEVELS_CODED) { /* joint symbols are never raw */
+	if (j->h.variant == CODEC_LEVEL_CODING_CODED) { /* joint symbols are never raw */
 		from.wide = w->exponent;
 		most = UINT64_MAX;
 	}
@@ -274,13 +275,13 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 		take_pieces(k, &q, at, n, w, count);
 	}
 	w->ahead.count = 0;
-	if (j->h.variant == WIRE_LEVELS_SHARED) {
+	if (j->h.variant == CODEC_LEVEL_CODING_SHARED) {
 		store32(p, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		p += 4;
 	}
 	model_fit(src, k, j, first, m, &w->fitted);
 	p += put_symbols(j, k, &q, first, m, w, p, &head);
-	if (j->h.variant == WIRE_LEVELS_PLANE) {
+	if (j->h.variant == CODEC_LEVEL_CODING_PLANE) {
 		k->levels_of(&q, w->drop, m, w->symbol);
 		got = k->prune(w->e, 1, w->symbol, m, w->symbol);
 		k->pack_codes(w->symbol, got, 2, p);

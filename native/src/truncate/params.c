@@ -3,9 +3,9 @@
 
 static int own_fault(const struct header *h)
 {
-	int is_fixed = h->variant == WIRE_LEVELS_FIXED;
+	int is_fixed = h->variant == CODEC_LEVEL_CODING_FIXED;
 
-	if (h->options & WIRE_OPTION_BITS && h->variant != WIRE_LEVELS_SHARED)
+	if (h->options & CODEC_OPTION_BITS && h->variant != CODEC_LEVEL_CODING_SHARED)
 		return WIRE_PARAM_OPTIONS;
 	return h->bits && !is_fixed ? WIRE_PARAM_BITS : h->guard && is_fixed ? WIRE_PARAM_GROUP_SIZE : -1;
 }
@@ -23,14 +23,14 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 	h->bits = (uint8_t)s->bits;
 	h->options = (uint8_t)s->options;
 	/* rounding towards zero doubles the error, so keep one bit more */
-	if (h->variant != WIRE_LEVELS_FIXED)
+	if (h->variant != CODEC_LEVEL_CODING_FIXED)
 		h->guard = (int8_t)(s->guard + (s->options & CODEC_OPTION_CUT ? 1 : 0));
 	return CODEC_OK;
 }
 
 static uint8_t symbols(const struct header *h)
 {
-	if (h->variant != WIRE_LEVELS_CODED)
+	if (h->variant != CODEC_LEVEL_CODING_CODED)
 		return CODEC_SYMBOLS_EXPONENT;
 	return h->dtype == CODEC_FLOAT16 ? CODEC_SYMBOLS_JOINT16 : CODEC_SYMBOLS_JOINT;
 }

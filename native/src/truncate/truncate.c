@@ -14,7 +14,7 @@ void truncate_kind_of(const struct header *h, struct truncate_kind *q)
 
 	*q = KINDS[h->dtype == CODEC_FLOAT32 ? 0 : h->dtype == CODEC_BFLOAT16 ? 1 : 2];
 	q->guard = h->guard;
-	q->by_bit = (h->options & WIRE_OPTION_BITS) != 0;
+	q->by_bit = (h->options & CODEC_OPTION_BITS) != 0;
 }
 
 static codec_status check_metric(const struct header *h, const codec_metric *t)
@@ -45,8 +45,8 @@ static codec_status check_metric(const struct header *h, const codec_metric *t)
  */
 static int needs_state(const struct header *h, int encoding)
 {
-	return encoding ? h->variant != WIRE_LEVELS_FIXED
-			: h->layout == WIRE_LAYOUT_BLOCKS && h->variant == WIRE_LEVELS_SHARED;
+	return encoding ? h->variant != CODEC_LEVEL_CODING_FIXED
+			: h->layout == WIRE_LAYOUT_BLOCKS && h->variant == CODEC_LEVEL_CODING_SHARED;
 }
 
 /* Check that the caller supplied metrics whose state arrays have the tensor's size and accepted dtypes. */
@@ -57,7 +57,7 @@ codec_status truncate_check_state(const struct header *h, const codec_context *w
 	if (!needs_state(h, encoding))
 		return CODEC_OK;
 	if (with->levels) /* only encoders accept levels from the caller, and only if the frame contains them */
-		return encoding && h->variant != WIRE_LEVELS_SHARED ? CODEC_OK : CODEC_BAD_ARGUMENT;
+		return encoding && h->variant != CODEC_LEVEL_CODING_SHARED ? CODEC_OK : CODEC_BAD_ARGUMENT;
 	if (!with->metric)
 		return CODEC_MISSING_STATE;
 	for (const codec_metric *t = with->metric; t; from = t->until, t = t->until ? t->next : NULL) {
@@ -166,7 +166,7 @@ codec_status truncate_drops(const struct job *j, const struct kernels *k, const 
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
 			    const uint8_t *ea, uint8_t *drop)
 {
-	if (j->h.variant == WIRE_LEVELS_FIXED) {
+	if (j->h.variant == CODEC_LEVEL_CODING_FIXED) {
 		for (uint64_t i = 0; i < n; i++)
 			drop[i] = e[i] == q->last ? 0 : q->drop[j->h.bits];
 	} else if (with->levels) {
