@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import codec
+from codec.integrations.weights import update_info
 from codec.weight_sync import Publisher
 
 
@@ -152,11 +153,10 @@ def test_vllm_engine_whose_rollback_failed_loads_everything(vllm, tmp_path):
             faults[:] = fault
             if fault:
                 loaded.clear()  # what a failed load leaves in the engine is undefined
-            described = update.version, update.base, update.nbytes
-            engine.receive_weights(vllm.CodecUpdateInfo("stage", *described))
+            engine.receive_weights(vllm.CodecUpdateInfo(**update_info(update, "stage")))
             publisher.commit()
             try:
-                engine.receive_weights(vllm.CodecUpdateInfo("load", *described))
+                engine.receive_weights(vllm.CodecUpdateInfo(**update_info(update, "load")))
             except MemoryError:
                 assert fault
     assert loaded.keys() == weights.keys()

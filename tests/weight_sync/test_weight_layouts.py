@@ -1,5 +1,6 @@
 """Updates bring the values of tensors in any layout, and of tensors that exist only until the next one is read."""
 
+import os
 import tempfile
 from collections.abc import Mapping
 
@@ -122,6 +123,7 @@ def test_publisher_takes_one_buffer_for_snapshots_after_the_first():
 def test_snapshot_of_an_iterable_has_the_bytes_of_one_of_a_dict(tmp_path, monkeypatch):
     """Frames that were written before the size of the index was known are moved, in blocks, behind the index."""
     monkeypatch.setattr(writing, "BATCH_NBYTES", 1000)
+    monkeypatch.setattr(os, "urandom", lambda n: bytes(n))  # both senders have the same run
     new = stepped(weights(), 1)
     sender = codec.WeightSender(weights())
     expected = bytes(sender.diff(new, version=5, full=True).data)
