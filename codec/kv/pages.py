@@ -249,6 +249,8 @@ class PageCodec:
             torch: Any = sys.modules["torch"]
             if page.device.type != "cpu":
                 on_host(name, view_tensor(page[:0]))
+            if page.is_neg():
+                raise ArgumentError(f"{name} is lazily negated: pass its resolve_neg()")
             own = dtype_name(page.dtype)
             array: Any = page.detach().view(getattr(torch, unsigned)).numpy() if own in (self.dtype, unsigned) else None
         elif isinstance(page, np.ndarray):

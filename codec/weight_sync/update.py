@@ -118,12 +118,10 @@ class Update:
     (0, 1, ('w',))
     """
 
-    __slots__ = ("_owner", "entries", "head", "memory")
+    __slots__ = ("entries", "head", "memory")
 
     def __init__(self, data: Any) -> None:
-        v = fetch("an update", view_bytes(data))
-        self._owner = v
-        self.memory: Bytes = v.array()
+        self.memory: Bytes = fetch("an update", view_bytes(data)).array()
         self.head, self.entries = parse(self.memory)
 
     @classmethod

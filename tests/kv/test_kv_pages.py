@@ -191,13 +191,13 @@ def test_hostile_pages_are_refused(data):
 def test_wrong_pages_are_refused():
     pages = PageCodec(SHAPE)
     page = bfloat16(keys_and_values())
-    for x in (page.half(), page[:1], page.to("meta"), page.tolist(), None, 1.0):
+    for x in (page.half(), page[:1], page.to("meta"), torch._neg_view(page), page.tolist(), None, 1.0):
         with pytest.raises(codec.CodecError):
             pages.encode(x)
     data = pages.encode(page)
     frozen = np.zeros(SHAPE, np.uint16)
     frozen.flags.writeable = False
-    for out in (frozen, page.float(), [page], np.zeros((2, *SHAPE), np.uint16)):
+    for out in (frozen, page.float(), torch._neg_view(page), [page], np.zeros((2, *SHAPE), np.uint16)):
         with pytest.raises(codec.ArgumentError):
             pages.decode(data, out=out)
     with pytest.raises(codec.ArgumentError, match="shares memory"):
