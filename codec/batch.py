@@ -15,6 +15,7 @@ from codec.explain import explain as explain_encoding
 from codec.presets import resolve
 from codec.specs import BoundSpec, Spec, SpecLike
 from codec.tensors.jax_arrays import of_kind
+from codec.tensors.overlap import check_iterated
 from codec.tensors.view import Array, mark_written, view_bytes
 from codec.tensors.wrapper import View
 
@@ -59,7 +60,8 @@ def encode_many(
     Parameters
     ----------
     tensors : iterable or mapping of arrays, tensors, buffers or Views
-        Tensors as :func:`encode` takes them, all on one device.
+        Tensors as :func:`encode` takes them, all on one device. An iterator is read to its end before tensors are
+        encoded, so each of its tensors must have memory of its own.
     spec : Spec, bound spec or name of a preset; or sequence or mapping of them
         One spec for all tensors, or a spec for each: a sequence, or a mapping with the same keys if `tensors` is a
         mapping. Specs bound to an optimizer must be given for each tensor.
@@ -108,6 +110,8 @@ def encode_many(
             chosen = choose(settings.engine, "x", r.x.device)
             requests.append(r)
         at = None
+        check_iterated("tensors", tensors, (r.x for r in requests))
+        check_iterated("base=", base, (r.base for r in requests if r.base is not None))
         frames = chosen.encode_many(requests)
     except CodecError as e:
         if isinstance(e, ArgumentError | SpecError) and isinstance(e.item, int):
@@ -258,6 +262,7 @@ def decode_many(
             requests.append(decode_request((v,), specs[at], settings, outs[at], like, books, most, bases[at]))
             chosen = engine_for(settings.engine, v, outs[at], like)
         at = None
+        check_iterated("frames", frames, (r.frames[0] for r in requests))
         tensors = chosen.decode_many(requests)
     except CodecError as e:
         index = e.item if at is None else at

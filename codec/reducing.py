@@ -15,6 +15,7 @@ from codec.errors import ArgumentError
 from codec.inspection import inspect
 from codec.specs import BoundSpec
 from codec.tensors.jax_arrays import of_kind
+from codec.tensors.overlap import check_iterated
 from codec.tensors.view import TensorView, kind_of, mark_written, view_bytes
 
 Tensor = TypeVar("Tensor")
@@ -95,7 +96,9 @@ def views_of(frames: Any) -> list[TensorView]:
     one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
     if one or not hasattr(frames, "__iter__"):
         raise ArgumentError(f"frames must be a sequence of frames, not {kind_of(frames)}")
-    return [view_bytes(frame) for frame in frames]
+    views = [view_bytes(frame) for frame in frames]
+    check_iterated("frames", frames, views)
+    return views
 
 
 Op = Literal["mean", "sum", "max"]

@@ -30,6 +30,29 @@ def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, Tens
             raise ArgumentError(f"{name} shares memory with {other}{but}")
 
 
+def check_iterated(name: str, given: object, views: Iterable[TensorView]) -> None:
+    """Raise ArgumentError if `given` is an iterator whose items share memory, which later items have overwritten.
+
+    Parameters
+    ----------
+    name : str
+        Name of the argument, for messages.
+    given : object
+        Argument, which was read to its end.
+    views : iterable of TensorView
+        Views of its items. Items of type bytes, which cannot be overwritten, may be the same object.
+    """
+    if not hasattr(given, "__next__"):
+        return
+    spans = sorted((v.address, v.address + v.nbytes, i) for i, v in enumerate(views) if type(v.owner) is not bytes)
+    for (_, end, i), (begin, _, j) in itertools.pairwise(span for span in spans if span[0] < span[1]):
+        if begin < end:
+            raise ArgumentError(
+                f"items {min(i, j)} and {max(i, j)} of the iterator {name} share memory, so that one may have replaced "
+                "the other: yield a copy of each, or pass a list of tensors that all exist"
+            )
+
+
 def check_all_apart(
     name: str, written: Iterable[tuple[int, TensorView]], read: Iterable[tuple[int, TensorView]]
 ) -> None:

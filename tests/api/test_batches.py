@@ -188,3 +188,34 @@ def test_batch_of_fewer_tensors_than_threads(shapes, threads):
         (y == x).all()
         for x, y in zip(xs, codec.decode_many(frames, options=codec.options(threads=threads)), strict=True)
     )
+
+
+def _gathered(count=3):
+    """Yield arrays that share one buffer, as a generator that gathers tensors one by one."""
+    buffer = np.empty(1000, np.float32)
+    for k in range(count):
+        buffer[:] = k
+        yield buffer[: 900 + k]
+
+
+def test_iterators_whose_tensors_share_memory_are_rejected():
+    """An iterator is read to its end first, so that all its tensors would have the values of the last one."""
+    frames = [codec.encode(np.full(9, k, np.float32)) for k in range(3)]
+    room = bytearray(1000)
+
+    def read():
+        for frame in frames:
+            room[: len(frame)] = frame
+            yield memoryview(room)[: len(frame)]
+
+    for call in (
+        lambda: codec.encode_many(_gathered()),
+        lambda: codec.encode_many(list(_gathered()), codec.Delta(), base=_gathered()),
+        lambda: codec.decode_many(read()),
+        lambda: codec.reduce(read()),
+    ):
+        with pytest.raises(codec.ArgumentError, match=r"items 0 and 1 of the iterator .* share memory"):
+            call()
+    assert len(codec.encode_many(np.full(9, k, np.float32) for k in range(3))) == 3
+    assert len(codec.decode_many(frames[0] for _ in range(3))) == 3
+    assert len(codec.encode_many([*_gathered(1)] * 3)) == 3
