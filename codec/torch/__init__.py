@@ -37,6 +37,7 @@ from codec.torch.parameter_server.client import ParameterClient
 from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.server import ParameterServer, ServerStats
 from codec.torch.point_to_point.send_recv import recv, send
+from codec.torch.saving.per_rank import PerRank, per_rank
 from codec.torch.saving.state import pack_state, unpack_state
 from codec.torch.transport.counters import Counters
 
@@ -61,6 +62,7 @@ __all__ = [
     "ParameterClient",
     "ParameterServer",
     "ParameterStats",
+    "PerRank",
     "Policy",
     "ProcessGroup",
     "ReduceScatter",
@@ -83,6 +85,7 @@ __all__ = [
     "exchange",
     "group_stats",
     "pack_state",
+    "per_rank",
     "recv",
     "reduce_scatter",
     "register_backend",

@@ -14,12 +14,12 @@ from codec.stateful.checkpoint import opened, plain
 from codec.stateful.ranges import Range, shown
 from codec.torch._compat import from_numpy, local
 from codec.torch.ddp.buckets import n_values
-from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
+from codec.torch.feedback.checkpoint import DIGEST, ROLES, UNKNOWN, check_complete, of_tensors, signed
 
 VERSION = 1
 _NUMBERS = ("rank", "world_size", "steps")
 _LISTS = ("sparse", "dense", "buckets", "shapes")
-_HEAD = ("version", *_NUMBERS, *_LISTS)
+_HEAD = ("version", *_NUMBERS, *_LISTS, DIGEST)
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
 
@@ -77,6 +77,7 @@ class Saved:
         entries = opened(cast(Mapping[str, Any], state))
         if "ranks" in entries:
             entries = opened(_one_of(entries["ranks"], rank, world_size))
+        check_complete(entries, "hook")
         self.rank, self.world_size, self.steps = (plain(entries, name, int) for name in _NUMBERS)
         if not UNKNOWN <= self.rank < max(1, self.world_size) or not 0 <= self.steps < 1 << 48:
             raise StateError(
@@ -171,7 +172,7 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
             new, ErrorFeedback.reshard([each.parts[role] for each in saved], world_size), strict=True
         ):
             state[role] = of_tensors(part)
-    return new
+    return [signed(state) for state in new]
 
 
 def packed(state: Mapping[str, Any]) -> bytes:

@@ -272,7 +272,8 @@ class Hook:
         ----------
         gather : bool
             True: return the states of all ranks, to be saved in one file. All ranks must call this, and all receive the
-            same result. False: return the state of this rank; each rank must save its own.
+            same result. False: return the state of this rank; each rank must save its own. For
+            torch.distributed.checkpoint, use :func:`codec.torch.per_rank`.
 
         Returns
         -------
@@ -295,7 +296,8 @@ class Hook:
                 "the hook is not registered, so that it has no ranks: register it before state_dict(gather=True)"
             )
         data = exchange([checkpoint.packed(state)] * group.size(), group=group, options=self.reducer.settings)
-        return {"version": checkpoint.VERSION, "ranks": [checkpoint.unpacked(each) for each in data]}
+        # A tuple: torch.distributed.checkpoint loads it as a whole, but of a list only entries that exist before.
+        return {"version": checkpoint.VERSION, "ranks": tuple(checkpoint.unpacked(each) for each in data)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state by a copy of one that :meth:`state_dict` returned.
@@ -310,8 +312,9 @@ class Hook:
         Raises
         ------
         StateError
-            The mapping is no state of a hook with these arguments; or its residuals belong to another rank, another
-            number of ranks, or to parameters or shapes that the model does not have. The hook is unchanged.
+            The mapping is no state of a hook with these arguments, or is incomplete; or its residuals belong to another
+            rank, another number of ranks, or to parameters or shapes that the model does not have. The hook is
+            unchanged.
         """
         self.reducer.load_state_dict(state)
 

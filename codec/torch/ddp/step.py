@@ -346,7 +346,7 @@ class StepState:
             state["refresher"] = of_tensors(self.codebooks.refresher.state_dict())
         if self._plan.auto is not None:
             state["auto"] = self._plan.auto.state_dict()
-        return state
+        return checkpoint.signed(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state of this rank; see :meth:`codec.torch.Hook.load_state_dict`."""

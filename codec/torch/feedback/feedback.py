@@ -127,7 +127,7 @@ class Feedback:
         """
         with self._lock:
             rank, world_size = self._owner
-            return checkpoint.head(rank, world_size, self._op) | self._pair.state_dict()
+            return checkpoint.signed(checkpoint.head(rank, world_size, self._op) | self._pair.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the residuals by copies of those in a state of this rank.

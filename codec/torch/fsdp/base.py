@@ -138,11 +138,12 @@ class GradientCollective(ModuleCollective):
         -------
         dict
             ``version``, ``world_size``, and an entry ``"rank <r>"`` for this rank, or for each rank. The entry is a
-            dict of ``calls``, the number of calls, and ``residuals``, a dict of float32 tensors by module name.
-            Residuals are those after the last successful backward pass.
+            tuple of one dict: of ``calls``, the number of calls, and ``residuals``, a dict of float32 tensors by module
+            name. torch.distributed.checkpoint saves the entry of each rank, and loads a tuple as a whole. Residuals are
+            those after the last successful backward pass.
         """
         kept = {} if self._residuals is None else self._residuals.tensors()
-        mine = {f"rank {dist.get_rank()}": {"calls": self._calls, "residuals": kept}}
+        mine = {f"rank {dist.get_rank()}": ({"calls": self._calls, "residuals": kept},)}
         found: list[dict[str, Any]] = [mine] * dist.get_world_size()
         if gather:
             dist.all_gather_object(found, mine)  # pyright: ignore[reportUnknownMemberType] - torch's stubs lack types
@@ -172,12 +173,13 @@ class GradientCollective(ModuleCollective):
                 "continue without this state"
             )
         found = state.get(f"rank {rank}")
-        if not isinstance(found, Mapping):
+        items = cast(tuple[Any, ...], found) if isinstance(found, tuple) else ()
+        if len(items) != 1 or not isinstance(items[0], Mapping):
             raise StateError(
                 f"the state has no entry 'rank {rank}', only {sorted(map(str, state))}: load the state that this rank "
                 "saved, or one of state_dict(gather=True)"
             )
-        mine = cast(Mapping[str, Any], found)
+        mine = cast(Mapping[str, Any], items[0])
         calls = plain(mine, "calls", int)
         if not 0 <= calls < _STREAM:
             raise StateError(f"'calls' of the state must be from 0 to {_STREAM - 1}, got {calls}: the state is damaged")

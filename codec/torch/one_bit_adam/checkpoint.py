@@ -16,6 +16,7 @@ from codec.arguments import shown
 from codec.torch._compat import local
 from codec.torch.ddp.checkpoint import packed, unpacked
 from codec.torch.ddp.hook import Hook
+from codec.torch.feedback.checkpoint import signed
 from codec.torch.one_bit_adam import parameters
 from codec.torch.one_bit_adam.link import SENT, Link
 from codec.torch.one_bit_adam.phase import Phase
@@ -104,7 +105,7 @@ def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookSta
 def moved(link: Link, group: Any) -> HookStates:
     """Return the states of this rank's hooks, relabeled with its rank in another group."""
     here = {"rank": group.rank(), "world_size": group.size()}
-    states = {kind: hook.state_dict() | here for kind, hook in link.hooks.items()}
+    states = {kind: signed(hook.state_dict() | here) for kind, hook in link.hooks.items()}
     return HookStates(group.size(), {(group.rank(), link.shards.place): packed(states)})
 
 

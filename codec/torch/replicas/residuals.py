@@ -8,7 +8,7 @@ import torch
 from codec.stateful.checkpoint import load
 from codec.stateful.ranges import Range, pieces
 from codec.torch._compat import from_numpy
-from codec.torch.feedback.checkpoint import ROLES, UNKNOWN
+from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, signed
 from codec.torch.feedback.feedback import Feedback
 
 
@@ -40,7 +40,7 @@ def moved(feedback: Feedback, rank: int, size: int, *, by_senders: bool = False)
     if state["world_size"] != UNKNOWN:
         factor = 1.0 if by_senders else size / state["world_size"]
         worker = {name: x * factor if isinstance(x, torch.Tensor) else x for name, x in state["worker"].items()}
-        found.load_state_dict(state | {"rank": rank, "world_size": size, "worker": worker})
+        found.load_state_dict(signed(state | {"rank": rank, "world_size": size, "worker": worker}))
     return found
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch.ddp import checkpoint
+from codec.torch.feedback.checkpoint import signed
 from support import flatcall
 from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
@@ -54,14 +55,16 @@ def _checked(rank, size):
         ("x", r"must be a dict, got str"),
     ]:
         with pytest.raises(codec.StateError, match=match):
-            hook.load_state_dict(wrong)
+            hook.load_state_dict(wrong if wrong == "x" or "ranks" in wrong else signed(wrong))
         assert checkpoint.packed(hook.state_dict()) == before
+    with pytest.raises(codec.StateError, match="incomplete or damaged"):
+        hook.load_state_dict({**state, "worker": renamed})
     hook.load_state_dict(everyones)
     assert checkpoint.packed(hook.state_dict()) == before
 
     for wrong in (other, {**state, "worker": renamed}):
         late = codec.torch.ddp_hook(SIGN)
-        late.load_state_dict(wrong)
+        late.load_state_dict(signed(wrong))
         with pytest.raises(codec.StateError, match=r"reshard|the model lacks"):
             late.register(model)
     with pytest.raises(codec.StateError, match="register it before"):
@@ -233,7 +236,7 @@ def test_reshard_refuses_incomplete_states():
     for bad in ([], "x", None, {"version": 1, "ranks": []}):
         with pytest.raises(codec.StateError):
             hook.reshard(bad, 2)
-    of = [{**state, "rank": rank, "world_size": 3} for rank in range(3)]
+    of = [signed({**state, "rank": rank, "world_size": 3}) for rank in range(3)]
     assert [s["rank"] for s in hook.reshard(of, 2)] == [0, 1]
     for bad in (of[:2], of[::-1]):
         with pytest.raises(codec.StateError, match="pass the states of all"):

@@ -205,6 +205,7 @@ def test_wrong_refresher_arguments_are_rejected():
         "dense",
         "buckets",
         "shapes",
+        "digest",
         "refresher",
     }
 

@@ -9,6 +9,7 @@ import torch
 
 import codec
 import codec.torch
+from codec.torch.feedback.checkpoint import signed
 from support.collective_values import tensor_bytes
 from support.feedback import BUCKETS, N, corrections, gathered, gradient, reduce, state_bytes
 from support.ranks import run_ranks
@@ -111,10 +112,19 @@ def _in_group_of_one(rank, size):
         good | {"worker": good["worker"] | {"x[0:2]": torch.full((2,), torch.nan)}},
         good | {"worker": good["worker"] | {"[5:7]": torch.zeros(2)}},
     ):
-        with pytest.raises(codec.StateError):
-            feedback.load_state_dict(wrong)
+        for given in (wrong, signed(wrong) if isinstance(wrong, dict) else wrong):
+            with pytest.raises(codec.StateError):
+                feedback.load_state_dict(given)
         assert state_bytes(feedback) == before
-    for wrong in (None, [], good, [good, good], [good | {"world_size": 2}, good | {"op": "sum"}], [{}], "ab"):
+    for wrong in (
+        None,
+        [],
+        good,
+        [good, good],
+        [signed(good | {"world_size": 2}), signed(good | {"op": "sum"})],
+        [{}],
+        "ab",
+    ):
         with pytest.raises(codec.StateError):
             codec.torch.Feedback.reshard(wrong, 2)
     with pytest.raises(codec.ArgumentError, match="world_size"):

@@ -46,7 +46,7 @@ def whole(net):
 
 
 def residuals(comm, rank):
-    return comm.state_dict()[f"rank {rank}"]["residuals"]
+    return comm.state_dict()[f"rank {rank}"][0]["residuals"]
 
 
 def _telescopes(rank, size):
@@ -216,7 +216,7 @@ def _refused_states(rank, size):
     comm = codec.torch.ReduceScatter(COARSE, feedback=True).register(net)
     train(net, rank, range(1))
     good = comm.state_dict()
-    mine = good[f"rank {rank}"]
+    (mine,) = good[f"rank {rank}"]
     other = {"calls": 0, "residuals": {"nobody": torch.zeros(5)}}
     wrong = [
         ({k: v for k, v in good.items() if k != f"rank {rank}"}, "load the state that this rank saved"),
@@ -224,11 +224,12 @@ def _refused_states(rank, size):
         (good | {"version": 2}, "version"),
         ({}, "state dict"),
         (None, "state dict"),
-        (good | {f"rank {rank}": other}, "nobody"),
-        (good | {f"rank {rank}": mine | {"calls": -1}}, "damaged"),
-        (good | {f"rank {rank}": mine | {"residuals": None}}, "NoneType"),
-        (good | {f"rank {rank}": mine | {"residuals": {"0": torch.full((9150,), float("nan"))}}}, "NaN"),
-        (good | {f"rank {rank}": mine | {"residuals": {"0": torch.zeros(9150, dtype=torch.float64)}}}, "float64"),
+        (good | {f"rank {rank}": mine}, "load the state that this rank saved"),
+        (good | {f"rank {rank}": (other,)}, "nobody"),
+        (good | {f"rank {rank}": (mine | {"calls": -1},)}, "damaged"),
+        (good | {f"rank {rank}": (mine | {"residuals": None},)}, "NoneType"),
+        (good | {f"rank {rank}": (mine | {"residuals": {"0": torch.full((9150,), float("nan"))}},)}, "NaN"),
+        (good | {f"rank {rank}": (mine | {"residuals": {"0": torch.zeros(9150, dtype=torch.float64)}},)}, "float64"),
     ]
     for state, message in wrong:
         with pytest.raises(codec.StateError, match=message):
@@ -237,7 +238,7 @@ def _refused_states(rank, size):
     with pytest.raises(codec.StateError, match="feedback=True"):
         codec.torch.ReduceScatter(COARSE).register(net).load_state_dict(good)
     comm.register(net)
-    comm.load_state_dict(good | {f"rank {rank}": mine | {"residuals": {"0": torch.zeros(8)}}} if rank == 0 else good)
+    comm.load_state_dict(good | {f"rank {rank}": (mine | {"residuals": {"0": torch.zeros(8)}},)} if rank == 0 else good)
     # A residual of another size: detected when the module's gradients are reduced
     with pytest.raises(codec.CodecError) as e:
         train(net, rank, range(1))

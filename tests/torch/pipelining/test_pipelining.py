@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.pipelining import PipelineStage
 
 import codec
@@ -215,16 +216,18 @@ def test_accumulated_gradients_survive_a_repeated_step(ranks):
 def _resume(rank, size, schedule, folder, through):
     """Train three epochs, with a checkpoint after each but the last; return the parameters as bytes.
 
-    `through` is "states" or "files", the place of m, or "nothing" and "nothing, files" for a run without checkpoints.
+    `through` is "states" or "files", the place of m; "checkpoint" for torch.distributed.checkpoint; or "nothing" and
+    "nothing, files" for a run without checkpoints.
     """
     store = f"{folder}/rank-{rank}-{through[:4]}"
     in_files = through.endswith("files")
+    folder = f"{folder}/checkpoint" if through == "checkpoint" else None
     arguments = {"activations": Deltas(store=store, dtype="8bit")} if in_files else {}
     p = Pipeline(schedule, rank, size, **arguments)
     p.train(1)
     for _ in range(2):
         if not through.startswith("nothing"):
-            p = _restarted(p, schedule, rank, size, arguments)
+            p = _restarted(p, schedule, rank, size, arguments, folder)
         p.train(1)
         assert not any(s.stats().refused_steps for s in p.stages)
     if not through.startswith("nothing"):
@@ -236,20 +239,29 @@ def _resume(rank, size, schedule, folder, through):
     return [x.detach().numpy().tobytes() for x in p.parameters], p.checks()
 
 
-def _restarted(p, schedule, rank, size, arguments):
-    """Return a new pipeline with the state of pipeline `p`, whose states have passed through files."""
-    states = [through_a_file(s.state_dict()) for s in p.stages]
+def _restarted(p, schedule, rank, size, arguments, folder):
+    """Return a new pipeline with the state of pipeline `p`, whose states have passed through files.
+
+    Without a folder, these are files of torch.save; else a folder of torch.distributed.checkpoint.
+    """
+    states = None if folder else [through_a_file(s.state_dict()) for s in p.stages]
+    if folder:
+        dcp.save({f"stage {i}": codec.torch.per_rank(s) for i, s in enumerate(p.stages)}, checkpoint_id=folder)
     for s in p.stages:
         s.close()
     q = Pipeline(schedule, rank, size, **arguments)
-    for old, new, state in zip(p.stages, q.stages, states, strict=True):
+    if folder:
+        dcp.load({f"stage {i}": codec.torch.per_rank(s) for i, s in enumerate(q.stages)}, checkpoint_id=folder)
+    for i, (old, new) in enumerate(zip(p.stages, q.stages, strict=True)):
         new.submod.load_state_dict(old.submod.state_dict())
-        new.load_state_dict(state)
+        if states:
+            new.load_state_dict(states[i])
     q.optimizer.load_state_dict(p.optimizer.state_dict())
     return q
 
 
-@pytest.mark.parametrize("through", ["states", "files"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch.distributed.checkpoint
+@pytest.mark.parametrize("through", ["states", "files", "checkpoint"])
 def test_a_resumed_pipeline_is_bit_identical_to_an_uninterrupted_one(ranks, tmp_path, through):
     """Also with stochastic rounding, which gradients have by default."""
     uninterrupted = "nothing, files" if through == "files" else "nothing"
