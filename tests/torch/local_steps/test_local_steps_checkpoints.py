@@ -7,6 +7,7 @@ import torch
 
 import codec
 import codec.torch
+from codec.torch.feedback.checkpoint import signed
 from support.local_training import EXACT, adam, nesterov, net, parameter_bytes, raised, state_bytes, train
 from support.states import through_a_file
 
@@ -96,8 +97,9 @@ def _refusals(rank, size):
         (changed("anchors", "0.weight", to=weight * torch.nan), "NaN or Inf"),
         (changed("anchors", "0.weight", to="text"), "'text'"),
         (changed("residuals", to={}), "has no 'version'"),
-        (changed("residuals", "worker", to=longer), "residual of 9999 values of '0.weight'"),
-        (changed("residuals", "rank", to=1 - rank), "belong to another rank"),
+        (changed("residuals", "worker", to=longer), "incomplete or damaged"),
+        (changed("residuals", to=signed(state["residuals"] | {"worker": longer})), "residual of 9999 values of '0.w"),
+        (changed("residuals", to=signed(state["residuals"] | {"rank": 1 - rank})), "belong to another rank"),
         (changed("outer", to={}), "lacks the state of an outer optimizer"),
         (changed("outer", "state", 0, "momentum_buffer", to=torch.ones(2, 2)), "lacks the state of an outer optimizer"),
         (changed("outer", "state", 99, to={}), "lacks the state of an outer optimizer"),
