@@ -79,10 +79,9 @@ def diff_files(old: str, new: str, out: str, *, version: int = 1, **how: Any) ->
         ``options`` and ``progress``, as in :func:`write_update`.
     """
     given: CallOptions | None = how.get("options")
-    after = weights_in(new)
-    pairs = ((name, slot.view) for name, slot in after.items())
+    after = {name: slot.view for name, slot in weights_in(new).items()}
     progress: Progress | None = how.get("progress")
-    return write_update(pairs, version, weights_in(old), version - 1, file=out, options=given, progress=progress)
+    return write_update(after, version, weights_in(old), version - 1, file=out, options=given, progress=progress)
 
 
 def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progress | None = None) -> Base:

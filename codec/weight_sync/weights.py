@@ -1,6 +1,6 @@
 """Weights of one version in host memory, with the digest of each piece."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -81,14 +81,7 @@ def copied(given: Given) -> Weights:
         for k, piece in enumerate(pieces_of(v)):
             slot.piece(k)[:] = piece
         slot.digests = slot.measure()
-    check_any(weights)
     return weights
-
-
-def check_any(tensors: Sized) -> None:
-    """Raise ArgumentError if there are no tensors, as of an iterator that was read before."""
-    if not tensors:
-        raise ArgumentError("no tensors were given: an iterator is read once, pass a new one for each call")
 
 
 def allocated(kinds: Mapping[str, Kind], memory: Bytes | None = None) -> Weights:
@@ -133,7 +126,18 @@ def items(given: Given) -> Iterable[tuple[str, Any]]:
         raise ArgumentError(
             f"weights must be a mapping from names to tensors, or an iterable of such pairs, got {kind}"
         )
-    return cast(Iterable[tuple[str, Any]], given)
+    return _read_once(cast(Iterable[tuple[str, Any]], given))
+
+
+def _read_once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield pairs; raise ArgumentError if there are none, as of an iterator that was read before."""
+    empty = True
+    for pair in pairs:
+        empty = False
+        yield pair
+        del pair  # free this tensor before a generator gathers the next one
+    if empty:
+        raise ArgumentError("no tensors were given: an iterator is read once, pass a new one for each call")
 
 
 def _is_extra(name: Any) -> bool:

@@ -16,7 +16,7 @@ from codec.files.replacing import replaced
 from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
 from codec.weight_sync.identity import NO_DIGEST, Head
 from codec.weight_sync.update import Bytes, Kind, Update, check_name, head_and_index, index_nbytes, weights_digest
-from codec.weight_sync.weights import Given, Weights, check_any, is_streamed, items, kind_of, pieces_of, view_of
+from codec.weight_sync.weights import Given, Weights, is_streamed, items, kind_of, pieces_of, view_of
 
 BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
 BATCH_PIECES = 1024  # number of pieces after which waiting pieces are encoded
@@ -129,10 +129,9 @@ class Encoder:
         Raises
         ------
         ArgumentError
-            A tensor of `kinds` was not added, or there are no tensors.
+            A tensor of `kinds` was not added.
         """
         self.flush()
-        check_any(self._kinds)
         if missing := self._kinds.keys() - self._sizes.keys():
             names = ", ".join(map(repr, sorted(missing)[:5]))
             raise ArgumentError(

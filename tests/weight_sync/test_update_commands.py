@@ -198,6 +198,14 @@ def test_apply_says_whose_header_the_result_has(files, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f" tensors, with the header of {files[0]}\n")
 
 
+@pytest.mark.parametrize("metadata", [False, True])
+def test_files_without_tensors_have_updates(metadata, tmp_path):
+    old, new = (save(tmp_path / name, {}, metadata) for name in ("old", "new"))
+    assert run("delta", old, new, "-o", tmp_path / "update") == 0
+    assert run("apply", old, tmp_path / "update", "-o", tmp_path / "result") == 0
+    assert (tmp_path / "result").read_bytes() == new.read_bytes()
+
+
 def test_updates_that_no_reader_accepts_replace_nothing(files, tmp_path, monkeypatch):
     (tmp_path / "u").write_bytes(b"old")
     monkeypatch.setattr(codec.weight_sync.writing, "head_and_index", lambda *_: bytes(100))
