@@ -138,6 +138,7 @@ class FolderBase(Base):
                     self._write(fd, piece, at)
                     digests[name].append(digest_of(piece))
                     at += len(piece)
+                    del piece
                 begin += memory_nbytes([kinds[name]])
                 del x, v  # free this tensor before a generator gathers the next one
             size = os.fstat(fd).st_size

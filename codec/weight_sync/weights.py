@@ -14,6 +14,7 @@ from codec.weight_sync.coding import digest_of
 from codec.weight_sync.update import PIECE_NBYTES, Bytes, Kind, check_name, weights_digest
 
 _ALIGNMENT = 64
+_ACCEPTED = "weights must be a mapping from names to tensors, or an iterable of such pairs"
 
 
 class Module(Protocol):
@@ -80,7 +81,9 @@ def copied(given: Given) -> Weights:
         slot = weights[name] = Slot(kind_of(name, v), np.empty(v.nbytes, np.uint8))
         for k, piece in enumerate(pieces_of(v)):
             slot.piece(k)[:] = piece
+            del piece
         slot.digests = slot.measure()
+        del x, v  # free this tensor before a generator gathers the next one
     return weights
 
 
@@ -114,19 +117,28 @@ def is_streamed(given: Given) -> bool:
 def items(given: Given) -> Iterable[tuple[str, Any]]:
     """Return (name, tensor) pairs of a mapping, of a torch module's state_dict, or of an iterable of pairs.
 
-    Extra states of a module that are None are left out.
+    Extra states of modules that are None are left out.
     """
     if hasattr(given, "state_dict"):
-        tensors = cast(Module, given).state_dict()
-        return {name: x for name, x in tensors.items() if x is not None or not _is_extra(name)}.items()
+        given = cast(Module, given).state_dict()
+    if isinstance(given, dict):
+        return dict(_pairs(cast(dict[str, Any], given).items())).items()
     if isinstance(given, Mapping):
-        return cast(Mapping[str, Any], given).items()
+        return _pairs(cast(Mapping[str, Any], given).items())
     if hasattr(given, "dtype") or isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
-        kind = type(given).__name__
-        raise ArgumentError(
-            f"weights must be a mapping from names to tensors, or an iterable of such pairs, got {kind}"
-        )
-    return _read_once(cast(Iterable[tuple[str, Any]], given))
+        raise ArgumentError(f"{_ACCEPTED}, got {type(given).__name__}")
+    return _read_once(_pairs(cast(Iterable[tuple[str, Any]], given)))
+
+
+def _pairs(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for pair in given:
+        try:
+            name, x = pair
+        except (TypeError, ValueError):
+            raise ArgumentError(f"{_ACCEPTED}, got an item of type {type(pair).__name__}") from None
+        if x is not None or not _is_extra(name):
+            yield name, x
+        del pair, x  # free this tensor before a generator gathers the next one
 
 
 def _read_once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

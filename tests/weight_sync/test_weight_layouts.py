@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping
 
 import numpy as np
@@ -151,12 +152,14 @@ class WithExtraState(torch.nn.Linear):
         return self.extra
 
 
-def test_module_whose_extra_state_is_none_is_sent():
+@pytest.mark.parametrize("kind", ["module", "state dict", "pairs"])
+def test_module_whose_extra_state_is_none_is_sent(kind):
     model = torch.nn.Sequential(WithExtraState(3, 2))
-    sender, receiver = codec.WeightSender(model), codec.WeightReceiver(model)
+    given = {"module": model, "state dict": model.state_dict(), "pairs": list(model.state_dict().items())}[kind]
+    sender, receiver = codec.WeightSender(given), codec.WeightReceiver(given)
     with torch.no_grad():
         model[0].weight[0, 0] = 9
-    receiver.apply(sender.diff(model))
+    receiver.apply(sender.diff(given))
     assert receiver.kinds.keys() == {"0.weight", "0.bias"}
     assert np.array_equal(dict(receiver.tensors())["0.weight"], model[0].weight.detach())
 
@@ -177,3 +180,30 @@ def test_error_names_the_entry_that_is_not_a_tensor(call, bad, monkeypatch, tmp_
     expected = {"extra state": "'0._extra_state': the extra state of a module must", "leaf": "'a.b': not a tensor"}
     with pytest.raises(codec.ArgumentError, match=expected[bad]):
         calls[call]()
+
+
+@pytest.mark.parametrize("given", [[torch.ones(3)], [("a",)], [3], "ab", torch.ones(2, 2)], ids=str)
+def test_weights_of_another_type_are_refused(given):
+    with pytest.raises(codec.ArgumentError, match="weights must be a mapping from names to tensors, or an iterable"):
+        codec.WeightSender(given)
+
+
+@pytest.mark.parametrize("folder", ["", "base"])
+@pytest.mark.parametrize("full", [False, True])
+def test_tensor_of_a_generator_is_freed_before_the_next_one_is_gathered(full, folder, tmp_path):
+    alive = []
+
+    def gathered():
+        last = lambda: None
+        for name, x in weights().items():
+            alive.append(last() is not None)
+            new = torch.from_numpy(np.frombuffer(x.tobytes() + b"x", np.uint8)[:-1].copy())
+            last = weakref.ref(new)
+            yield name, new
+            del new
+
+    sender = codec.WeightSender(gathered(), folder=tmp_path / folder if folder else None)
+    sender.diff(gathered(), full=full)
+    sender.close()
+    assert len(alive) == 2 * len(weights())
+    assert not any(alive)
