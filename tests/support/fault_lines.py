@@ -13,7 +13,7 @@ class Lines:
 
 
 @contextmanager
-def at_line(point, fault, *where):
+def at_line(point, fault, *where, armed=lambda: True):
     """Call fault() before executed line number `point`, from 0, of some functions; yield the counter of lines.
 
     Parameters
@@ -25,6 +25,8 @@ def at_line(point, fault, *where):
     where : str
         Ends of file names, such as "ddp/step.py", or a file and a function, such as "ddp/step.py:commit". Lines of
         functions that these functions call count only if they are listed as well.
+    armed : callable
+        Lines count only while armed() returns True.
     """
     lines = Lines()
     names = [name.partition(":") for name in where]
@@ -36,7 +38,7 @@ def at_line(point, fault, *where):
         return each_line if is_listed(frame.f_code) else None
 
     def each_line(frame, event, arg):
-        if event == "line":
+        if event == "line" and armed():
             lines.count += 1
             if lines.count - 1 == point:
                 sys.settrace(None)

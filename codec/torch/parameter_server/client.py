@@ -268,14 +268,16 @@ class ParameterClient:
     def _call(self) -> Generator[None, None, None]:
         """Return a context manager that locks the connections for one call.
 
-        A KeyboardInterrupt or similar exception closes the client, because later calls could read this call's replies.
+        Exceptions other than a CodecError, such as KeyboardInterrupt or a lack of memory, close the client. Other
+        workers may have this call's result, and later calls could read this call's replies. Servers report the worker
+        as lost.
         """
         with self._lock:
             if self._session.links.closed:
                 raise StateError("the client is closed: make a new ParameterClient")
             try:
                 yield
-            except Exception:
+            except codec.CodecError:
                 raise
             except BaseException:
                 self._session.links.close()

@@ -238,9 +238,17 @@ class ParameterServer:
             self._steps.leave(worker, state, reason)
 
     def _answer(self, worker: int, connection: PeerConnection, message: Array) -> bool:
-        """Answer one request; return True if the worker has closed its client."""
+        """Answer one request; return True if the worker has closed its client.
+
+        Raises
+        ------
+        PeerError
+            The worker is lost. Or the request failed for another reason than an error of the worker: other workers may
+            have the values that this worker has requested, so that it must not take part in later steps.
+        """
         taken: list[Any] = []
         request: Request | None = None
+        failed: Exception | None = None
         refused = False
         try:
             try:
@@ -252,7 +260,10 @@ class ParameterServer:
             except Exception as e:  # a bug, or a lack of memory, must not end the server
                 logger.exception("parameter server: a request of worker %d failed", worker)
                 parts, refused = messages.error_reply(PeerError(f"the request failed: {type(e).__name__}: {e}")), True
+                failed = e
             connection.send(parts, self._seconds)
+            if failed is not None:
+                raise PeerError(f"its request failed: {type(failed).__name__}: {failed}") from failed
         finally:
             if request is not None and taken:
                 self._steps.release(request.step, taken)
