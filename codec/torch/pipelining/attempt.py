@@ -69,13 +69,20 @@ def attempts(*stages: CompressedStage, limit: int = 3) -> "Iterator[Attempt]":
 
 
 def _attempts(stages: Sequence[CompressedStage], limit: int) -> "Iterator[Attempt]":
-    for number in range(1, limit + 1):
-        attempt = Attempt(stages, number, limit)
-        yield attempt
-        if not attempt.ended:
-            raise StateError("the attempt was not entered: write `with attempt:` around schedule.step()")
-        if not attempt.refused:
-            return
+    try:
+        for number in range(1, limit + 1):
+            attempt = Attempt(stages, number, limit)
+            yield attempt
+            if not attempt.ended:
+                raise StateError("the attempt was not entered: write `with attempt:` around schedule.step()")
+            if not attempt.refused:
+                return
+    except (GeneratorExit, StateError):  # the program has left the loop, or has not run the schedule
+        raise
+    except BaseException:  # the other ranks may have the step, and this rank does not take it
+        for stage in stages:
+            stage.traffic.abandon()
+        raise
 
 
 class Attempt:
@@ -105,28 +112,37 @@ class Attempt:
     ) -> None:
         self.ended = True
         try:
-            if error is not None:
-                self._abandon()
-                return
-            try:
-                for t in self._traffic:
-                    t.wait_for_sends()
-                auto = self._traffic[0].auto
-                sent = None if auto is None else auto.report([s for t in self._traffic for s in t.sent()])
-                mine = self._notes.report(last=self._last, samples=self._again, auto=sent)
-                reports = [report_of(data, rank) for rank, data in enumerate(self._exchange(mine))]
-            except BaseException:
-                self._abandon()
-                raise
-            if any(r.failed for r in reports):
-                self._refuse(reports)
+            failed = None
+            if error is None:
+                failed = self._end()
+                self._drop_notes()
             else:
-                for t in self._traffic:
-                    t.commit()
-                    t.adapt(reports)
-        finally:
-            for t in self._traffic:
-                t.notes = None
+                self._abandon()
+            if failed is None:
+                return
+        except BaseException:  # also behind the exchange: the other ranks may have the step, and this rank does not
+            self._abandon()
+            raise
+        raise failed
+
+    def _drop_notes(self) -> None:
+        for t in self._traffic:
+            t.notes = None
+
+    def _end(self) -> Exception | None:
+        """Commit the step, or restore the state, on all ranks; return the error of a step that is not repeated."""
+        for t in self._traffic:
+            t.wait_for_sends()
+        auto = self._traffic[0].auto
+        sent = None if auto is None else auto.report([s for t in self._traffic for s in t.sent()])
+        mine = self._notes.report(last=self._last, samples=self._again, auto=sent)
+        reports = [report_of(data, rank) for rank, data in enumerate(self._exchange(mine))]
+        if any(r.failed for r in reports):
+            return self._refuse(reports)
+        for t in self._traffic:
+            t.commit()
+            t.adapt(reports)
+        return None
 
     def _agree(self) -> None:
         """Exchange signatures of the stages, and raise ArgumentError unless they are equal on all ranks."""
@@ -157,9 +173,10 @@ class Attempt:
         for t in self._traffic:
             t.abandon()
         self._undo()
+        self._drop_notes()
 
-    def _refuse(self, reports: list[Report]) -> None:
-        """Restore the state after an attempt that failed on a rank. Raise an error unless the step is repeated."""
+    def _refuse(self, reports: list[Report]) -> Exception | None:
+        """Restore the state after an attempt that failed on a rank. Return an error unless the step is repeated."""
         self._undo()
         for t in self._traffic:
             t.refused_steps += 1
@@ -168,10 +185,10 @@ class Attempt:
         if all(r.repeatable and not r.last for r in reports):
             self.refused = True
             logger.warning("a training step is repeated, because rank %d has failed: %s", rank, report.error)
-        elif self._notes.error is not None:
-            raise self._notes.error
-        else:
-            raise PeerError(f"rank {rank} of the pipeline has failed: {report.error}", report.code)
+            return None
+        if self._notes.error is not None:
+            return self._notes.error
+        return PeerError(f"rank {rank} of the pipeline has failed: {report.error}", report.code)
 
 
 def _check_stages(stages: Sequence[Any]) -> None:
