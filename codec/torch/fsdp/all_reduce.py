@@ -143,4 +143,4 @@ class AllReduce(GradientCollective):
         begin = functools.partial(
             self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor
         )
-        now.run(lambda: begin(False), tensor)
+        now.run(lambda: begin(False), tensor, self._group)

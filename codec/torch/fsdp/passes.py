@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from codec import CodecError, PeerError
-from codec.torch._compat import backward_pass, call_after_backward
+from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward
 from codec.torch.feedback.single import Residuals
+from codec.torch.group.communicator import close_communicator, key_of
 from codec.torch.reduction.host import Reduction, Values
 
 _passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # in progress, by graph task id
@@ -25,12 +26,15 @@ class Pass:
     def __init__(self) -> None:
         self._error: CodecError | None = None
         self._copies: dict[Residuals, dict[str, Values]] = {}
+        self._groups: list[Any] = []  # groups of the pass's collectives
+        self._ended = False  # True: this rank's program knows the outcome, or is about to receive the pass's error
 
     @staticmethod
     def current() -> "Pass":
         """Return the Pass of the current backward pass, whose end calls :meth:`end`; outside of one, a new Pass.
 
-        If an exception ends the backward pass, autograd deletes this object, and with it the copies of residuals.
+        If an exception ends the backward pass, autograd deletes the callback, which calls :meth:`abandon`, and this
+        object with the copies of residuals.
         """
         task = backward_pass()
         if task is None:
@@ -38,7 +42,7 @@ class Pass:
         current = _passes.get(task)
         if current is None:
             current = _passes[task] = Pass()
-            call_after_backward(current.end)
+            call_after_backward(BackwardEnd(current.end, current.abandon))
         return current
 
     def begin(self, residuals: Residuals, key: str, r: Reduction) -> Values:
@@ -53,25 +57,42 @@ class Pass:
         if self._error is not None:
             raise PeerError(f"an earlier collective of this backward pass has failed: {self._error}") from self._error
 
-    def run(self, collective: Callable[[], Any], output: torch.Tensor) -> None:
-        """Run a collective of this pass. If it fails in a backward pass, store the error and fill `output` with NaN."""
+    def run(self, collective: Callable[[], Any], output: torch.Tensor, group: Any) -> None:
+        """Run a collective of this pass. If it fails in a backward pass, store the error and fill `output` with NaN.
+
+        Other exceptions close the connections of all groups, since other ranks may have the result.
+        """
+        self._groups.append(group)
         try:
-            collective()
-        except CodecError as e:
+            try:
+                collective()
+            except CodecError as e:
+                if backward_pass() is None:
+                    self._ended = True
+                    raise
+                self._error = self._error or e
+                with torch.no_grad():
+                    output.fill_(torch.nan)
             if backward_pass() is None:
-                raise
-            self._error = self._error or e
-            with torch.no_grad():
-                output.fill_(torch.nan)
-            return
-        if backward_pass() is None:
-            self.end()
+                self.end()
+        except BaseException:
+            self.abandon()
+            raise
 
     def end(self) -> None:
         """Raise the first error of the pass; if there is none, replace the residuals by the updated copies."""
-        error, self._error = self._error, None
-        copies, self._copies = self._copies, {}
-        if error is not None:
-            raise error
-        for residuals, written in copies.items():
+        if self._error is not None:
+            self._ended, self._copies = True, {}
+            raise self._error
+        for residuals, written in self._copies.items():
             residuals.replace(written)
+        self._copies = {}
+
+    def abandon(self) -> None:
+        """Close the connections of all groups, unless the pass has failed on all ranks: this rank has not ended it.
+
+        The other ranks may have all results. If this rank took another step with them, shards would differ for ever.
+        """
+        if not self._ended:
+            for group in self._groups:
+                close_communicator(key_of(group), cancel=True)

@@ -119,13 +119,13 @@ class ReduceScatter(GradientCollective):
             self._run, "reduce_scatter", group, tensor, lambda size: (size - 1) / size, work, output
         )
         if not async_op:
-            now.run(lambda: begin(False), output)
+            now.run(lambda: begin(False), output, group)
             return None
         handle = begin(True)
         # With error feedback, wait now, so that Pass.run catches an error: the pass then fails, and keeps its
         # residuals.
         if handle is not None and self._residuals is not None:
-            now.run(handle.wait, output)
+            now.run(handle.wait, output, group)
         return handle
 
 
