@@ -108,9 +108,13 @@ class BackwardEnd:
 
     def __call__(self) -> None:
         """End the step if its last bucket is in this pass."""
+        try:
+            if self._end is not None:
+                self._end()
+        except BaseException:
+            self._cancel()
+            raise
         self._called = True
-        if self._end is not None:
-            self._end()
 
     def __del__(self) -> None:
         if not self._called:

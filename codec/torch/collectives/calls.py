@@ -164,8 +164,8 @@ def _begin(
     settings: CallOptions,
 ) -> Work | None:
     """Run work(comm, collective) in the thread of the group; return its handle if `async_op`, else None."""
-    started = start(name, group, settings.timeout, async_op, work)
-    return started if isinstance(started, Work) else None
+    # One line: an interrupt between two lines would be an error on this rank alone, after all ranks have succeeded.
+    return started if isinstance(started := start(name, group, settings.timeout, async_op, work), Work) else None
 
 
 def _prepare_output(r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None, settings: CallOptions) -> None:

@@ -131,8 +131,9 @@ def _exchanged(
             publish(result, r, output)
         return output
 
-    found = start("all_to_all_rows", group, settings.timeout, False, work)
-    return x.new_empty((0, *x.shape[1:])) if found is None else cast(torch.Tensor, found)
+    # One line: an interrupt between two lines would be an error on this rank alone, after all ranks have succeeded.
+    name, limit = "all_to_all_rows", settings.timeout
+    return x.new_empty((0, *x.shape[1:])) if (found := start(name, group, limit, False, work)) is None else found
 
 
 async def _rows_of(

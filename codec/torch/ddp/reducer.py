@@ -142,7 +142,7 @@ class Reducer:
             self.cancel()
             raise
         if bucket.last and backward_pass() is None:  # join() reduces buckets on a rank that has no inputs left
-            self.end_step()
+            self._end_of(self.state.current, last=True)()
         return work
 
     def _begin(self, bucket: Bucket) -> Work:
@@ -151,7 +151,7 @@ class Reducer:
             self.state.begin(1.0 if self._scaler is None else self._scaler.get_scale())
         step = self.state.current
         if backward_pass() is not None:
-            call_after_backward(BackwardEnd(self.end_step if bucket.last else None, lambda: self.cancel(step)))
+            call_after_backward(self._end_of(step, last=bucket.last))
         comm = communicator_of(self.group, self.settings.timeout)
         step.arrived.append(Wait())
         work = comm.submit(lambda collective: self._run_bucket(comm, collective, bucket, step))
@@ -160,14 +160,23 @@ class Reducer:
             self.state.codebooks.submit(comm, step.over)
         return work
 
+    def _end_of(self, step: Step, *, last: bool) -> BackwardEnd:
+        """Return a callback for the end of a backward pass. With the step's last bucket, it also ends the step.
+
+        If the callback is interrupted, it cancels the step. The other ranks may have the step's gradients, so this rank
+        must not take another step with them.
+        """
+        return BackwardEnd(self.end_step if last else None, lambda: self.cancel(step))
+
     def end_step(self) -> None:
         """End the step, and raise the error of the first bucket that failed.
 
         The futures of buckets must not raise it: DistributedDataParallel could not be used again after that.
         """
-        error = self.state.end()
+        step, error = self.state.current, self.state.end()
         if error is None or self._is_overflow(error):
             return
+        step.ended = True
         model: Any = None if self._module is None else self._module()
         if finalizes_manually(model):
             model.finalize_backward()  # the caller does not, because this error ends its backward pass
@@ -179,9 +188,10 @@ class Reducer:
         Parameters
         ----------
         step : Step, optional
-            Step to cancel; nothing happens if it is not the current step. Default: the current step.
+            Step to cancel; nothing happens if it is not the current step, or has failed on all ranks. Default: the
+            current step.
         """
-        if step is not None and step is not self.state.current:
+        if step is not None and (step is not self.state.current or step.ended):
             return
         if self.group is not None:
             close_communicator(self.group, cancel=True)

@@ -50,6 +50,7 @@ class Step:
     scale: float = 1.0  # factor by which a GradScaler has multiplied all gradients
     exact: bool = False  # True if all gradients are sent lossless
     in_flight: bool = False  # True from the start of the step until it has ended, or its error was raised
+    ended: bool = False  # True: this rank's program knows the outcome, or is about to receive the step's error
     error: BaseException | None = None  # error of bucket `failed`
     failed: int = NO_BUCKET  # smallest index of a bucket that failed
     cause: Cause | None = None  # first error of the step, as reported to the other ranks

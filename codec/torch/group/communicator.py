@@ -63,7 +63,8 @@ class Communicator:
     def run(self, collective: Callable[[Collective], Awaitable[T]]) -> T:
         """Run a collective, and return its result.
 
-        If Ctrl-C ends the wait, the collective is cancelled, and writes to no tensor of the caller afterwards.
+        If Ctrl-C ends the wait, the collective is cancelled, and writes to no tensor of the caller afterwards. If the
+        collective has just succeeded, later collectives fail on all ranks, since this rank does not know the result.
         """
         self.worker.check_thread()
         work: Work | None = None
@@ -71,7 +72,7 @@ class Communicator:
             work = self.submit(collective)
             return work.result()
         except BaseException:
-            if work is None or not work.is_completed():
+            if work is None or not work.is_completed() or work.is_success():
                 self.cancel()
             raise
 
@@ -80,14 +81,19 @@ class Communicator:
         collective = channel.collective(number)
         waited = channel.counters.wire_s
         try:
-            return await work(collective)
+            try:
+                return await work(collective)
+            except BaseException as e:
+                collective.fail(e)
+                raise
+            finally:
+                collective.end()
+                collective.counters.wire_s = channel.counters.wire_s - waited
+                channel.count(collective)
         except BaseException as e:
-            collective.fail(e)
+            if collective.agreed:  # an error behind the agreement, also in the lines above, is one of this rank alone
+                collective.fail(e)
             raise
-        finally:
-            collective.end()
-            collective.counters.wire_s = channel.counters.wire_s - waited
-            channel.count(collective)
 
     def cancel(self) -> None:
         """Make collectives in flight and later ones fail, here and on peers, without writing to tensors."""
