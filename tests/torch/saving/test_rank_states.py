@@ -113,25 +113,27 @@ def _model(run, form):
     return FORMS[form](run.model) if form == "per_rank, in order" else run.model.state_dict()
 
 
-def _resumed(rank, size, kind, form, folder, later):
+def _resumed(rank, size, kind, form, folder, how):
     """Save after three steps, resume in new objects, and return the parameters after three more steps of both."""
     run, found = kind(rank, size), []
     for number in range(3):
         run.step(number)
     state = {"model": _model(run, form), "codec": FORMS[form](run.state_of)}
-    if later:
+    if how == "async":
         future = dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+    elif how == "frames":
+        dcp.save(state, storage_writer=codec.torch.checkpoint_writer(folder))
     else:
         dcp.save(state, checkpoint_id=folder)
     for number in range(3, 6):
         run.step(number)
     found.append(_bits(run.model))
-    if later:
+    if how == "async":
         future.result()
     dist.barrier()
     run = kind(rank, size)
     state = {"model": _model(run, form), "codec": FORMS[form](run.state_of)}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, storage_reader=codec.torch.checkpoint_reader(folder))  # also reads files of torch's writer
     if form == "per_rank, in order":
         per_rank(run.model).load_state_dict(state["model"])
         per_rank(run.state_of).load_state_dict(state["codec"])
@@ -159,13 +161,19 @@ CASES = [
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("kind", "form"), CASES)
 def test_resumed_run_is_bit_identical(tmp_path, kind, form, size):
-    for straight, resumed in run_ranks(size, _resumed, kind, form, str(tmp_path), False):
+    for straight, resumed in run_ranks(size, _resumed, kind, form, str(tmp_path), "plain"):
+        assert straight == resumed
+
+
+@pytest.mark.parametrize("kind", [WithHook, WithShards])
+def test_resumed_run_is_bit_identical_with_compressed_files(tmp_path, kind):
+    for straight, resumed in run_ranks(2, _resumed, kind, "per_rank", str(tmp_path), "frames"):
         assert straight == resumed
 
 
 @pytest.mark.parametrize("kind", [WithHook, WithShards])
 def test_state_that_is_saved_while_training_goes_on_is_that_of_the_call(tmp_path, kind):
-    for straight, resumed in run_ranks(2, _resumed, kind, "per_rank", str(tmp_path), True):
+    for straight, resumed in run_ranks(2, _resumed, kind, "per_rank", str(tmp_path), "async"):
         assert straight == resumed
 
 
