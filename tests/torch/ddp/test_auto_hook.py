@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch.auto import gradients
+from codec.torch.feedback.checkpoint import signed
 from support.ddp_training import (
     hook_state_bytes,
     net,
@@ -130,7 +131,8 @@ def _resumed(rank, size):
     assert set(again.stats().choices) == {"Sign(group_size=1024)"}
 
     fresh, lossless = hooked(small_net())
-    lossless.load_state_dict({k: v for k, v in state["ranks"][rank].items() if k not in ("worker", "server")})
+    without = {k: v for k, v in state["ranks"][rank].items() if k not in ("worker", "server")}
+    lossless.load_state_dict(signed(without))
     assert lossless.spec == codec.Lossless(), "a state of another quality does not lower the floor"
     take_step(fresh, rank, small_forward)
     before, good = hook_state_bytes(again), json.loads(state["ranks"][rank]["auto"])
@@ -146,7 +148,7 @@ def _resumed(rank, size):
         7,
     ):
         with pytest.raises(codec.StateError):
-            again.load_state_dict({**state["ranks"][rank], "auto": wrong})
+            again.load_state_dict(signed({**state["ranks"][rank], "auto": wrong}))
         assert hook_state_bytes(again) == before
 
 
