@@ -36,6 +36,9 @@ group_reduce_scatter_single_coalesced = _first(
 group_all_gather_single_coalesced = _first(_group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
 _c10d: Any = dist.distributed_c10d
+# Torch 2.14 and later unpickle only tensors, numbers, strings and their containers from other ranks.
+_UNPICKLING = {"weights_only": True} if "weights_only" in inspect.signature(_c10d.all_gather_object).parameters else {}
+all_gather_object: Callable[[list[Any], Any], None] = functools.partial(_c10d.all_gather_object, **_UNPICKLING)
 rank_not_in_group: Callable[[Any], bool] = _c10d._rank_not_in_group
 warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 
@@ -43,6 +46,12 @@ _MAX_RANK = 8  # maximum number of dimensions of a frame
 
 _torch: Any = torch  # untyped: torch's stubs lack private names and the type of from_numpy's argument
 from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
+
+
+def begin_sequence(backend: Any) -> None:
+    """Let ranks agree on the number of a backend's first collective, which is always 0 in torch 2.14 and later."""
+    if _torch.__version__ < "2.14":  # compares numbers, not text
+        backend._set_sequence_number_for_group()
 
 
 def is_plain(x: torch.Tensor) -> bool:

@@ -129,7 +129,7 @@ class ProcessGroup(_Base):
             dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout),
             dist.ProcessGroup.BackendType,
         )
-        gloo._set_sequence_number_for_group()
+        _compat.begin_sequence(gloo)
         for group in (self, self._plain):
             group._set_default_backend(kind.GLOO)
             for device in _DEVICES:

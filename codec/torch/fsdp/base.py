@@ -13,6 +13,7 @@ from codec._options import settings_of
 from codec.arguments import decay_of
 from codec.specs import Preset, Spec, check_contraction, require_feedback
 from codec.stateful.checkpoint import VERSION, opened, plain
+from codec.torch._compat import all_gather_object
 from codec.torch.feedback.single import JointResidual, Residuals
 from codec.torch.fsdp.passes import Pass
 from codec.torch.fsdp.stats import CommStats
@@ -146,7 +147,7 @@ class GradientCollective(ModuleCollective):
         mine = {f"rank {dist.get_rank()}": ({"calls": self._calls, "residuals": kept},)}
         found: list[dict[str, Any]] = [mine] * dist.get_world_size()
         if gather:
-            dist.all_gather_object(found, mine)  # pyright: ignore[reportUnknownMemberType] - torch's stubs lack types
+            all_gather_object(found, mine)
         state: dict[str, Any] = {"version": VERSION, "world_size": len(found)}
         for each in found:
             state |= each

@@ -196,9 +196,13 @@ def rank_is_usable() -> int:
 
 
 def uses_nccl(group: Any) -> bool:
-    """Return True if NCCL carries a group's tensors on GPUs."""
+    """Return True if NCCL carries a group's tensors on GPUs.
+
+    Torch 2.15 has several classes for NCCL, whose names are "nccl" and "nccl2", with the suffix "-lazy" if they connect
+    ranks later.
+    """
     cuda = torch.device("cuda")
-    return cuda in group._device_types and group._get_backend(cuda).name() == "nccl"
+    return cuda in group._device_types and group._get_backend(cuda).name().removesuffix("-lazy") in ("nccl", "nccl2")
 
 
 def connect_nccl(group: Any) -> Any:
