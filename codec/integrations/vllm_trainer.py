@@ -6,6 +6,7 @@ On every rank of the trainer, create the engine with
 ``WeightTransferTrainerFactory.trainer_init(CodecTrainerInitInfo(folder, rank=rank), client=client, source=source)``.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +46,7 @@ class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerI
         """Create the engine. Rank 0 also opens the store of updates, and sends its location to the workers."""
         if source is None:
             raise ArgumentError("the codec weight transfer needs source=, a WeightSource such as ModuleSource(model)")
+        _check_source(source)
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
             engine._publisher = Publisher(
@@ -57,13 +59,36 @@ class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerI
     def send_weights(self) -> None:
         """Send the weights of the source as an update: workers check it, then load it. All ranks must call this."""
         assert self.source is not None
+        weights = full_weights(self.source)
         if self._publisher is not None:
-            synchronize(self._publisher, self.client, self.source)
+            synchronize(self._publisher, self.client, weights)
             return
-        for _ in self.source:  # iterating runs the collectives that gather each tensor on rank 0
+        for _ in weights:  # iterating runs the collectives that gather each tensor on rank 0
             pass
 
     def shutdown(self) -> None:
         """Close the store of updates."""
         if self._publisher is not None:
             self._publisher.close()
+
+
+def full_weights(source: Any) -> Iterator[tuple[str, Any]]:
+    """Return an iterator of the names and full tensors of a source: before vLLM 0.33, sources are iterable."""
+    return source.iter_full() if hasattr(source, "iter_full") else iter(source)
+
+
+def _check_source(source: Any) -> None:
+    """Raise ArgumentError, equally on all ranks, unless rank 0 receives the full tensors of all parameters."""
+    if not hasattr(source, "iter_full"):  # before vLLM 0.33, all ranks own all parameters
+        return
+    if not source.implements_iter_full():
+        raise ArgumentError(
+            f"source= must implement iter_full(), which yields full tensors, but {type(source).__name__} has only "
+            "iter_local()"
+        )
+    missing = [m.name for m in source.metadata if m.owners is not None and 0 not in m.owners]
+    if missing:
+        raise ArgumentError(
+            f"rank 0 sends all weights, but source= has {len(missing)} parameters that rank 0 does not own, the first "
+            f"{missing[0]!r}: add rank 0 to the owners of all parameters"
+        )

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 import codec
-from codec.integrations.vllm_trainer import CodecTrainerInitInfo
+from codec.integrations.vllm_trainer import CodecTrainerInitInfo, full_weights
 
 SIZE = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZE |= {"num_key_value_heads": 1, "max_position_embeddings": 128}
@@ -218,7 +218,7 @@ def test_worker_that_starts_again_catches_up(served, trainer, tmp_path):
 
 def test_update_is_small(trainer):
     step(trainer.model, 7)
-    update = trainer._publisher.stage(iter(trainer.source))
+    update = trainer._publisher.stage(full_weights(trainer.source))
     trainer._publisher.abandon()
     nbytes = sum(p.nbytes for p in trainer.model.parameters())
     assert isinstance(update, codec.Update)
