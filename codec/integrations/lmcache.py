@@ -7,7 +7,7 @@ LMCache has no entry points for serdes. So start its server with this module, wh
     python -m codec.integrations.lmcache server --l2-adapter '{"type": "fs", "base_path": "/cache",
         "serde": {"type": "codec", "key_bits": 8, "value_bits": 4}}'
 
-The file adapter of LMCache 0.5.6 loads an object only if its size is exactly the serde's estimate. So each object
+The file adapter of LMCache loads an object only if its size is exactly the serde's estimate. So each object
 has a slot of a fixed size, and a chunk whose encoding does not fit into its slot is not stored. Settings:
 
 ``key_bits``, ``value_bits``
