@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 PAGE = ROOT / "docs" / "start" / "status.md"
-BEGIN, END = "<!-- tested releases: support.tested_releases -->\n\n", "\n## "
+BEGIN, END = "<!-- tested releases: support.tested_releases -->\n", "\n## "
 # Packages of the table, and the tests that run with their exact version.
 PACKAGES = {
     "torch": "`make test`",
@@ -67,7 +67,7 @@ def page():
     """Return the page with the table of today."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    return before + BEGIN + table() + end + after
+    return before + BEGIN + "\n" + table() + end + after
 
 
 def installed(folders):
