@@ -6,6 +6,7 @@ from typing import Any, overload
 from codec import _call
 from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib
 from codec._c.spec_structs import spec_struct
+from codec._c.traits import is_lossless
 from codec._options import CallOptions, settings_of
 from codec.arguments import shown, whole
 from codec.codebook import Codebook, given_codebooks
@@ -346,7 +347,7 @@ def _check_feedback(feedback: Any, residual: Any, spec: Spec) -> bool:
         raise ArgumentError(
             "feedback=True needs residual=, a float32 tensor of as many values as x, all 0 before the first frame"
         )
-    if isinstance(spec, Lossless | Delta):
+    if is_lossless(spec):
         raise SpecError(f"feedback=True is for lossy specs: {type(spec).__name__} has no residual")
     return True
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from codec._c.library import check, lib
+from codec._c.traits import has_fixed_rate
 from codec.encoding import bound
 from codec.errors import SpecError
 from codec.presets import resolve
-from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, SpecLike, Ternary, TopK, Truncate
+from codec.specs import SpecLike
 
 _LARGEST = 8 * ((1 << 32) - 1)  # maximum size of a frame in bytes
 
@@ -62,18 +63,3 @@ def frame_nbytes(shape: int | Iterable[int], dtype: Any, spec: SpecLike, *, segm
     if nbytes > _LARGEST:
         check(lib.CODEC_LIMIT)
     return nbytes
-
-
-def has_fixed_rate(spec: Spec) -> bool:
-    """Return True if the size of a frame depends on the shape of the tensor alone."""
-    match spec:
-        case Sign() | Quantize() | Float4():
-            return True
-        case Float8(entropy=entropy):
-            return not entropy
-        case Ternary(packing=packing):
-            return packing != "entropy"
-        case Lossless() | Truncate() | Delta() | TopK():
-            return False
-        case _:
-            raise SpecError(f"the size of a frame of {spec} is not known")

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
+from codec._c.traits import needs_base
 from codec.arguments import shown
 from codec.errors import SpecError
 from codec.presets import resolve
-from codec.specs import CODECS, BoundSpec, Delta, Spec, Truncate
+from codec.specs import CODECS, BoundSpec, Spec, Truncate
 
 Config = dict[str, str | int | float | bool | None]
 
@@ -64,7 +65,7 @@ def self_contained(spec: object) -> Spec:
         The argument is not a spec; or its frames need a base, or an optimizer and its state.
     """
     plain, bound = resolve(spec)
-    if isinstance(plain, Delta):
+    if needs_base(plain):
         raise SpecError("Delta() needs a base tensor, which this call does not take: use another spec")
     if isinstance(bound, BoundSpec) or (isinstance(plain, Truncate) and plain.fixed_level is None):
         raise SpecError(

@@ -38,7 +38,7 @@ import codec
 from codec import _call
 from codec._c.library import ffi
 from codec._c.spec_structs import spec_struct
-from codec.frame_size import has_fixed_rate
+from codec._c.traits import has_fixed_rate
 from codec.optimizers.arguments import level_source
 
 HERE = Path(__file__).parent

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from codec._c.traits import is_lossless
 from codec._options import CallOptions, settings_of
 from codec.advisor.cost_model import (
     MAX_RANKS,
@@ -125,7 +126,7 @@ class Advice:
         arguments = [f"codec.{self.spec!r}"]
         if isinstance(self.spec, Truncate) and self.spec.fixed_level is None:
             arguments.append("optimizer=optimizer")
-        if not isinstance(self.spec, Lossless):
+        if not is_lossless(self.spec):
             arguments.append(f"feedback={self.feedback}")
         return f"hook = codec.torch.ddp_hook({', '.join(arguments)}).register(model)"
 
@@ -336,7 +337,7 @@ def measure(s: Sample, spec: Spec, given: BoundSpec | None, feedback: bool, opti
     """Measure the costs of a sample with one spec. `given`: the bound spec that the user passed, or None."""
     out = np.empty(bound(s.x.shape, s.dtype, spec), np.uint8)
     bound_spec = bound_for(spec, given, s) if isinstance(spec, Truncate) and spec.fixed_level is None else None
-    residual = np.zeros(s.x.shape, np.float32) if feedback and not isinstance(spec, Lossless) else None
+    residual = np.zeros(s.x.shape, np.float32) if feedback and not is_lossless(spec) else None
     once = options if residual is None else replace(options, verify_first=False)
 
     def encoded(x: Array) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import codec
+from codec._c.traits import is_lossless
 from codec.arguments import shown
 from codec.errors import ArgumentError, FrameError, SpecError, StateError
 from codec.presets import resolve
@@ -34,7 +35,7 @@ def checked_spec(spec: Any, feedback: bool) -> Spec:
         raise SpecError(f"spec must not be bound to an optimizer, got {shown(bound)}: pass the spec itself")
     if not feedback:
         require_feedback(kind, "leave feedback=False out")
-    elif not isinstance(kind, Lossless | Delta):
+    elif not is_lossless(kind):
         check_contraction(kind)
     return kind
 
@@ -65,7 +66,7 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
     # Dtypes differ if averaging made floats of integers.
     if isinstance(spec, Delta) and base is not None and x.dtype == base.dtype:
         return FRAME, codec.encode(x, spec, base=base)
-    if isinstance(spec, Lossless | Delta) or not is_float(x):
+    if is_lossless(spec) or not is_float(x):
         return FRAME, codec.encode(x, spec if isinstance(spec, Lossless) else Lossless())
     values = _wide(x) if base is None else _wide(x) - _wide(base)
     values = np.ascontiguousarray(values, np.float32).reshape(tuple(x.shape))  # numpy makes scalars 1-d

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
+from codec._c.traits import is_lossless
 from codec.errors import CodecError
 from codec.integrations.federated import DIFFERENCE, FRAME, checked_spec, decode_array, encode_array, is_float
 from codec.integrations.flower_records import Arrays, arrays_of, frame_of, pack, plain_array, values_of, with_arrays
-from codec.specs import Delta, Lossless, Preset, Spec
+from codec.specs import Preset, Spec
 
 __all__ = ["Compressed", "Compression", "pack"]
 
@@ -49,7 +50,7 @@ class Compression:
 
     def __init__(self, spec: Spec | Preset = "lossless", *, feedback: bool = True) -> None:
         self.spec = checked_spec(spec, feedback)
-        self.feedback = feedback and not isinstance(self.spec, Lossless | Delta)
+        self.feedback = feedback and not is_lossless(self.spec)
         self._warned = False
 
     def __call__(self, message: Message, context: Any, call_next: Any) -> Message:

@@ -12,10 +12,11 @@ from nvflare.apis.dxo_filter import DXOFilter
 from nvflare.apis.filter import FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import FilterKey, FLContextKey
 
+from codec._c.traits import is_lossless
 from codec.arguments import shown
 from codec.errors import FrameError
 from codec.integrations.federated import checked_spec, decode_array, encode_array, is_float
-from codec.specs import Delta, Lossless
+from codec.specs import Lossless
 
 KINDS = "codec.kinds"  # key of a DXO's meta: kind of each encoded array, FRAME or DIFFERENCE, by name
 TORCH = "codec.torch"  # key of a DXO's meta: True if the arrays were torch tensors
@@ -89,7 +90,7 @@ class FrameFilter(DXOFilter):
 
     def _encoded(self, dxo: DXO, base: dict[str, Any], is_task: bool, meta: dict[str, Any]) -> dict[str, Any]:
         spec = Lossless() if is_task else self._codec
-        lossy = not isinstance(spec, Lossless | Delta)
+        lossy = not is_lossless(spec)
         data, kinds, residuals, is_torch = dict(dxo.data), {}, {}, False
         with self._lock:
             for name, x in dxo.data.items():

@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any, cast, overload
 
 from codec._c.library import ITEMSIZE
+from codec._c.traits import is_lossless
 from codec._options import CallOptions, settings_of
 from codec.arguments import decay_of, shown
 from codec.codebook import Codebook
 from codec.encoding import encode
 from codec.errors import ArgumentError, SpecError
 from codec.presets import resolve
-from codec.specs import BoundSpec, Lossless, Preset, Spec
+from codec.specs import BoundSpec, Preset, Spec
 from codec.stateful.checkpoint import ROLES
 from codec.stateful.ranges import Array, layout_of
 from codec.stateful.resharding import reshard
@@ -52,7 +53,7 @@ class ErrorFeedback:
     Raises
     ------
     ArgumentError, SpecError
-        The spec is Lossless, the role is unknown, or `decay` is out of range.
+        The spec is lossless, the role is unknown, or `decay` is out of range.
 
     References
     ----------
@@ -88,8 +89,8 @@ class ErrorFeedback:
             raise SpecError(
                 f"spec must not be bound to an optimizer: pass {spec} to ErrorFeedback, and the bound spec to encode()"
             )
-        if isinstance(spec, Lossless):
-            raise SpecError("Lossless has no residual: use error feedback with a lossy spec")
+        if is_lossless(spec):
+            raise SpecError(f"{type(spec).__name__} has no residual: use error feedback with a lossy spec")
         if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"role must be one of {', '.join(map(repr, ROLES))}, got {shown(role)}")
         self.spec = spec

@@ -62,15 +62,11 @@ PLACES = [
     Place("native/abi/codec/constants.txt", r"^CODEC_{NAME} {number}$"),
     # Python
     Place("codec/__init__.py", r'^    "{Name}",$'),
-    Place("codec/_c/spec_structs.py", r"case specs\.{Name}\("),  # converts specs to C structs
-    Place("codec/_c/spec_structs.py", r"return specs\.{Name}\("),  # converts C structs to specs
-    Place("codec/frame_size.py", r"case .*\b{Name}\("),
+    Place("codec/_c/spec_structs.py", r"^    {Name}: \(_from_{name}, _to_{name}\),$"),
     # engines other than the native one
     Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b", (Delta, TopK)),
     Place("native/cuda/", r"\b(CODEC_{NAME}|encode_{name})\b", (Delta, TopK)),
     Place("native/src/job/launch.h", r'"encode_(rows<{number}>|{name}["<])', (Delta, TopK)),
-    # C++ bindings; Delta has no entry in blocks.h, because it needs a base
-    Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:", (Delta,)),
     Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b", (Delta, TopK)),
     # tests
     Place("tests/support/specs.py", r": codec\.{Name}\(", (Delta,)),  # lists specs that need no base

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
-from codec.frame_size import has_fixed_rate
+from codec._c.traits import has_fixed_rate
 from support.specs import FAMILIES, LOSSLESS, LOSSY, SPECS, TOPKS
 
 DTYPE = st.sampled_from(["float32", "bfloat16", "float16"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
-from codec.frame_size import has_fixed_rate
+from codec._c.traits import has_fixed_rate
 from support.specs import SPECS
 
 FIXED = {name: spec for name, spec in SPECS.items() if has_fixed_rate(spec)}

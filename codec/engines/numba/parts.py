@@ -14,7 +14,7 @@ NVFP4 = lib.CODEC_FLOAT4_NVFP4
 E5M2, MXFP8_E4M3, MXFP8_E5M2 = lib.CODEC_E5M2, lib.CODEC_MXFP8_E4M3, lib.CODEC_MXFP8_E5M2
 ODD, AFFINE = lib.CODEC_LEVELS_ODD, lib.CODEC_LEVELS_AFFINE
 STOCHASTIC, PROPAGATE = lib.CODEC_OPTION_STOCHASTIC, lib.CODEC_OPTION_PROPAGATE
-ENTROPY, RCEIL = lib.CODEC_OPTION_ENTROPY, lib.CODEC_OPTION_RCEIL
+ENTROPY, RCEIL = lib.CODEC_TRAIT_ENTROPY, lib.CODEC_OPTION_RCEIL
 FLOAT32 = DTYPES["float32"]
 ROW_BLOCK, TRITS_BLOCK = 16384, 81920  # maximum number of values per block, for all codes and for packed trits
 RUN, TILE = 2560, 10240  # values processed together; multiples of 40, so that codes of any width begin at a byte
@@ -38,7 +38,7 @@ def code_bits(job):
 @jit
 def has_entropy(job):
     """Return True if the codes in a job's frame are entropy-coded."""
-    return (job.codec == TERNARY and job.variant == 2) or (job.codec == FLOAT8 and job.options & ENTROPY != 0)
+    return job.traits & ENTROPY != 0
 
 
 @jit

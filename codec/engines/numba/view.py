@@ -64,6 +64,7 @@ class Job(NamedTuple):
     stream: Any  # always uint64, so that kernels are compiled for a single type
     scale: Any  # float32
     clip: Any
+    traits: int  # CODEC_TRAIT_* of the codec
     size: int  # size of a value in bytes
     octave: int  # bit patterns (upper 16 bits) from x to 2x; 0: dtype without scale model
     tables: Array  # by plane: 514 uint8 of its code table
@@ -110,6 +111,7 @@ def view_job(job: Any) -> Job:
         np.uint64(v.stream),
         np.float32(v.scale),
         np.float32(v.clip),
+        v.traits,
         ITEMSIZE[name],
         _OCTAVES.get(name, 0),
         array(v.tables, _TABLE),

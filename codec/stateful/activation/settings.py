@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from codec._c.traits import rejects_nonfinite
 from codec.arguments import shown
 from codec.errors import ArgumentError, SpecError
 from codec.presets import resolve
-from codec.specs import Delta, Float8, Lossless, Spec, TopK, Truncate
+from codec.specs import Spec, TopK, Truncate
 from codec.stateful.activation.message import ENTRY_CODES
 from codec.stateful.activation.store_file import FileStore
 from codec.stateful.activation.store_ram import RamStore
@@ -25,7 +26,7 @@ def delta_spec_of(given: Any) -> Spec:
     spec = spec_of("spec", given)
     if isinstance(spec, TopK):
         raise SpecError(f"spec must be a codec that sends all values, such as Quantize(4), got {spec}")
-    if isinstance(spec, Lossless | Delta) or (isinstance(spec, Float8) and spec.nonfinite != "error"):
+    if not rejects_nonfinite(spec):
         raise SpecError(f"spec must be a lossy codec that refuses NaN and Inf, such as Quantize(4), got {spec}")
     return spec
 

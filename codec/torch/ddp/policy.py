@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from codec import ArgumentError
+from codec._c.traits import is_lossless
 from codec.advisor.advise import named
 from codec.advisor.model_rules import UNEVEN, needs_even_rows, small_of, uneven_of
 from codec.arguments import shown
@@ -265,7 +266,7 @@ class Plan:
             return False
         self._basis = basis
         found = {p: self._choose(name, p, exact, step) for p, name in self.names.items()}
-        lossy = {p for p, (spec, _) in found.items() if spec.contraction and not isinstance(spec, Lossless)}
+        lossy = {p for p, (spec, _) in found.items() if spec.contraction and not is_lossless(spec)}
         self.chosen = {p: (spec, self.feedback and p in lossy) for p, (spec, _) in found.items()}
         self._reasons = {p: reason for p, (_, reason) in found.items()}
         if self.chosen != former or self._reasons != reasons:
@@ -298,7 +299,7 @@ class Plan:
         everywhere is skipped, and measured again in a later step.
         """
         for part in parts:
-            if not self._protects_uneven or not isinstance(part.spec, Lossless):
+            if not self._protects_uneven or not is_lossless(part.spec):
                 continue
             for p, (name, _, n), offset in zip(part.parameters, part.layout, part.offsets, strict=True):
                 if name == NOBODY or name in self.zeros or self._reasons.get(p) not in _UNMEASURED:
@@ -335,7 +336,7 @@ class Plan:
 
         Also log a warning if more than 30% of the gradients' bytes are sent lossless or uncompressed.
         """
-        if self._reported or not self.contents or isinstance(self.spec, Lossless):
+        if self._reported or not self.contents or is_lossless(self.spec):
             return
         waiting = {START, MEASURED, *([UNKNOWN] if step < self.start_step + _PATIENCE else [])}
         if waiting & set(self._reasons.values()):

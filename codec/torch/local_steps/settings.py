@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from codec import ArgumentError, CallOptions, SpecError
+from codec._c.traits import is_lossless
 from codec.arguments import shown, whole
 from codec.specs import Lossless, Spec, TopK, Truncate, require_feedback
 from codec.torch.feedback.feedback import Feedback
@@ -77,7 +78,7 @@ class Settings:
     @property
     def has_feedback(self) -> bool:
         """True if error feedback is applied: the codec is lossy, and a contraction."""
-        return not isinstance(self.spec, Lossless) and self.spec.contraction
+        return not is_lossless(self.spec) and self.spec.contraction
 
     @property
     def is_joint(self) -> bool:

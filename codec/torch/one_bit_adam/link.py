@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from codec import ArgumentError, CallOptions, PeerError, SpecError
+from codec._c.traits import is_lossless
 from codec.arguments import shown
-from codec.specs import Lossless, Spec
+from codec.specs import Spec
 from codec.torch._compat import local
 from codec.torch.collectives.calls import all_reduce
 from codec.torch.ddp import lifetime
@@ -67,7 +68,7 @@ class Settings:
         return ddp_hook(
             spec,
             optimizer=self.optimizer if kind == "gradients" else None,
-            feedback=None if kind == "gradients" else not isinstance(spec, Lossless),
+            feedback=None if kind == "gradients" else not is_lossless(spec),
             policy=self.policy,
             grad_scaler=self.grad_scaler,
             transform=self.transform,
@@ -82,7 +83,7 @@ def check_spec(spec: Spec) -> None:
             f"spec={spec} needs the state of an optimizer, but spec= encodes momenta: use "
             f"spec=Sign(group_size=1024) and warmup={spec}"
         )
-    if not isinstance(spec, Lossless) and not spec.contraction:
+    if not is_lossless(spec) and not spec.contraction:
         raise SpecError(f"{spec} is not a contraction, so that error feedback may diverge: use Sign")
 
 

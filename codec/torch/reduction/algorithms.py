@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import codec
-from codec.specs import Lossless
+from codec._c.traits import is_lossless
 from codec.torch.network.inbox import Receive
 from codec.torch.reduction.host import Frame, Reduction, Values, nonfinite_error
 from codec.torch.reduction.partition import Piece
@@ -57,10 +57,10 @@ def _encode_sum(
     """Encode the sum of a piece, and store in `result` the values that other ranks will decode."""
     place = result[piece.begin : piece.end]
     with part.clock.during("decode_s"):
-        total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else r.sum_buffer(part, piece.n)
+        total = place if r.dtype == "float32" and is_lossless(r.spec) else r.sum_buffer(part, piece.n)
         r.sum(terms, piece, total)
         frame = encode_message(part, bound, lambda room: r.encode_sum(total, piece, room, number))
-        if not isinstance(r.spec, Lossless):
+        if not is_lossless(r.spec):
             r.decode_or_defer(frame, piece, result)
         elif total is not place:
             place[:] = r.rounded(total)

@@ -7,7 +7,7 @@ errors of sums and decoding.
 
 from collections.abc import Sequence
 
-from codec.specs import Lossless
+from codec._c.traits import is_lossless
 from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.exchange import Phase, Row, exchange
 from codec.torch.reduction.host import Values
@@ -32,7 +32,7 @@ async def two_shot(part: Part, r: DeviceReduction) -> Values:
     result = r.result(part, r.n)
     for c in range(len(slices[me])):
         row = await found.chunk(c)
-        if isinstance(r.spec, Lossless):  # copy this rank's sum instead of decoding its frame
+        if is_lossless(r.spec):  # copy this rank's sum instead of decoding its frame
             result[slices[me][c].begin : slices[me][c].end] = sums[c].values
             row[me] = None
         _decode(part, r, row, [each[c] for each in slices], [result] * size)

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions, SpecError
+from codec._c.traits import needs_base
 from codec.arguments import shown
 from codec.encoding import bound, check_stream
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
 from codec.reducing import Op
-from codec.specs import BoundSpec, Delta, Spec, SpecLike
+from codec.specs import BoundSpec, Spec, SpecLike
 from codec.tensors.segments import Records, unpack
 from codec.tensors.view import check_storage, mark_written, view
 from codec.tensors.wrapper import View
@@ -63,7 +64,7 @@ def op_of(op: Any) -> Op:
 def _resolved(spec: Any) -> tuple[Spec, BoundSpec | None]:
     """Return the spec of a collective, and the bound spec if it is one; refuse Delta, which needs a base."""
     plain, bound_spec = resolve(spec)
-    if isinstance(plain, Delta):
+    if needs_base(plain):
         raise SpecError(
             "Delta needs a base, which collectives do not have: send frames of encode(new, Delta(), base=old)"
         )

@@ -9,10 +9,10 @@ import torch
 
 import codec
 from codec import ArgumentError, CodecError, SpecError, decoding
+from codec._c.traits import has_fixed_rate
 from codec.decoding import decode_request
 from codec.encoding import encode_request
 from codec.explain import explain
-from codec.frame_size import has_fixed_rate
 from codec.specs import BoundSpec
 from codec.stateful.ranges import Memory
 from codec.tensors.view import view, view_bytes

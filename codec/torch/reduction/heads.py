@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from codec import FrameError
-from codec.frame_size import has_fixed_rate
+from codec._c.traits import has_fixed_rate
 from codec.inspection import read_header
 from codec.tensors.view import view_bytes
 from codec.torch.reduction.device import DeviceReduction, keep

@@ -14,12 +14,13 @@ import codec
 from codec import ArgumentError, BoundSpec, CallOptions, Codebook, FrameError, Status
 from codec._c.library import DTYPES, lib
 from codec._c.spec_structs import spec_struct
+from codec._c.traits import is_entropy_coded, is_lossless, rejects_nonfinite
 from codec._options import EngineName
 from codec.decoding import check_values
 from codec.explain import nonfinite_message, overflow_message
 from codec.inspection import read_header
 from codec.reducing import Op
-from codec.specs import Lossless, Spec, Truncate
+from codec.specs import Spec, Truncate
 from codec.stateful.ranges import HOST
 from codec.tensors.segments import Records, unpack
 from codec.tensors.view import view, view_bytes
@@ -157,12 +158,12 @@ class Reduction:
     @property
     def own_term_is_exact(self) -> bool:
         """True if encoding is lossless, so that this rank need not decode its own frame."""
-        return isinstance(self.spec, Lossless) and self.op != "max"
+        return is_lossless(self.spec) and self.op != "max"
 
     @property
     def rejects_nonfinite(self) -> bool:
         """True if the codec refuses NaN and Inf."""
-        return not isinstance(self.spec, Lossless | Truncate) and getattr(self.spec, "nonfinite", "") != "propagate"
+        return rejects_nonfinite(self.spec)
 
     def nonfinite_text(self) -> str:
         """Return the message for NaN or Inf among this rank's values."""
@@ -187,8 +188,7 @@ class Reduction:
     @property
     def can_defer(self) -> bool:
         """True if decoding results into the tensor, after all ranks have succeeded, is faster than copying them."""
-        entropy = getattr(self.spec, "entropy", False) or getattr(self.spec, "packing", "") == "entropy"
-        return self.nontemporal and not entropy and not isinstance(self.spec, Lossless | Truncate)
+        return self.nontemporal and not is_entropy_coded(self.spec)
 
     @property
     def nontemporal(self) -> bool:

@@ -413,6 +413,20 @@ CODEC_API codec_status codec_bound(const codec_spec *spec, const codec_tensor *l
 CODEC_API codec_status codec_bound_segments(const codec_spec *spec, const codec_tensor *like,
 					    const codec_segment *segments, uint64_t nsegments, size_t *nbytes);
 
+/** @name Properties of a codec with its parameters: bits of codec_traits() */
+/** @{ */
+#define CODEC_TRAIT_ROWS 1       /**< groups of values share a scale */
+#define CODEC_TRAIT_ENTROPY 2    /**< symbols are coded with a codebook */
+#define CODEC_TRAIT_FIXED_RATE 4 /**< the size of a frame depends on the shape of the tensor only */
+#define CODEC_TRAIT_LOSSLESS 8   /**< exact; all other codecs take a residual */
+#define CODEC_TRAIT_FINITE 16    /**< encoding refuses NaN and Inf: CODEC_NONFINITE */
+#define CODEC_TRAIT_BASE 32      /**< values are encoded against codec_context.base */
+#define CODEC_TRAIT_SUMS 64      /**< codes of several frames can be added as integers: CODEC_REDUCE_CODES */
+/** @} */
+
+/** Set *traits to the bits CODEC_TRAIT_* of a codec with these parameters. CODEC_BAD_SPEC: they are invalid. */
+CODEC_API codec_status codec_traits(const codec_spec *spec, uint32_t *traits);
+
 /**
  * Set *nbytes to the scratch size in bytes that encoding or decoding a tensor like `like` needs. It is at most 2.5% of
  * the tensor plus 1 MiB. DELTA lists changes before it applies them, and needs at most 75% of the tensor plus 6 MiB.

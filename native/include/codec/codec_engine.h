@@ -256,6 +256,8 @@ typedef struct codec_view {
 	 */
 	codec_array row_sums;
 	uint64_t codebook_id; /**< id of the agreed codebook that the frame names; 0: none */
+	uint32_t traits;      /**< CODEC_TRAIT_* of the codec; 0 in views that kernels fill */
+	uint32_t reserved;
 } codec_view;
 
 /** Fill *view with a description of the job, which may be for encoding or decoding, in any state. */

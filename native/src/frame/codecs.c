@@ -29,6 +29,18 @@ int params_fault(const struct header *h)
 	return c->family->params_fault ? c->family->params_fault(h) : -1;
 }
 
+uint32_t header_traits(const struct header *h)
+{
+	const struct family *family = family_of(h);
+	const int entropy = family->symbols || header_kind(h).entropy, lossless = !family->leave;
+	const int numbers = !lossless && h->codec != CODEC_TRUNCATE && !(h->options & CODEC_OPTION_PROPAGATE);
+
+	return (family->is_rows ? CODEC_TRAIT_ROWS | (entropy ? 0 : CODEC_TRAIT_FIXED_RATE) : 0) |
+	       (entropy ? CODEC_TRAIT_ENTROPY : 0) | (lossless ? CODEC_TRAIT_LOSSLESS : 0) |
+	       (numbers ? CODEC_TRAIT_FINITE : 0) | (family->is_delta ? CODEC_TRAIT_BASE : 0) |
+	       (h->codec == CODEC_TERNARY ? CODEC_TRAIT_SUMS : 0);
+}
+
 /* DELTA: return the number of values per block; 0 if the frame has no blocks or is invalid. */
 static uint32_t delta_group_size(const struct header *h)
 {

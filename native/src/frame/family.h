@@ -145,6 +145,9 @@ static inline const struct codec *codec_of(uint32_t id)
 
 int codec_takes(uint32_t id, uint32_t dtype);
 
+/* Return the bits CODEC_TRAIT_* of a header's codec and params. */
+uint32_t header_traits(const struct header *h);
+
 /* Return the offset in params of the first value that the format forbids, or -1. */
 int params_fault(const struct header *h);
 /* Range of TRUNCATE's guard in a spec. CODEC_OPTION_CUT adds 1 to the guard, and the sum must fit a signed byte. */

@@ -72,6 +72,30 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 	return CODEC_OK;
 }
 
+/* Convert a spec to the params of a header, and check them; the header's other fields become 0. */
+static codec_status params_request(const codec_spec *s, struct header *h)
+{
+	memset(h, 0, sizeof *h);
+	if (!codec_of(s->codec))
+		return CODEC_BAD_SPEC;
+	h->codec = (uint8_t)s->codec;
+	TRY(family_of(h)->params_ask(s, h));
+	return params_fault(h) < 0 ? CODEC_OK : CODEC_BAD_SPEC;
+}
+
+codec_status codec_traits(const codec_spec *spec, uint32_t *traits)
+{
+	struct header h;
+	codec_spec s;
+
+	READ_STRUCT(s, spec);
+	if (!traits)
+		return CODEC_BAD_ARGUMENT;
+	TRY(params_request(&s, &h));
+	*traits = header_traits(&h);
+	return CODEC_OK;
+}
+
 /* Check a spec and a tensor, and set *h to the header of their frame, except the sizes of sections. */
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy)
@@ -80,13 +104,7 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 
 	READ_STRUCT(s, spec);
 	READ_STRUCT(*copy, like);
-	memset(h, 0, sizeof *h);
-	if (!codec_of(s.codec))
-		return CODEC_BAD_SPEC;
-	h->codec = (uint8_t)s.codec;
-	TRY(family_of(h)->params_ask(&s, h));
-	if (params_fault(h) >= 0)
-		return CODEC_BAD_SPEC;
+	TRY(params_request(&s, h));
 	if (!codec_takes(h->codec, copy->dtype))
 		return CODEC_BAD_DTYPE;
 	if (copy->rank > CODEC_MAX_RANK)

@@ -92,6 +92,7 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.clip = j->clip;
 	v.max_code_length = j->h.max_code_length;
 	v.codebook_id = j->codebook_id;
+	v.traits = header_traits(&j->h);
 	v.lengths = array_of(j, job, offsetof(struct job, books), WIRE_MAX_PLANES, sizeof(codebook));
 	v.tables = array_of(j, job, encoding ? offsetof(struct job, codes) : offsetof(struct job, lookup),
 			    WIRE_MAX_PLANES, sizeof(book_codes));

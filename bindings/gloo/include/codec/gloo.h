@@ -161,8 +161,8 @@ public:
 				return r;
 			},
 			[&](detail::Reduction &r, Algorithm algorithm) {
-				r.late = !out && r.is_large() && is_fixed_rate(r.spec) && algorithm != Algorithm::raw &&
-					 algorithm != Algorithm::blocks;
+				r.late = !out && r.is_large() && detail::has_trait(r.spec, CODEC_TRAIT_FIXED_RATE) &&
+					 algorithm != Algorithm::raw && algorithm != Algorithm::blocks;
 				place(r, r.late ? static_cast<uint8_t *>(values) : out, n);
 				return collective(algorithm, r);
 			},
@@ -258,7 +258,7 @@ private:
 			throw ArgumentError(CODEC_BAD_DTYPE, "dtype must be float32, bfloat16 or float16");
 		if (!values && n)
 			throw ArgumentError(CODEC_BAD_ARGUMENT, "the tensor must not be null");
-		if (spec.codec == CODEC_DELTA)
+		if (detail::has_trait(spec, CODEC_TRAIT_BASE))
 			throw SpecError(CODEC_BAD_SPEC, "CODEC_DELTA needs a base, which collectives do not have: use "
 							"CODEC_LOSSLESS for exact results");
 		detail::check_segments(options.segments, n);
@@ -330,7 +330,7 @@ private:
 
 	static void check_blocks(const Options &options, const detail::Reduction &r)
 	{
-		if (!is_fixed_rate(r.spec))
+		if (!detail::has_trait(r.spec, CODEC_TRAIT_FIXED_RATE))
 			throw SpecError(CODEC_BAD_SPEC,
 					"blocks need a codec of fixed rate: the size of this codec's frames varies");
 		if (options.sums_residual || !options.segments.empty())

@@ -171,7 +171,7 @@ protected:
 	{
 		Bytes message = r_.encode_sum(channel_, total, piece, most, number);
 
-		if (r_.spec.codec != CODEC_LOSSLESS)
+		if (!has_trait(r_.spec, CODEC_TRAIT_LOSSLESS))
 			settle(Channel::frame_of(message), piece);
 		else if (reinterpret_cast<const uint8_t *>(total) != place(piece))
 			narrow(r_.dtype, total, piece.n(), place(piece));

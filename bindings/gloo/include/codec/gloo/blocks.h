@@ -15,22 +15,6 @@
 namespace codec::gloo
 {
 
-/** Return true if the size of a spec's frames does not depend on the values, so that frames can be elements. */
-inline bool is_fixed_rate(const codec_spec &spec)
-{
-	switch (spec.codec) {
-	case CODEC_SIGN:
-	case CODEC_FLOAT4:
-	case CODEC_QUANTIZE: return true;
-	case CODEC_FLOAT8: return !(spec.options & CODEC_OPTION_ENTROPY);
-	case CODEC_TERNARY: return spec.variant != CODEC_TERNARY_ENTROPY;
-	case CODEC_LOSSLESS:
-	case CODEC_TOPK:
-	case CODEC_TRUNCATE:
-	default: return false;
-	}
-}
-
 /**
  * A tensor as an array of elements for gloo::allreduce. Each element is a frame of `block` values. The reduce
  * function decodes two elements, adds them and encodes the sum, so that the errors of lossy codecs accumulate.
@@ -78,7 +62,7 @@ public:
 		codec_tensor like = detail::tensor_of(dtype, nullptr, block);
 		size_t nbytes;
 
-		if (!is_fixed_rate(spec))
+		if (!detail::has_trait(spec, CODEC_TRAIT_FIXED_RATE))
 			throw SpecError(CODEC_BAD_SPEC,
 					"blocks need a codec of fixed rate: the size of this codec's frames varies");
 		/*

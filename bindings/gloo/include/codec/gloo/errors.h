@@ -75,5 +75,13 @@ inline void check(codec_status status, const codec_fault *fault = nullptr)
 	throw ArgumentError(status, what);
 }
 
+/* Return true if a codec has a property CODEC_TRAIT_*, false also if the spec is invalid: encoding then throws. */
+inline bool has_trait(const codec_spec &spec, uint32_t trait)
+{
+	uint32_t traits = 0;
+
+	return codec_traits(&spec, &traits) == CODEC_OK && traits & trait;
+}
+
 } // namespace detail
 } // namespace codec::gloo

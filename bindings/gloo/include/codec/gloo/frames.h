@@ -75,14 +75,13 @@ struct Reduction {
 	 */
 	bool own_as_is() const
 	{
-		return spec.codec == CODEC_LOSSLESS && op != Op::max;
+		return has_trait(spec, CODEC_TRAIT_LOSSLESS) && op != Op::max;
 	}
 
 	/* Return true if encoding refuses Inf and NaN. */
 	bool only_numbers() const
 	{
-		return spec.codec != CODEC_LOSSLESS && spec.codec != CODEC_TRUNCATE &&
-		       !(spec.codec == CODEC_FLOAT8 && (spec.options & CODEC_OPTION_PROPAGATE));
+		return has_trait(spec, CODEC_TRAIT_FINITE);
 	}
 
 	const uint8_t *own(const Piece &piece) const
@@ -231,7 +230,7 @@ struct Reduction {
 	 */
 	float *total_to_encode(const Piece &piece, uint8_t *place)
 	{
-		return spec.codec == CODEC_LOSSLESS ? total(piece, place) : room_for_total(piece);
+		return has_trait(spec, CODEC_TRAIT_LOSSLESS) ? total(piece, place) : room_for_total(piece);
 	}
 
 	/*
