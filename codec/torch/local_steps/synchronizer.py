@@ -18,6 +18,7 @@ from codec.torch.replicas.changes import Changes
 from codec.torch.replicas.landing import Landing, carry
 from codec.torch.replicas.mean import Problem
 from codec.torch.replicas.ranks import Flight, Ranks
+from codec.torch.replicas.undone import LEAST_STEPS, Probe
 
 _log = logging.getLogger("codec.torch")
 
@@ -52,6 +53,8 @@ class Synchronizer(Replica):
         self.pending: Pending | None = None
         self.failed = 0
         self.agreement = float("nan")
+        self._probe: Probe | None = None  # samples of the last synchronization, until the next step of an optimizer
+        self._warned = False
 
     def start(
         self,
@@ -198,8 +201,23 @@ class Synchronizer(Replica):
             self.feedback = self.new_feedback()
         if pending.changes is not None and landing.fragments:
             self.agreement = pending.changes.agreement()
+        self._probe = landing.probe
         self.pending = None
         self.rounds += 1
+
+    def after_step(self) -> None:
+        """Warn if the step of an optimizer has undone the last synchronization."""
+        probe, self._probe = self._probe, None
+        if probe is None or self._warned or self.schedule.length < LEAST_STEPS:
+            return
+        if name := probe.overwritten():
+            self._warned = True
+            _log.warning(
+                "the optimizer has overwritten parameters, such as %r, with copies of its own from before the last "
+                "synchronization, so that ranks do not come together: LocalSteps sets copies only if they are entries "
+                "of optimizer.state",
+                name,
+            )
 
     # State
 

@@ -12,7 +12,7 @@ from codec.torch.local_steps.reading import Reading
 from codec.torch.local_steps.settings import Settings
 from codec.torch.local_steps.stats import LocalStats
 from codec.torch.local_steps.synchronizer import Synchronizer
-from codec.torch.local_steps.warmup import Warmup
+from codec.torch.local_steps.warmup import Warmup, listen_after, listen_before
 from codec.torch.replicas import agreement
 from codec.torch.replicas.ranks import Ranks
 
@@ -46,7 +46,9 @@ class Training:
         self._join(ranks)
         self._ranks = ranks
         self._warmup = Warmup(state.parameters, state.optimizers, settings.warmup_spec)
-        self._handles = self._warmup.listen(self._before_step) if settings.warmup else []
+        self._handles = listen_after(state.optimizers, state.after_step)
+        if settings.warmup:
+            self._handles += listen_before(state.optimizers, self._before_step)
 
     def step(self) -> None:
         """Count a step, and synchronize if scheduled; see :meth:`LocalSteps.step`."""
@@ -79,8 +81,9 @@ class Training:
         state = self.state
         state.settle(self._ranks, joint=True)
         state.leave()  # if the synchronization in flight has failed, it is dropped, and its changes are sent now
-        changed = [f.has_changed() for f in state.fragments]
-        theirs = [note.get("compared", {}).get("changed") for note in self._ranks.compare({"changed": changed})]
+        masters = state.masters()
+        changed = [f.has_changed(masters) for f in state.fragments]
+        theirs = self._ranks.compare(changed)
         some: list[int] = []
         if self.steps >= self.settings.warmup:
             some = [i for i in range(len(changed)) if exact or any(each[i] for each in theirs)]
@@ -204,6 +207,10 @@ class Training:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state; see :meth:`LocalSteps.load_state_dict`."""
         self._check_reading()
-        saved = self.state.load_state_dict(state, (self._ranks.rank, self._ranks.size))
+        agreed, self._agreed = self._agreed, False  # also after a KeyboardInterrupt, which may leave a part of a state
+        try:
+            saved = self.state.load_state_dict(state, (self._ranks.rank, self._ranks.size))
+        except StateError:  # nothing was changed
+            self._agreed = agreed
+            raise
         self.steps, self.apart = saved.steps, saved.apart
-        self._agreed = False

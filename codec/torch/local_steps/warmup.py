@@ -17,6 +17,31 @@ from codec.torch.replicas.ranks import Ranks, SkippedStep
 BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...]], None]
 
 
+def listen_before(optimizers: Sequence[torch.optim.Optimizer], call: BeforeStep) -> list[Any]:
+    """Call a bound method before each step of an optimizer; return the handles of the hooks.
+
+    The hooks hold a weak reference to the method, so that its object can be freed; the hooks then do nothing.
+    """
+    method = weakref.WeakMethod(call)
+
+    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (alive := method()) is not None:
+            alive(optimizer, (*args, *kwargs.values()))
+
+    return [each.register_step_pre_hook(before) for each in optimizers]
+
+
+def listen_after(optimizers: Sequence[torch.optim.Optimizer], call: Callable[[], None]) -> list[Any]:
+    """Call a bound method after each step of an optimizer, as :func:`listen_before` does before it."""
+    method = weakref.WeakMethod(call)
+
+    def after(*_: Any) -> None:
+        if (alive := method()) is not None:
+            alive()
+
+    return [each.register_step_post_hook(after) for each in optimizers]
+
+
 class Warmup:
     """Averages the gradients of each optimizer before its step.
 
@@ -37,19 +62,6 @@ class Warmup:
     def __init__(self, parameters: Parameters, optimizers: Sequence[torch.optim.Optimizer], spec: Spec) -> None:
         self._parameters, self._optimizers, self._spec = parameters, optimizers, spec
         self._averaged, self._skipped = set[int](), set[int]()  # numbers of optimizers in the current step
-
-    def listen(self, call: BeforeStep) -> list[Any]:
-        """Call a bound method before each step of an optimizer; return the handles of the hooks.
-
-        The hooks hold a weak reference to the method, so that its object can be freed; the hooks then do nothing.
-        """
-        method = weakref.WeakMethod(call)
-
-        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (alive := method()) is not None:
-                alive(optimizer, (*args, *kwargs.values()))
-
-        return [each.register_step_pre_hook(before) for each in self._optimizers]
 
     def before_step(self, ranks: Ranks, step: int, optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
         """Average the gradients of an optimizer, or set them to None if a rank has skipped its step.

@@ -92,18 +92,17 @@ class Fragment:
             for piece, anchor in zip(self.pieces, self.anchors, strict=True)
         ]
 
-    def has_changed(self) -> bool:
-        """Return True if a parameter differs from its anchor, rounded to the parameter's dtype."""
+    @torch.no_grad()
+    def has_changed(self, masters: Masters) -> bool:
+        """Return True if a parameter, or its copy in an optimizer, differs from its anchor."""
         pairs = zip(self.pieces, self.anchors, strict=True)
-        return any(not torch.equal(piece.values, anchor.detach().to(piece.values.dtype)) for piece, anchor in pairs)
+        return any(bool(difference(piece, anchor, masters).any()) for piece, anchor in pairs)
 
 
 def difference(piece: Piece, anchor: torch.Tensor, masters: Masters) -> torch.Tensor:
     """Return the change of a piece since it had the values of an anchor, in the dtype of the anchor."""
-    if wide := masters.of(piece):
-        return wide[0].to(anchor.device, anchor.dtype) - anchor
-    x = piece.values
-    return x.to(anchor.dtype) - anchor.to(x.dtype).to(anchor.dtype)
+    x = next(iter(masters.of(piece)), piece.values)
+    return x.to(anchor) - anchor.to(x.dtype).to(anchor.dtype)
 
 
 def _anchor_of(piece: Piece) -> torch.Tensor:

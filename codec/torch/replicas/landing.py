@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from codec.torch.replicas.fragment import Fragment, difference
+from codec.torch.replicas.fragment import Fragment, Piece, difference
 from codec.torch.replicas.masters import Masters
+from codec.torch.replicas.undone import Probe
 
 Tensors = list[torch.Tensor]
 
@@ -30,6 +31,7 @@ class Landing:
     state: dict[Any, Any] | None = None  # state of the outer optimizer before its step
     moved: bool = False  # True: the anchors, and the outer optimizer, are those after this synchronization
     written: bool = False  # True: the parameters are, too
+    probe: Probe | None = None  # samples of the parameters before and after this synchronization
     targets: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[tuple[torch.Tensor, torch.Tensor]])
 
     @torch.no_grad()
@@ -93,12 +95,15 @@ class Landing:
         if self.written:
             return
         self.targets = []
+        pieces: list[tuple[Piece, torch.Tensor]] = []
         for i, (f, before) in enumerate(zip(self.fragments, self.before, strict=True)):
             for k, (piece, anchor) in enumerate(zip(f.pieces, f.anchors, strict=True)):
                 target = anchor.detach()
                 if self.mine is not None:  # keep the changes of later steps
                     target = target + (difference(piece, before[k], masters) - self.mine[i][k].to(anchor))
+                pieces.append((piece, target))
                 self.targets += [(x, target) for x in (piece.values, *masters.of(piece))]
+        self.probe = Probe(pieces)
         try:
             self._store()
         except BaseException:  # such as KeyboardInterrupt between two copies

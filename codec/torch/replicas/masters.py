@@ -25,7 +25,7 @@ class Masters:
     Parameters
     ----------
     copies : dict of Parameter to sequence of tensor
-        Copies by parameter.
+        Copies by parameter, the most precise one first.
     """
 
     def __init__(self, copies: Mapping[torch.Tensor, Sequence[torch.Tensor]]) -> None:
@@ -50,7 +50,7 @@ class Masters:
                 if all(_is_copy(x, p) for p, x in pairs) and any(bool(p.any()) for p, _ in pairs):
                     for p, x in pairs:
                         found.setdefault(p, []).append(x)
-        return cls(found)
+        return cls({p: sorted(copies, key=lambda x: torch.finfo(x.dtype).eps) for p, copies in found.items()})
 
     def of(self, piece: _Piece) -> list[torch.Tensor]:
         """Return the parts of the copies that belong to a piece of a parameter."""
@@ -63,6 +63,11 @@ NONE = Masters({})
 def _is_copy(x: torch.Tensor, p: torch.Tensor) -> bool:
     """Return True if a tensor with the shape of a parameter has its values, in a dtype of at least its precision."""
     plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and not x.is_meta
-    if not plain or not x.dtype.is_floating_point or torch.finfo(x.dtype).eps > torch.finfo(p.dtype).eps:
+    if (
+        not plain
+        or x.data_ptr() == p.data_ptr()
+        or not x.dtype.is_floating_point
+        or torch.finfo(x.dtype).eps > torch.finfo(p.dtype).eps
+    ):
         return False
     return torch.equal(x.detach().to(p.dtype).to(p.device), p.detach())

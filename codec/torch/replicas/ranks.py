@@ -115,8 +115,8 @@ class Ranks:
             raise self._explained(e, flight.problem, flight.turn) from e
         self._count(flight.before)
 
-    def compare(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Send a dict to all ranks, and return the dict of each rank, in a call that all ranks must make together.
+    def compare(self, flags: Sequence[bool]) -> list[list[bool]]:
+        """Send flags to all ranks, and return those of each rank, as many; all ranks must be in the same call.
 
         Raises
         ------
@@ -124,9 +124,26 @@ class Ranks:
             A rank is in another call, or is lost.
         """
         try:
-            return self.exchange({"compared": dict(message)})
+            notes = self.exchange({"call": self.call, "compared": list(flags)})
         except CodecError as e:
             raise self._explained(e, None, 0) from e
+        if error := self._other_call(notes):
+            raise error
+        found = [note.get("compared") for note in notes]
+        for rank, theirs in enumerate(found):
+            if not isinstance(theirs, list) or [type(x) for x in cast(list[Any], theirs)] != [bool] * len(flags):
+                raise PeerError(f"rank {rank} has sent something else than flags: use the same version on all ranks")
+        return cast(list[list[bool]], found)
+
+    def _other_call(self, notes: Sequence[Mapping[str, Any]]) -> PeerError | None:
+        """Return the error to raise if a rank is in another call than this rank; else None."""
+        for rank, theirs in enumerate(notes):
+            if theirs.get("call") != self.call:
+                return PeerError(
+                    f"rank {rank} is in {_line(theirs.get('call', 'another call'))}, and this rank in {self.call}: all "
+                    "ranks must call step() equally often, and then finish()"
+                )
+        return None
 
     def _explained(self, error: CodecError, problem: Problem | None, turn: int) -> Exception:
         """Return the error to raise for a collective that has failed on all ranks, with the cause that a rank reports.
@@ -147,12 +164,8 @@ class Ranks:
         for rank, theirs in enumerate(notes):
             if theirs.get("text") and not theirs.get("skipped"):
                 return PeerError(f"rank {rank}: {_line(theirs['text'])}", _status(theirs.get("code")))
-        for rank, theirs in enumerate(notes):
-            if theirs.get("call") != self.call:
-                return PeerError(
-                    f"rank {rank} is in {_line(theirs.get('call', 'another call'))}, and this rank in {self.call}: all "
-                    "ranks must call step() equally often, and then finish()"
-                )
+        if other := self._other_call(notes):
+            return other
         turns = [theirs.get("turn") for theirs in notes]
         if any(type(x) is not int for x in turns):
             return error

@@ -229,6 +229,9 @@ def _masters(rank, size, how, lr):
     for step in range(8):
         push(model, optimizer, rank, step)
         local.step()
+    optimizer.param_groups[0]["lr"] *= 1e-3  # the last changes are those of the masters alone
+    push(model, optimizer, rank, 0)
+    local.step()
     local.finish()
     after = flat(model)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -248,6 +251,46 @@ def test_synchronization_sets_float32_masters_and_includes_their_changes(pool):
             expected = _expected_change(lr)
             np.testing.assert_allclose(change, expected, rtol=0, atol=1e-2 * np.abs(expected).max())
             assert min(momenta) > 0.1
+
+
+class Hidden(Masters):
+    """The same optimizer, whose copies are not in its state."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.copies = [p.detach().float().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, master in zip(self.param_groups[0]["params"], self.copies, strict=True):
+            master.sub_(self.param_groups[0]["lr"] * p.grad)
+            p.copy_(master)
+
+
+def _warnings_of(rank, size, kind, every):
+    import logging
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("codec.torch").addHandler(handler)
+    model = Linear(torch.bfloat16 if kind in (Masters, Hidden) else torch.float32)
+    how = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(model.parameters(), lr=0.05, **how)
+    local = local_steps(model, optimizer, every=every)
+    for step in range(2 * every + 1):
+        optimizer.param_groups[0]["lr"] = 0.05 if step % every else 0.01
+        push(model, optimizer, rank, step)
+        local.step()
+    logging.getLogger("codec.torch").removeHandler(handler)
+    return records
+
+
+def test_optimizer_that_undoes_synchronizations_is_warned_of_once(pool):
+    for [text] in pool.run(_warnings_of, Hidden, 10):
+        assert "the optimizer has overwritten parameters, such as 'a', with copies of its own" in text
+    for kind, every in ((Masters, 10), (torch.optim.SGD, 1), (torch.optim.SGD, 4), (torch.optim.AdamW, 4)):
+        assert pool.run(_warnings_of, kind, every) == [[], []]
 
 
 def _expected_change(lr):
