@@ -467,8 +467,8 @@ class Quantize(Spec):
         The largest magnitude of a group is exact; the error of all other values is bounded by the distance between
         levels. The squared error of a group of n values is below its squared norm if n - 1 < (2^bits - 1)^2 (even
         levels) or n - 1 < 8 (2^(bits - 1) - 1)^2 (odd levels, stochastic rounding), and for any n with odd levels and
-        rounding to nearest. With a zero point, the smallest and the largest value are exact, and the condition is n - 2
-        < 2 (2^bits - 1)^2.
+        rounding to nearest. With a zero point, the smallest and the largest value are exact up to rounding, and the
+        condition is n - 2 < 2 (2^bits - 1)^2.
         """
         if self.zero_point:
             return self.group_size - 2 < 2 * ((1 << self.bits) - 1) ** 2
