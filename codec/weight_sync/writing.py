@@ -85,6 +85,8 @@ class Encoder:
             self._nbytes += len(new)
             if self._nbytes >= BATCH_NBYTES or len(self._waiting) >= BATCH_PIECES:
                 self.flush()
+        if v.nbytes > BATCH_NBYTES:
+            self.flush()  # pieces that wait keep the whole copy of a tensor that is not contiguous
         return v.nbytes
 
     def flush(self) -> None:
