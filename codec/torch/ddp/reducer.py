@@ -161,11 +161,7 @@ class Reducer:
         return work
 
     def _end_of(self, step: Step, *, last: bool) -> BackwardEnd:
-        """Return a callback for the end of a backward pass. With the step's last bucket, it also ends the step.
-
-        If the callback is interrupted, it cancels the step. The other ranks may have the step's gradients, so this rank
-        must not take another step with them.
-        """
+        """Return a callback for the end of a pass. If interrupted, it cancels the step, which other ranks may have."""
         return BackwardEnd(self.end_step if last else None, lambda: self.cancel(step))
 
     def end_step(self) -> None:
