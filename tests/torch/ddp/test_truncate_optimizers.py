@@ -1,5 +1,7 @@
 """DDP hooks with Truncate, for optimizers whose formulas are not those of GComp's paper."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -225,3 +227,51 @@ def test_hook_says_how_to_pass_an_optimizer_that_is_not_built_in():
         codec.torch.ddp_hook("near", optimizer=[])
     formula = codec.optimizers.Formula(mine, lambda theta, state, group: theta / group["lr"])
     assert codec.torch.ddp_hook("near", optimizer=formula).optimizers == (formula,)
+
+
+class _Experts(torch.nn.Module):
+    """A mixture of experts, of which the caller chooses some."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(64, 64)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x, chosen):
+        return sum(self.experts[i](self.first(x)) for i in chosen)
+
+
+def _mixture(rank, size, hooked):
+    """Train with an expert that is never used, one that is used late, and one unfrozen with a group of its own."""
+    net = _Experts()
+    late = net.experts[3].requires_grad_(False)
+    known = [p for module in (net.first, *net.experts[:2]) for p in module.parameters()]
+    optimizer = torch.optim.AdamW(known, lr=1e-2)
+    optimizer.add_param_group({"params": [*net.experts[2].parameters()], "lr": 1e-3})
+    hook = codec.torch.ddp_hook("near", optimizer=optimizer) if hooked else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _take_steps(net, late, optimizer, hook, rank)
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def _take_steps(net, late, optimizer, hook, rank):
+    for step, chosen in enumerate(((0,), (0,), (0, 2), (0, 2, 3), (0, 2, 3))):
+        if step in (0, 3):
+            if step:
+                optimizer.add_param_group({"params": [*late.requires_grad_().parameters()], "lr": 1e-3})
+            model = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+            if hook is not None:
+                hook.register(model)
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        model(x, chosen).square().mean().backward()
+        optimizer.step()
+
+
+def test_experts_that_are_unused_or_added_later_train_as_float32_without_a_warning():
+    plain, hooked = (run_ranks(2, _mixture, hooked) for hooked in (False, True))
+    for p, q in zip(plain[0], hooked[0], strict=True):
+        torch.testing.assert_close(p, q, atol=2e-5, rtol=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(*hooked, strict=True))
