@@ -27,7 +27,7 @@ from support.tiers import NIGHTLY
 SPEC = codec.Quantize(4)
 OPTIONS = codec.options(algorithm="two_shot", timeout=5)
 # Files whose lines are executed in the program's thread and in the communication thread, after the agreement
-PROGRAM = ("codec/torch/group/communicator.py", "codec/torch/group/work.py:_result", "codec/torch/_compat.py")
+PROGRAM = ("codec/torch/group/communicator.py", "codec/torch/group/work.py:_result", "codec/torch/_compat.py:__call__")
 WORKER = ("codec/torch/reduction/execution.py", "codec/torch/reduction/arguments.py", "codec/torch/feedback/")
 
 

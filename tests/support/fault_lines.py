@@ -1,5 +1,6 @@
 """Raise exceptions at numbered lines that this thread executes in chosen files of the library."""
 
+import linecache
 import sys
 from contextlib import contextmanager
 
@@ -27,6 +28,11 @@ def at_line(point, fault, *where, armed=lambda: True):
         functions that these functions call count only if they are listed as well.
     armed : callable
         Lines count only while armed() returns True.
+
+    Notes
+    -----
+    The end of a ``with`` statement does not count: Python would not call the context manager's ``__exit__`` if a trace
+    function raised an exception there.
     """
     lines = Lines()
     names = [name.partition(":") for name in where]
@@ -35,15 +41,22 @@ def at_line(point, fault, *where, armed=lambda: True):
         return any(code.co_filename.endswith(file) and function in ("", code.co_name) for file, _, function in names)
 
     def each_call(frame, event, arg):
-        return each_line if is_listed(frame.f_code) else None
+        if not is_listed(frame.f_code):
+            return None
+        last = frame.f_lineno
 
-    def each_line(frame, event, arg):
-        if event == "line" and armed():
-            lines.count += 1
-            if lines.count - 1 == point:
-                sys.settrace(None)
-                lines.place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-                fault()
+        def each_line(frame, event, arg):
+            nonlocal last
+            if event == "line":
+                returns, last = frame.f_lineno < last, frame.f_lineno
+                if armed() and not (returns and _is_with(frame)):
+                    lines.count += 1
+                    if lines.count - 1 == point:
+                        sys.settrace(None)
+                        lines.place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+                        fault()
+            return each_line
+
         return each_line
 
     before = sys.gettrace()
@@ -52,6 +65,11 @@ def at_line(point, fault, *where, armed=lambda: True):
         yield lines
     finally:
         sys.settrace(before)
+
+
+def _is_with(frame):
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.lstrip().startswith(("with ", "async with "))
 
 
 def raising(error):
