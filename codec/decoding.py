@@ -8,7 +8,7 @@ from codec._options import CallOptions, settings_of
 from codec.arguments import shown, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import Engine, choose
-from codec.engines.request import DecodeRequest
+from codec.engines.request import DecodeRequest, new_decode_request
 from codec.errors import ArgumentError, SpecError, Status
 from codec.inspection import inspect
 from codec.specs import BoundSpec, Delta
@@ -150,25 +150,18 @@ def decode_request(
     base: Any = None,
 ) -> DecodeRequest:
     """Return the checked arguments of :func:`decode` or :func:`reduce`, with the settings of the call."""
-    fields = (
-        frames,
-        out,
-        like,
-        given_codebooks(codebooks) if codebooks is not None else (),
-        None if max_nbytes is None else check_limit(max_nbytes),
-        settings.threads,
-        None if spec is None else check_bound(spec),
-        settings.verify_first is not False,
-        None,  # head
-        settings.nontemporal is True,
-        False,  # check_finite
-        False,  # check_only
-        base,
-        None,  # arriving
-        False,  # in_flight
+    return new_decode_request(
+        frames=frames,
+        out=out,
+        like=like,
+        codebooks=given_codebooks(codebooks) if codebooks is not None else (),
+        max_nbytes=None if max_nbytes is None else check_limit(max_nbytes),
+        threads=settings.threads,
+        bound=None if spec is None else check_bound(spec),
+        verify_first=settings.verify_first is not False,
+        nontemporal=settings.nontemporal is True,
+        base=base,
     )
-    # _make takes half the time of DecodeRequest(...), and also raises TypeError if a field is missing
-    return DecodeRequest._make(fields)
 
 
 def check_bound(spec: Any) -> BoundSpec:

@@ -11,7 +11,7 @@ from codec._options import CallOptions, settings_of
 from codec.arguments import shown, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import choose, device_engine
-from codec.engines.request import EncodeRequest
+from codec.engines.request import EncodeRequest, new_encode_request
 from codec.errors import ArgumentError, EngineError, SpecError
 from codec.explain import explain, explain_dtype
 from codec.optimizers.arguments import level_source_for
@@ -289,23 +289,20 @@ def encode_request(
     if not isinstance(spec, Spec):
         spec, bound = resolve(spec)
     v = view(x, dtype)
-    fields = (
-        v,
-        spec,
-        _view_frame(out) if out is not None else None,
-        _view_residual(residual, v) if residual is not None else None,
-        one_codebook(codebook, spec) if codebook is not None else None,
-        segments,
-        stream if type(stream) is int and 0 <= stream < 1 << 64 else check_stream(stream),
-        level_source_for(spec, bound, v) if bound is not None or type(spec) is Truncate else None,
-        settings.threads,
-        feedback if feedback is False else _check_feedback(feedback, residual, spec),
-        settings.verify_first is not False,
-        False,
-        _view_base(base, spec, v) if base is not None or type(spec) is Delta else None,
+    return new_encode_request(
+        x=v,
+        spec=spec,
+        out=_view_frame(out) if out is not None else None,
+        residual=_view_residual(residual, v) if residual is not None else None,
+        codebook=one_codebook(codebook, spec) if codebook is not None else None,
+        segments=segments,
+        stream=stream if type(stream) is int and 0 <= stream < 1 << 64 else check_stream(stream),
+        levels=level_source_for(spec, bound, v) if bound is not None or type(spec) is Truncate else None,
+        threads=settings.threads,
+        feedback=feedback if feedback is False else _check_feedback(feedback, residual, spec),
+        verify_first=settings.verify_first is not False,
+        base=_view_base(base, spec, v) if base is not None or type(spec) is Delta else None,
     )
-    # _make takes half the time of EncodeRequest(...), and also raises TypeError if a field is missing
-    return EncodeRequest._make(fields)
 
 
 def _view_base(base: Any, spec: Spec, v: TensorView) -> TensorView:
