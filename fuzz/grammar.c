@@ -147,11 +147,15 @@ static uint32_t pick_dtype(struct maker *m)
  */
 static void pick(struct maker *m, const struct grammar *like)
 {
-	static const uint8_t CODECS[] = {1, 7, 2, 3, 4, 5, 6, 1, 7, 1, 4, 3, 9};
+#define NUMBER(name, ...) CODEC_##name,
+	static const uint8_t CODECS[] = {WIRE_CODECS(NUMBER) CODEC_LOSSLESS, CODEC_LOSSLESS, CODEC_TRUNCATE};
+#undef NUMBER
 	struct grammar *g = m->g;
 	int same = like && below(&m->s, 3);
 
 	g->codec = same ? like->codec : CODECS[below(&m->s, sizeof CODECS)];
+	if (g->codec == CODEC_DELTA) /* make_delta.c makes frames that need a base */
+		g->codec = CODEC_LOSSLESS;
 	if (like) {
 		g->dtype = like->dtype;
 		if (is_float(g->dtype) && one_in(&m->s, 4)) /* frames of different dtypes may be reduced together */

@@ -1,5 +1,6 @@
 /* make_rows.c - generate frames whose values share scales: docs/spec/format.md, section 8. */
 #include "maker.h"
+#include "exact/scales.h"
 
 enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };
 
@@ -14,28 +15,18 @@ struct kind {
 static struct kind kind_of(const struct grammar *g)
 {
 	const uint8_t *p = g->params;
-	struct kind q = {.codec = g->codec, .variant = p[VARIANT], .bits = p[BITS]};
+	const struct row_kind r = row_kind_of(g->codec, p[VARIANT], p[OPTIONS], p[BITS], g->dtype);
+	struct kind q = {.codec = g->codec, .variant = p[VARIANT]};
 
 	q.row = p[ROW] | p[ROW + 1] << 8 | p[ROW + 2] << 16 | (uint32_t)p[ROW + 3] << 24;
 	q.two = q.codec == CODEC_SIGN && q.variant == CODEC_SIGN_TWO_MEAN;
-	q.affine = q.codec == CODEC_QUANTIZE && q.variant == CODEC_LEVELS_AFFINE;
-	q.trits = q.codec == CODEC_TERNARY && q.variant != CODEC_TERNARY_2BIT;
-	q.entropy = (q.trits && q.variant == CODEC_TERNARY_ENTROPY) || p[OPTIONS] & CODEC_OPTION_ENTROPY;
-	switch (q.codec) {
-	case CODEC_SIGN: q.bits = 1; break;
-	case CODEC_TERNARY: q.bits = q.trits ? 0 : 2; break;
-	case CODEC_FLOAT8:
-		q.bits = 8;
-		q.scale_most = q.variant == CODEC_MXFP8_E4M3 ? 246 : q.variant == CODEC_MXFP8_E5M2 ? 239 : 0;
-		break;
-	case CODEC_FLOAT4:
-		q.bits = 4;
-		q.scale_most = q.variant == CODEC_FLOAT4_MXFP4 ? 252 : 126;
-		break;
-	default: break;
-	}
+	q.affine = r.affine;
+	q.trits = !r.bits;
+	q.entropy = r.entropy;
+	q.bits = r.bits;
+	q.scale_most = r.scale_most;
 	q.most = q.trits ? 242 : q.codec == CODEC_TERNARY ? 2 : (1u << q.bits) - 1;
-	if (q.codec == CODEC_QUANTIZE && q.variant == CODEC_LEVELS_ODD)
+	if (r.odd)
 		q.most = (1u << q.bits) - 2;
 	return q;
 }
@@ -62,7 +53,11 @@ static void put_row(struct maker *m, uint32_t row)
 
 void pick_rows_params(struct maker *m)
 {
-	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 4, 2, 3}, ALLOWED[] = {0, 0, 0, 32, 7, 1, 1};
+#define COUNT(name, family, dtypes, variants, ...) [CODEC_##name] = (variants),
+#define OPTION(name, family, dtypes, variants, options, ...) [CODEC_##name] = (options),
+	static const uint8_t VARIANTS[] = {WIRE_CODECS(COUNT)}, ALLOWED[] = {WIRE_CODECS(OPTION)};
+#undef COUNT
+#undef OPTION
 	uint8_t *p = m->g->params;
 	uint32_t codec = m->g->codec;
 	struct kind q;

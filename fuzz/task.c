@@ -27,9 +27,10 @@ void pick_spec(struct task *k)
 	static const uint32_t ROWS[] = {0, 0, 1, 2, 3, 16, 64, 1000, 2560, 2561, 8192, 16384, 16385, 20000, 1u << 31};
 #define NUMBER(name, ...) CODEC_##name,
 	static const uint32_t CODECS[] = {WIRE_CODECS(NUMBER)};
-	static const uint8_t VARIANTS[] = {
-		[CODEC_SIGN] = 3, [CODEC_TERNARY] = 3, [CODEC_FLOAT8] = 4, [CODEC_FLOAT4] = 2, [CODEC_QUANTIZE] = 3};
 #undef NUMBER
+#define COUNT(name, family, dtypes, variants, ...) [CODEC_##name] = (variants),
+	static const uint8_t VARIANTS[] = {WIRE_CODECS(COUNT)};
+#undef COUNT
 	struct source *s = &k->s;
 	codec_spec *p = &k->spec;
 

@@ -140,7 +140,7 @@ static void test_bound_of_segments_is_exact_without_entropy_stage(void **unused)
 
 	(void)unused;
 	for (size_t s = 0; s < NSPECS; s++)
-		for (size_t i = 0; i < 3 && is_rows(SPECS[s].codec); i++)
+		for (size_t i = 0; i < 3 && codec_is_rows(SPECS[s].codec); i++)
 			for (uint64_t count = 0; count <= sizeof segments / sizeof *segments; count++) {
 				encode_bounded(SPECS[s], DTYPES[i], 19030, segments, count);
 				encode_bounded(SPECS[s], DTYPES[i], 90001, segments, count);

@@ -18,6 +18,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "examples.h"
 #include "codec/codec.h"
 #include "codec/codec_engine.h"
 
@@ -36,37 +37,25 @@
 		}                                                                                                      \
 	} while (0)
 
-static const struct kind {
+static const codec_spec SPECS[] = {EXAMPLES(EXAMPLE_SPEC)};
+#define NSPECS (sizeof SPECS / sizeof *SPECS)
+
+/* A spec and a dtype: all examples, and for exact codecs more dtypes. */
+struct kind {
 	uint32_t dtype;
 	codec_spec spec;
-} KINDS[] = {
-	{CODEC_FLOAT32, {.codec = CODEC_LOSSLESS}},
-	{CODEC_FLOAT64, {.codec = CODEC_LOSSLESS}},
-	{CODEC_BFLOAT16, {.codec = CODEC_LOSSLESS, .model = CODEC_MODEL_SEPARABLE}},
-	{CODEC_INT32, {.codec = CODEC_LOSSLESS}},
-	{CODEC_FLOAT32, {.codec = CODEC_SIGN}},
-	{CODEC_FLOAT16, {.codec = CODEC_SIGN, .variant = CODEC_SIGN_L2, .group_size = 20000}},
-	{CODEC_FLOAT32, {.codec = CODEC_SIGN, .variant = CODEC_SIGN_TWO_MEAN, .group_size = 3}},
-	{CODEC_FLOAT32, {.codec = CODEC_TERNARY}},
-	{CODEC_BFLOAT16, {.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_BASE3, .clip = 2.5f}},
-	{CODEC_FLOAT32, {.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY}},
-	{CODEC_FLOAT32, {.codec = CODEC_FLOAT8, .options = CODEC_OPTION_STOCHASTIC}},
-	{CODEC_FLOAT16, {.codec = CODEC_FLOAT8, .variant = CODEC_E5M2, .options = CODEC_OPTION_ENTROPY}},
-	{CODEC_BFLOAT16, {.codec = CODEC_FLOAT8, .variant = CODEC_MXFP8_E4M3}},
-	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4}},
-	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4, .variant = CODEC_FLOAT4_MXFP4}},
-	{CODEC_FLOAT32, {.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 17000}},
-	{CODEC_FLOAT16, {.codec = CODEC_QUANTIZE, .bits = 5, .variant = CODEC_LEVELS_AFFINE, .group_size = 64}},
-	{CODEC_FLOAT32, {.codec = CODEC_TOPK, .group_size = 1024, .kept = 100}},
-	{CODEC_BFLOAT16, {.codec = CODEC_DELTA, .group_size = 4096}},
-	{CODEC_FLOAT32, {.codec = CODEC_DELTA, .group_size = 1024}},
-	{CODEC_INT32, {.codec = CODEC_DELTA, .group_size = 8192}},
-	{CODEC_FLOAT64, {.codec = CODEC_DELTA}},
-	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_PLANE}},
-	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_CODED}},
-	{CODEC_BFLOAT16, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_SHARED, .options = CODEC_OPTION_BITS}},
-	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_FIXED, .bits = 2}},
 };
+
+/* Return kind i of spec s; dtype 0: there are no more. */
+static struct kind kind_of(size_t s, size_t i)
+{
+	static const uint32_t EXACT[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_INT32, 0},
+			      LOSSY[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
+
+	if (example_has(SPECS + s, CODEC_TRAIT_LOSSLESS))
+		return (struct kind){EXACT[i], SPECS[s]};
+	return (struct kind){i ? 0 : LOSSY[s % 3], SPECS[s]};
+}
 
 /* A tensor, a spec and buffers. Every buffer is a separate allocation, so that ASan detects accesses past its end. */
 struct task {
@@ -633,14 +622,18 @@ int main(int argc, char **argv)
 	int rounds = 0;
 
 	do {
-		for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++)
-			if (is_hostile)
-				check_rewriting(KINDS + i, 3);
-			else
-				check_steps(KINDS + i);
+		for (size_t s = 0; s < NSPECS; s++)
+			for (size_t i = 0; kind_of(s, i).dtype; i++) {
+				const struct kind kind = kind_of(s, i);
+
+				if (is_hostile)
+					check_rewriting(&kind, 3);
+				else
+					check_steps(&kind);
+			}
 		rounds++;
 	} while (difftime(time(NULL), begin) < seconds);
-	printf("test_race: %d rounds of %zu kinds, %s\n", rounds, sizeof KINDS / sizeof *KINDS,
+	printf("test_race: %d rounds of %zu specs, %s\n", rounds, NSPECS,
 	       is_hostile ? "memory rewritten during calls" : "same bytes");
 	return 0;
 }

@@ -127,7 +127,7 @@ static void test_residual_is_added_or_subtracted(void **unused)
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++)
 		for (size_t s = 0; s < NSPECS && codec_isa_usable(isa); s++)
 			for (size_t i = 0; i < 3 * sizeof SIZES / sizeof *SIZES; i++)
-				for (int f = 0; f < 1 + is_rows(SPECS[s].codec); f++)
+				for (int f = 0; f < 1 + codec_is_rows(SPECS[s].codec); f++)
 					residual_is_read(f ? CODEC_DIFFERENCE : CODEC_FEEDBACK, SPECS[s], DTYPES[i % 3],
 							 SIZES[i / 3], 1 + isa);
 }

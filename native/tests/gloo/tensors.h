@@ -9,6 +9,8 @@
 
 #include <codec/gloo.h>
 
+#include "../examples.h"
+
 namespace tensors
 {
 
@@ -155,59 +157,26 @@ struct Case {
 	double limit;
 };
 
-inline Case made(const std::string &name, uint32_t codec, double limit, const std::function<void(codec_spec &)> &set)
-{
-	codec_spec spec = spec_of(codec);
-
-	set(spec);
-	return {name, spec, limit};
-}
-
-/* Return specs of all codecs and variants, except for those that need the state of an optimizer. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+/* Return the examples of specs, except for those that need a base, a residual or the state of an optimizer. */
 inline std::vector<Case> codecs()
 {
 	std::vector<Case> found;
-	const auto add = [&](const std::string &name, uint32_t codec, double limit,
-			     const std::function<void(codec_spec &)> &set) {
-		found.push_back(made(name, codec, limit, set));
-	};
+	const auto add = [&](double limit, const char *name, const codec_spec &spec) {
+		const bool fixed = spec.codec != CODEC_TRUNCATE || spec.variant == CODEC_LEVEL_CODING_FIXED;
 
-	add("lossless", CODEC_LOSSLESS, 0, [](codec_spec &) {});
-	add("lossless, flat", CODEC_LOSSLESS, 0,
-	    [](codec_spec &s) { s.model = CODEC_MODEL_FLAT, s.max_code_length = 5; });
-	for (uint32_t level = 0; level < 4; level++)
-		add("truncate " + std::to_string(level), CODEC_TRUNCATE, level == 3 ? 0.3 : 0.02, [&](codec_spec &s) {
-			s.variant = CODEC_LEVEL_CODING_FIXED, s.bits = level;
-			s.options = level == 1 ? CODEC_OPTION_CUT : 0;
-		});
-	add("float8", CODEC_FLOAT8, 0.06, [](codec_spec &) {});
-	add("float8, rows", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.group_size = 128; });
-	add("float8, last", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.group_size = CODEC_GROUP_SIZE_ROW; });
-	add("float8, e5m2", CODEC_FLOAT8, 0.2,
-	    [](codec_spec &s) { s.variant = CODEC_E5M2, s.group_size = 100, s.options = CODEC_OPTION_STOCHASTIC; });
-	add("float8, entropy", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.options = CODEC_OPTION_ENTROPY; });
-	add("float8, mxfp8", CODEC_FLOAT8, 0.13, [](codec_spec &s) { s.variant = CODEC_MXFP8_E4M3; });
-	add("float4, nvfp4", CODEC_FLOAT4, 0.3, [](codec_spec &) {});
-	add("float4, mxfp4", CODEC_FLOAT4, 0.5,
-	    [](codec_spec &s) { s.variant = CODEC_FLOAT4_MXFP4, s.options = CODEC_OPTION_STOCHASTIC; });
-	for (uint32_t bits : {1u, 2u, 3u, 5u, 8u})
-		add("quantize " + std::to_string(bits), CODEC_QUANTIZE, 3.0 / (1 << bits), [&](codec_spec &s) {
-			s.bits = bits, s.group_size = 40 * bits,
-			s.variant = bits == 3 ? CODEC_LEVELS_ODD : CODEC_LEVELS_EVEN;
-			s.options = bits % 2 ? CODEC_OPTION_STOCHASTIC : 0;
-		});
-	add("quantize 4, zero point", CODEC_QUANTIZE, 0.2,
-	    [](codec_spec &s) { s.variant = CODEC_LEVELS_AFFINE, s.bits = 4; });
-	add("sign", CODEC_SIGN, 1.2, [](codec_spec &) {});
-	add("sign, rows", CODEC_SIGN, 1.2, [](codec_spec &s) { s.variant = CODEC_SIGN_L2, s.group_size = 64; });
-	add("sign, two means", CODEC_SIGN, 1.2,
-	    [](codec_spec &s) { s.variant = CODEC_SIGN_TWO_MEAN, s.group_size = CODEC_GROUP_SIZE_ROW; });
-	add("ternary", CODEC_TERNARY, 9, [](codec_spec &) {});
-	add("ternary, base 3", CODEC_TERNARY, 9, [](codec_spec &s) { s.variant = CODEC_TERNARY_BASE3, s.seed = 5; });
-	add("ternary, entropy", CODEC_TERNARY, 9,
-	    [](codec_spec &s) { s.variant = CODEC_TERNARY_ENTROPY, s.clip = 2.5f; });
+		if (fixed && spec.codec != CODEC_TOPK && !detail::has_trait(spec, CODEC_TRAIT_BASE))
+			found.push_back({name, spec, limit});
+	};
+#define ADD(limit, name, ...)                                                                                          \
+	add(limit, #name " " #__VA_ARGS__,                                                                             \
+	    codec_spec{.struct_nbytes = sizeof(codec_spec), .codec = CODEC_##name, __VA_ARGS__});
+	EXAMPLES(ADD)
+#undef ADD
 	return found;
 }
+#pragma GCC diagnostic pop
 
 inline codec_segment segment(uint64_t offset, const std::vector<uint64_t> &shape)
 {

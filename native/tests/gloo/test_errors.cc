@@ -442,8 +442,8 @@ std::string not_finite(Rank &me)
 	Random random(8);
 
 	for (const Case &c : codecs()) {
-		if (c.spec.codec == CODEC_LOSSLESS || c.spec.codec == CODEC_TRUNCATE)
-			continue; /* these codecs can encode NaN and Inf */
+		if (!detail::has_trait(c.spec, CODEC_TRAIT_FINITE))
+			continue;
 		for (Algorithm algorithm : ALGORITHMS) {
 			const uint32_t dtype = DTYPES[random.below(3)];
 			const size_t at = random.below(N);
