@@ -7,6 +7,8 @@ import numpy as np
 
 import codec
 from codec import optimizers
+from codec._c.traits import is_lossless
+from codec.specs import CODECS
 
 FAMILY: dict[str, codec.Spec] = {
     "Sign, tensor": codec.Sign(),
@@ -40,6 +42,9 @@ TRUNCATE: dict[str, codec.Truncate] = {
     "Truncate exact, shared": codec.Truncate(level_coding="shared", guard="exact"),
     "Truncate exact, by bit": codec.Truncate(level_coding="shared", granularity="bit", guard="exact"),
 }
+# a codec without a row above is measured with its default parameters
+_listed = {type(spec) for spec in [*FAMILY.values(), *SPARSE.values(), *TRUNCATE.values()]}
+FAMILY |= {kind.__name__: kind() for kind in CODECS if kind not in _listed and not is_lossless(kind())}
 
 
 def whole_scale(spec: codec.Spec, residual: bool) -> bool:

@@ -1,5 +1,8 @@
 """codec_traits, the only answer to "is a codec lossless, of fixed rate, entropy-coded?", agrees with frames."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,6 +10,7 @@ import codec
 from codec._c import traits
 from codec._c.library import ffi, lib
 from codec._c.spec_structs import spec_struct
+from codec.specs import CODECS
 from support.specs import LOSSLESS, LOSSY, TOPKS
 
 USABLE = {**LOSSLESS, **LOSSY, **TOPKS, "truncate_fixed": codec.Truncate(2), "delta": codec.Delta()}
@@ -47,6 +51,17 @@ def test_codecs_that_reject_nonfinite_values(spec):
             encode(x, spec)
     else:
         encode(x, spec)
+
+
+def test_table_of_codecs_states_their_traits():
+    """Each row of docs/codecs/index.md is a spec, and has its properties in columns 3 to 5."""
+    page = (Path(__file__).parents[2] / "docs/codecs/index.md").read_text()
+    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| [`")]
+    for first, _, *stated in rows:
+        spec = eval("codec." + re.findall(r"`(.*?)`", first)[0])
+        found = traits.is_lossless(spec), traits.has_fixed_rate(spec), not traits.rejects_nonfinite(spec)
+        assert [text in ("yes", "encoded") for text in stated[:3]] == list(found), spec
+    assert len(rows) == len(CODECS)
 
 
 def test_traits_of_an_invalid_spec_are_an_error():
