@@ -1,8 +1,6 @@
 /* codecs.c - check and convert a codec's parameters, using the table of codecs in exact/wire.h. */
 #include "family.h"
 
-_Static_assert(CODEC_HEADER_NBYTES == WIRE_AT_SHAPE + 8 * CODEC_MAX_RANK, "the largest header");
-
 #define ENTRY(name, family, ...) [CODEC_##name] = {&family##_family, __VA_ARGS__},
 const struct codec codecs[] = {WIRE_CODECS(ENTRY)};
 

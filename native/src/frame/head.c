@@ -33,6 +33,9 @@ static codec_status take_bytes(const uint8_t *frame, size_t nbytes, uint8_t b[CO
 	return CODEC_OK;
 }
 
+/* The header's record: reader and writer of its params, then of all of its fields. Its bound: */
+_Static_assert(CODEC_HEADER_NBYTES == WIRE_AT_SHAPE + 8 * CODEC_MAX_RANK, "the largest header");
+
 static void params_read(struct header *h, const uint8_t *params)
 {
 	h->variant = params[WIRE_PARAM_VARIANT];
@@ -73,6 +76,29 @@ static void take_fields(const uint8_t b[CODEC_HEADER_NBYTES], struct header *h)
 	for (int i = 0; i < h->rank; i++)
 		h->shape[i] = load64(b + WIRE_AT_SHAPE + 8 * i);
 	params_read(h, b + WIRE_AT_PARAMS);
+}
+
+void header_write(const struct header *h, uint8_t *frame)
+{
+	memset(frame, 0, WIRE_AT_SHAPE);
+	store32(frame, WIRE_MAGIC);
+	frame[WIRE_AT_VERSION] = CODEC_FORMAT_VERSION;
+	frame[WIRE_AT_CODEC] = h->codec;
+	frame[WIRE_AT_DTYPE] = h->dtype;
+	frame[WIRE_AT_RANK] = h->rank;
+	frame[WIRE_AT_LAYOUT] = h->layout;
+	frame[WIRE_AT_BLOCK_LOG2] = h->block_log2;
+	frame[WIRE_AT_FIXED] = h->fixed;
+	frame[WIRE_AT_CODED] = h->coded;
+	store32(frame + WIRE_AT_SIDE_NBYTES, (uint32_t)h->side_nbytes);
+	store64(frame + WIRE_AT_FRAME_NBYTES, h->frame_nbytes);
+	store64(frame + WIRE_AT_CHECKSUM, h->checksum);
+	params_write(h, frame + WIRE_AT_PARAMS);
+	frame[WIRE_AT_FLAGS] = h->flags;
+	store32(frame + WIRE_AT_NBLOCKS, (uint32_t)h->nblocks);
+	frame[WIRE_AT_HALVED] = h->halved;
+	for (int i = 0; i < h->rank; i++)
+		store64(frame + WIRE_AT_SHAPE + 8 * i, h->shape[i]);
 }
 
 /* Check that params are in range, and 0 where the codec has no parameter. */
@@ -157,29 +183,6 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 	if (header_derive(h) != CODEC_OK)
 		BAD(WIRE_AT_SHAPE, h->shape[0], 0);
 	return check_sizes(h, nblocks, f);
-}
-
-void header_write(const struct header *h, uint8_t *frame)
-{
-	memset(frame, 0, WIRE_AT_SHAPE);
-	store32(frame, WIRE_MAGIC);
-	frame[WIRE_AT_VERSION] = CODEC_FORMAT_VERSION;
-	frame[WIRE_AT_CODEC] = h->codec;
-	frame[WIRE_AT_DTYPE] = h->dtype;
-	frame[WIRE_AT_RANK] = h->rank;
-	frame[WIRE_AT_LAYOUT] = h->layout;
-	frame[WIRE_AT_BLOCK_LOG2] = h->block_log2;
-	frame[WIRE_AT_FIXED] = h->fixed;
-	frame[WIRE_AT_CODED] = h->coded;
-	store32(frame + WIRE_AT_SIDE_NBYTES, (uint32_t)h->side_nbytes);
-	store64(frame + WIRE_AT_FRAME_NBYTES, h->frame_nbytes);
-	store64(frame + WIRE_AT_CHECKSUM, h->checksum);
-	params_write(h, frame + WIRE_AT_PARAMS);
-	frame[WIRE_AT_FLAGS] = h->flags;
-	store32(frame + WIRE_AT_NBLOCKS, (uint32_t)h->nblocks);
-	frame[WIRE_AT_HALVED] = h->halved;
-	for (int i = 0; i < h->rank; i++)
-		store64(frame + WIRE_AT_SHAPE + 8 * i, h->shape[i]);
 }
 
 /* Return the contribution of header and side section to the frame's checksum. */
