@@ -1,7 +1,7 @@
 """Encode an update: read tensors one by one, and write each frame as soon as it is encoded."""
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import BytesIO
 from os import PathLike
@@ -192,7 +192,10 @@ def write_update(
     run : bytes or None
         Run of the trainer; None: the update belongs to no run.
     """
+    failed: list[OSError] = []
     pairs, streamed = items(given), is_streamed(given)
+    if streamed:
+        pairs = _noting_errors(pairs, failed)
     if base is not None:
         kinds = base.kinds
     else:
@@ -215,10 +218,24 @@ def write_update(
         memory = BytesIO()
         encode_to(memory)
         return Update(memory.getbuffer())
-    with replaced(Path(file)) as target:
-        encode_to(target)
-        target.flush()
-        return Update(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))  # what readers refuse, replaces nothing
+    try:
+        with replaced(Path(file)) as target:
+            encode_to(target)
+            target.flush()
+            return Update(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))  # what readers refuse, replaces nothing
+    except ArgumentError:
+        if failed:
+            raise failed[0] from None
+        raise
+
+
+def _noting_errors(pairs: Iterable[tuple[str, Any]], failed: list[OSError]) -> Iterator[tuple[str, Any]]:
+    """Yield pairs; note an OSError of the iterable, such as a lost connection, which is none of the written file."""
+    try:
+        yield from pairs
+    except OSError as e:
+        failed.append(e)
+        raise
 
 
 def remove_temporary(folder: Path, is_own: Callable[[str], object]) -> None:
