@@ -95,7 +95,8 @@ class replaced:
     def _close(self) -> None:
         """Remove the temporary file, and close the device or pipe."""
         if self._temporary is not None:
-            self._temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # the outcome of the block does not depend on it
+                self._temporary.unlink(missing_ok=True)
         if self._sink is not None:
             os.close(self._sink)
             self._sink = None
