@@ -1,6 +1,6 @@
 """Compare how codecs affect training: loss, accuracy, bytes sent and residuals, against uncompressed float32.
 
-    python bench/training/convergence.py                           # all presets and optimizers, 9 models: an hour
+    python bench/training/convergence.py                           # all presets and optimizers, 12 models: an hour
     python bench/training/convergence.py --quick                   # fewer steps, models and methods: two minutes
     python bench/training/convergence.py --methods codecs --seeds 3 --tasks text-sgd text-adamw digits-sgd
     python bench/training/convergence.py --tasks text-sgd --methods "Quantize(3)" "Sign(group_size=256)" --feedback on
@@ -11,8 +11,8 @@
 Each rank is a process. DistributedDataParallel averages gradients over Gloo through
 ``codec.torch.ddp_hook(spec, optimizer=optimizer)``. The policy and error feedback are the hook's defaults for the
 codec, unless ``--feedback`` says otherwise. The algorithm is fixed, because "auto" may send gradients uncompressed if
-that is faster on this machine. Models and data are those of bench/support/models.py and architectures.py. All methods
-train from the same seeds.
+that is faster on this machine. Models and data are those of bench/support: models.py, architectures.py and
+vocabularies.py. All methods train from the same seeds.
 
 A method is a preset (lossless, near, small, ...), a spec as in Python, or an optimizer, which replaces AdamW:
 OneBitAdam and 0/1 Adam with their defaults, momenta in 4 bits, or 1-bit Adam, which sends signs in groups of 1,024.
@@ -68,6 +68,7 @@ QUICK_METHODS = ("lossless", "near", "smallest", ONE_BIT)
 QUICK_TASKS = ("digits-sgd", "text-adamw", "gpt-tied", "lstm", "vit")
 STEPS = {"digits-sgd": 400, "text-sgd": 1000, "text-adamw": 1000}
 STEPS |= dict.fromkeys(("gpt-tied", "gpt-bfloat16", "lora", "lstm", "vit", "diffusion"), 300)
+STEPS |= dict.fromkeys(("recommendation", "words", "encoder-decoder"), 300)  # most rows of these models are rarely used
 QUICK_STEPS = 60
 PLAIN_SEEDS = 3  # minimum number of float32 runs with different seeds, which measure the noise
 SGD_TASKS = ("digits-sgd", "text-sgd")  # tasks trained by SGD, in which OneBitAdam cannot replace the optimizer

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from architectures import TASKS
 from models import Task
+from vocabularies import TASKS
 
 PLAIN, ORDERED = "float32", "float32 in order"
 ONE_BIT, ONE_BIT_SIGNS, ZERO_ONE = "OneBitAdam", "1-bit Adam", "0/1 Adam"
