@@ -50,7 +50,7 @@ class Client:
         self.loaded = []
 
     def update_weights(self, update_info):
-        self.loaded.append((update_info["phase"], update_info["version"]))
+        self.loaded.append((update_info["phase"], update_info["update"]["version"]))
 
     def finish_weight_update(self, weight_version=None):
         self.loaded.append("finished")

@@ -58,17 +58,14 @@ class Reducer:
         settings: CallOptions,
     ) -> None:
         check_timeout(settings.timeout)
-        self.plan = plan
-        self.optimizers = optimizers
-        self.refresher = refresher
-        self.transform = transform
+        self.plan, self.optimizers = plan, optimizers
+        self.refresher, self.transform = refresher, transform
         self.settings, self.algorithm = settings, execution.algorithm_of(settings)
         self.group: Any = None  # process group over which gradients are averaged; None: no model yet
         self.state = StepState(plan, refresher)
         self._scaler, self.state.names_nonfinite = grad_scaler, grad_scaler is None
         self._module: weakref.ref[torch.nn.Module] | None = None  # argument `module` of the last call of serve()
-        # Number of values and the parts of each bucket, by the names of its parameters.
-        self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}
+        self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # number of values and parts, by names
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for pickle and copy, without the process group and the module of this process."""
@@ -173,9 +170,9 @@ class Reducer:
         if error is None or self._is_overflow(error):
             return
         step.ended = True
-        model: Any = None if self._module is None else self._module()
-        if finalizes_manually(model):
-            model.finalize_backward()  # the caller does not, because this error ends its backward pass
+        model = cast(Any, None if self._module is None else self._module())
+        if finalizes_manually(model):  # the caller does not, because this error ends its backward pass
+            model.finalize_backward()
         raise error
 
     def cancel(self, step: Step | None = None) -> None:
@@ -184,8 +181,7 @@ class Reducer:
         Parameters
         ----------
         step : Step, optional
-            Step to cancel; nothing happens if it is not the current step, or has failed on all ranks. Default: the
-            current step.
+            Step to cancel, by default the current step. A step that is over, or has failed on all ranks, is left alone.
         """
         if step is not None and (step is not self.state.current or step.ended):
             return
