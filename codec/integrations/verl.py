@@ -65,9 +65,6 @@ class CodecCheckpointEngine(CheckpointEngine):
             self._publisher = Publisher(folder, host=host, base=base)
         self._receiver = WeightReceiver()
         self._source, self._after = "", -1
-        self._unloaded: set[str] = (
-            set()
-        )  # names of tensors that have changed in the receiver, but not yet in the rollout
 
     def prepare(self) -> dict[str, Any]:
         """Return the location of the store and the last published version on the master, {} on other ranks."""
@@ -112,16 +109,14 @@ class CodecCheckpointEngine(CheckpointEngine):
         for one in await self._updates():
             if receiver.staged is not None:
                 receiver.commit()
-            self._unloaded.update(receiver.stage(read_update(self._source, one), restart=True).changed)
-        # Nothing is staged if an earlier call, which did not end, has committed the last version
-        kinds, read = receiver.kinds, receiver.tensors
-        if receiver.staged is not None:
-            kinds, read = receiver.staged.tensors, receiver.updated
-        for name, tensor in read([name for name in kinds if name in self._unloaded], like=torch.empty(0)):
+            receiver.stage(read_update(self._source, one), restart=True)
+        if receiver.staged is None:  # the receiver has the last version, but the rollout may lack tensors of it
+            for name, tensor in receiver.tensors(sorted(receiver.unloaded), like=torch.empty(0)):
+                yield name, tensor
+            return
+        for name, tensor in receiver.updated(like=torch.empty(0)):
             yield name, tensor
-        if receiver.staged is not None:
-            receiver.commit()
-        self._unloaded.clear()
+        receiver.commit()
 
     async def _updates(self) -> list[Listed]:
         """Wait for a new version, and return the updates from this worker's version to the new one."""

@@ -59,7 +59,6 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         super().__init__(*args)
         self._receiver: WeightReceiver | None = None
         self._source = ""
-        self._unloaded: set[str] = set()  # names of tensors that have changed in host memory but not yet in vLLM
 
     def init_transfer_engine(self, init_info: CodecInitInfo) -> None:
         """Open this worker's copy of the weights. A copy that is open already, as after a trainer restart, stays."""
@@ -67,7 +66,6 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         if self._receiver is None:
             folder = None if init_info.folder is None else f"{init_info.folder}/{self._worker_name()}"
             self._receiver = WeightReceiver(folder=folder)
-            self._unloaded.update(self._receiver.kinds)
 
     def _worker_name(self) -> str:
         """Return a name that no other worker of this server has.
@@ -98,7 +96,7 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         one = Listed.read(update_info.update)
         if update_info.phase == "stage":
             if one.head.before is not None and not one.head.before.matches(receiver.identity):
-                pull(receiver, self._source, progress=lambda update: self._unloaded.update(update.changed))
+                pull(receiver, self._source)
             receiver.stage(read_update(self._source, one), restart=True)
         elif receiver.staged is None or receiver.staged.head != one.head:
             raise RuntimeError(f"the update to version {one.head.version} was not staged: send it again")
@@ -108,19 +106,16 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
     def _load_staged(self, receiver: WeightReceiver, update: Update) -> None:
         names, like = list(update.tensors), torch.empty(0)
         if not self._drop_cpu_kernels():
-            names = whole_groups(names, {*update.changed, *self._unloaded})
+            names = whole_groups(names, {*update.changed, *receiver.unloaded})
         try:
             self._load(receiver.updated(names, like=like))
         except BaseException:
             receiver.discard()
-            self._unloaded.update(receiver.kinds)  # in case that the old weights cannot be loaded, either
             if receiver.version is not None:
                 self._drop_cpu_kernels()
-                self._load(receiver.tensors(like=like))
-                self._unloaded.clear()
+                receiver.reload(self._load, like=like)
             raise
         receiver.commit()
-        self._unloaded.clear()
 
     def _drop_cpu_kernels(self) -> bool:
         """Remove the MoE kernels of a CPU model, so that vLLM rebuilds them; return True if there were any.
