@@ -105,9 +105,13 @@ class Synchronizer(Replica):
         mine = None if due is None else [[x.clone() for x in parts] for parts in changes.parts]
         landing = Landing(some, changes.parts, mine, self.outer if outer else None, changes.buffer_means(), exact)
         terms = self.terms(changes, self.feedback, exact=exact)
-        self.pending = Pending(list(numbers), due, landing, None, changes, former)
         item = f"{ranks.call}, synchronization {self.rounds}, then {length} steps"
-        self.pending.flight = ranks.begin(terms, problem, item)
+        try:
+            flight = ranks.begin(terms, problem, item)
+        except BaseException:
+            self._repeat_round(former)
+            raise
+        self.pending = Pending(list(numbers), due, landing, flight, changes, former)
 
     def problem(self, changes: Changes, step: int) -> Problem | None:
         """Return the reason why changes cannot be sent; None if they can be sent."""
@@ -175,10 +179,14 @@ class Synchronizer(Replica):
     def _drop(self) -> None:
         """Drop the synchronization in flight, which has failed on all ranks."""
         assert self.pending is not None
-        if self.pending.former:  # the ranks have not agreed on the number of steps of the next round
-            self.schedule.length = self.pending.former
+        self._repeat_round(self.pending.former)
         self.pending = None
         self.failed += 1
+
+    def _repeat_round(self, former: int) -> None:
+        """Give the next round the length of the former one (0: none has ended), if the ranks have not agreed on it."""
+        if former:
+            self.schedule.length = former
 
     def _apply(self, pending: Pending) -> None:
         """Apply a mean. If this is interrupted, `pending` stays, and the next call applies it."""

@@ -164,3 +164,35 @@ def test_interrupted_wait_for_the_mean_is_repeated(pool):
     assert (first, second) == (None, "KeyboardInterrupt")
     assert n == m == 3
     assert a == b
+
+
+def _never_started(rank, size):
+    """Ctrl-C on rank 1 before it begins the collective: the ranks meet again in synchronize()."""
+    from codec.torch.replicas.ranks import Ranks
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    model = net()
+    optimizer = adam(model)
+    local = local_steps(model, optimizer, every=2)
+    train(model, optimizer, rank, range(1), local.step)
+    train(model, optimizer, rank, range(1, 2))
+    begin = Ranks.begin
+    if rank == 1:
+        Ranks.begin = stopped
+    try:
+        errors = [raised_once(local.step)]
+    finally:
+        Ranks.begin = begin
+    if rank == 1:
+        errors.append(raised_once(local.synchronize))
+    local.synchronize()
+    return errors, parameter_bytes(model)
+
+
+def test_collective_that_one_rank_has_not_begun_is_an_error_on_all(pool):
+    (first, a), (second, b) = pool.run(_never_started)
+    assert first == ["PeerError"]
+    assert second == ["KeyboardInterrupt", "PeerError"]
+    assert a == b
