@@ -30,7 +30,7 @@ from codec.weight_sync.files import read_safetensors
 from codec.weight_sync.folder import FolderBase
 from codec.weight_sync.identity import RUN_NBYTES
 from codec.weight_sync.listing import chain
-from codec.weight_sync.source import Source
+from codec.weight_sync.source import Source, read_update
 from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.weights import Weights
 from codec.weight_sync.writing import write_update
@@ -73,6 +73,7 @@ def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -
     if disk_dir not in _trainers:
         _trainers[disk_dir] = _opened(disk_dir / "codec-trainer", args.hf_checkpoint, os.urandom(RUN_NBYTES))
     base, version = _trainers[disk_dir], Version(folder)
+    _follow_store(base, store)
     if version.base != base.version:
         raise StateError(
             f"{folder} has base version {version.base}, but the last version of the trainer is {base.version}"
@@ -124,6 +125,17 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
             raise StateError(
                 f"{wanted} was written before, but is missing: empty {folder} to begin again with version 0"
             )
+
+
+def _follow_store(base: FolderBase, store: UpdateStore) -> None:
+    """Apply updates to the trainer's copy that an earlier call has published, but could not apply."""
+    base.settle()
+    listing = store.listing()
+    if listing.run == base.run:
+        for one in chain(listing, base.identity):
+            update = read_update(store.folder, one)
+            base.check(update)
+            base.apply(update)
 
 
 def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView]]:

@@ -146,6 +146,20 @@ def test_host_that_stopped_between_folder_and_copy_goes_on(run, monkeypatch):
         apply_as_slime(run.engine / f"weight_v{version:06d}", local, version)
 
 
+def test_trainer_whose_copy_could_not_be_written_goes_on_with_the_next_version(run, monkeypatch):
+    """The store has a version that the trainer's copy lacks, such as after a full disk."""
+    run.publish(run.write())
+    monkeypatch.setattr(codec.weight_sync.folder.FolderBase, "apply", lambda self, update: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.publish(run.write())
+    monkeypatch.undo()
+    monkeypatch.setenv("CODEC_SLIME_STORE", str(run.store))
+    monkeypatch.setenv("CODEC_SLIME_CHECKPOINT", run.args.hf_checkpoint)
+    run.publish(run.write())
+    slime.fetch(str(run.engine), 3)
+    assert run.versions() == ["weight_v000001", "weight_v000002", "weight_v000003"]
+
+
 def test_deleted_folder_of_an_old_version_is_an_error(run):
     run.publish(run.write())
     run.publish(run.write())
@@ -231,7 +245,7 @@ def test_torn_and_hostile_folders_are_errors(run, name):
     with pytest.raises((codec.FrameError, codec.ArgumentError)) as e:
         run.publish(whole)
     assert str(e.value)
-    assert list(run.store.iterdir()) == []
+    assert [p.name for p in run.store.iterdir()] == ["head"]
     shutil.rmtree(whole)
     shutil.move(run.path / "whole", whole)
     run.publish(whole)  # succeeds, because the failed call did not change the trainer's base
@@ -259,7 +273,7 @@ def test_doubled_versions_gaps_and_other_bases_are_errors(run, monkeypatch):
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(safetensors.numpy.save(other))
     monkeypatch.setenv("CODEC_SLIME_CHECKPOINT", str(folder))
-    with pytest.raises(codec.StateError, match="the current version is 0 with other values"):
+    with pytest.raises(codec.StateError, match="no chain of updates leads from version 0 of these weights"):
         slime.fetch(run.path / "other_engine", 2)
     assert not list((run.path / "other_engine").glob("weight_v*"))
     monkeypatch.delenv("CODEC_SLIME_CHECKPOINT")
