@@ -19,6 +19,7 @@ from codec.weight_sync.update import regular
 _NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot))")
 _SEND_SECONDS = 60.0  # time without progress after which the server closes a connection
 _REQUEST_SECONDS = 10.0  # time in which a client must send a complete request, on a new or on an idle connection
+_BUSY_SECONDS = 1.0  # the same, while other clients wait for a connection to end
 _POLL_SECONDS = 0.05
 CONNECTIONS = 64  # maximum number of connections that are served at a time
 
@@ -44,7 +45,7 @@ class Server(ThreadingHTTPServer):
         self._pid = os.getpid()
         self._free = threading.BoundedSemaphore(CONNECTIONS)
         self._lock = threading.Lock()
-        self._open: dict[Any, float | None] = {}  # by connection: time until which a request must be complete
+        self._open: dict[Any, float | None] = {}  # by connection: since when a request is awaited; None: it is served
         self._closing = False
         super().__init__(address, Handler)
         _servers.add(self)
@@ -57,7 +58,7 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a new thread, once there are less than 64."""
         while not self._free.acquire(timeout=_POLL_SECONDS):
-            self.service_actions()
+            self._close_silent(_BUSY_SECONDS)
             if self._closing:
                 self.shutdown_request(request)
                 return
@@ -80,10 +81,10 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     @contextmanager
-    def deadline(self, connection: Any) -> Generator[None]:
+    def awaiting_request(self, connection: Any) -> Generator[None]:
         """Context in which a request is read: if it takes too long, the connection is closed."""
         with self._lock:
-            self._open[connection] = time.monotonic() + _REQUEST_SECONDS
+            self._open[connection] = time.monotonic()
         try:
             yield
         finally:
@@ -95,10 +96,13 @@ class Server(ThreadingHTTPServer):
             self._open[connection] = None
 
     def service_actions(self) -> None:
-        """Close connections whose deadline has passed. The server calls this every 50 ms."""
+        """Close connections that are silent for too long. The server calls this every 50 ms."""
+        self._close_silent(_REQUEST_SECONDS)
+
+    def _close_silent(self, seconds: float) -> None:
         now = time.monotonic()
         with self._lock:
-            late = [connection for connection, end in self._open.items() if end is not None and end < now]
+            late = [one for one, since in self._open.items() if since is not None and now - since > seconds]
         for connection in late:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -130,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         """Read and answer a request."""
-        with self._updates.deadline(self.connection):
+        with self._updates.awaiting_request(self.connection):
             super().handle_one_request()
 
     def do_GET(self) -> None:

@@ -139,7 +139,8 @@ def test_files_are_not_to_be_cached(tmp_path):
 
 def test_silent_connections_are_closed_and_do_not_block_receivers(tmp_path, monkeypatch):
     """More silent clients than the server serves at a time have a limited time to send a request."""
-    monkeypatch.setattr(handler, "_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(handler, "_REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr(handler, "_BUSY_SECONDS", 0.1)
     monkeypatch.setattr(handler, "CONNECTIONS", 8)
     with Publisher(tmp_path, host="127.0.0.1") as publisher:
         published(publisher, 1)
