@@ -109,9 +109,9 @@ class FolderBase(Base):
         Raises
         ------
         StateError
-            The files cannot be written, or this process was forked from the one that opened the folder.
+            The files cannot be written, the folder is closed, or this process was forked from the one that opened it.
         """
-        self._lock.check_process()
+        self._lock.check()
         with self.lock:
             if self._new is not None and self._applying is None:
                 with self._writing():

@@ -41,13 +41,15 @@ class Lock:
         self._release = weakref.finalize(self, _unlock, fd, self._pid)
         _locks.add(self)
 
-    def check_process(self) -> None:
-        """Raise StateError in a process that was forked from the process that has locked the folder."""
+    def check(self) -> None:
+        """Raise StateError after :meth:`release`, or in a process forked from the one that has locked the folder."""
         if os.getpid() != self._pid:
             raise StateError(
                 f"{self._folder} was opened by process {self._pid}, from which this process was forked: use its sender "
                 "or receiver only there"
             )
+        if not self._release.alive:
+            raise StateError(f"the sender or receiver of {self._folder} is closed: make a new one")
 
     def release(self) -> None:
         """Unlock the folder. A second call, or a call in a forked process, changes nothing."""

@@ -248,7 +248,7 @@ class WeightReceiver:
         """Stage an update, pass the changed tensors to `load` or write them to `into`, and commit.
 
         Tensors in :attr:`unloaded` are passed with the changed ones, so that the program then serves the version of the
-        update.
+        update. If the weights have this version already, as after a restart, only these tensors are passed.
 
         Parameters
         ----------
@@ -279,7 +279,11 @@ class WeightReceiver:
             `load` and `into` are both given, or `into` lacks a tensor, or has another dtype or shape for one.
         """
         with self._base.turn:
-            staged = self.stage(update, restart=restart)
+            parsed = update if isinstance(update, Update) else Update(update)
+            if self.unloaded and (load is not None or into is not None) and self._base.has(parsed):
+                self.reload(load, like=like, into=into, names=self.unloaded)
+                return
+            staged = self.stage(parsed, restart=restart)
             try:
                 if load is None and into is None:
                     self._serving.commit(staged)

@@ -61,6 +61,29 @@ def test_restarted_program_gets_all_tensors_of_the_version(tmp_path, way, new):
         assert equal(last, program.tensors)
 
 
+def test_update_that_is_pushed_again_after_a_restart_loads_what_the_program_lacks(tmp_path, way):
+    all_weights, updates = versions(2)
+    with codec.WeightReceiver(all_weights[0], folder=tmp_path) as first:
+        first.apply(updates[0], **Program(all_weights[0]).way(way))
+    program = Program(stepped(weights(), 8))
+    with codec.WeightReceiver(folder=tmp_path) as second:
+        second.apply(updates[0], **program.way(way))
+        assert equal(all_weights[1], program.tensors)
+        with pytest.raises(codec.StateError, match="applied already"):
+            second.apply(updates[0], **program.way(way))
+
+
+def test_closed_receiver_cannot_write_to_a_folder_that_another_one_uses(tmp_path):
+    first = codec.WeightReceiver(weights(), folder=tmp_path)
+    first.close()
+    with codec.WeightReceiver(folder=tmp_path) as second:
+        with pytest.raises(codec.StateError, match="is closed"):
+            first.apply(codec.WeightSender(stepped(weights(), 1), version=3).snapshot(), restart=True)
+        with pytest.raises(codec.StateError, match="is closed"):
+            _ = first.version
+        assert equal(weights(), second.tensors())
+
+
 def test_pull_without_a_program_passes_the_tensors_to_a_later_one(tmp_path, way):
     program = Program(stepped(weights(), 8))
     with Publisher(tmp_path) as publisher:
