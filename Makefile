@@ -68,7 +68,7 @@ check-python: $(VENV)/check
 
 # All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/support/tiers.py. This takes hours.
 nightly: $(VENV)/test $(VENV)/clang $(VENV)/foreign
-	$(MAKE) -k nightly-python lint docs ctest abi gloo gloo-bench sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts newest wheels hosted SECONDS=60
+	$(MAKE) -k nightly-python lint docs ctest abi gloo gloo-bench sanitize tsan msan gloo-sanitize emulated machines foreign frameworks rollouts newest wheels hosted SECONDS=60
 nightly-python: $(VENV)/test gloo-programs
 	CODEC_TESTS=nightly CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -m 'not gpu'
 .PHONY: nightly-python
@@ -232,6 +232,17 @@ emulated: $(VENV)/debian $(VENV)/test
 	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(PYTEST) \
 		$(wildcard tests/codecs/test_lossy*.py tests/codecs/test_truncate*.py) tests/format/test_determinism.py \
 		tests/format/test_golden_frames.py
+
+# Tests of trainings, whose values depend on the order of additions, with the instruction sets of other CPUs in torch, MKL,
+# oneDNN and codec, and with one and two threads. Then all other Python tests without AVX-512.
+SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE DNNL_MAX_CPU_ISA=SSE41 CODEC_ISA=scalar
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE DNNL_MAX_CPU_ISA=AVX2 CODEC_ISA=avx2
+machines: $(VENV)/test
+	$(SSE) OMP_NUM_THREADS=1 $(PYTEST) $(TRAINING) $(ONLY)
+	$(SSE) OMP_NUM_THREADS=2 $(PYTEST) $(TRAINING) $(ONLY)
+	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) $(TRAINING) $(ONLY)
+	$(AVX2) $(PYTEST) $(RANKS) $(CORE) $(ENGINES) $(ONLY)
+.PHONY: machines
 
 # golden frames on other machines, one of them big-endian
 FOREIGN := aarch64 s390x

@@ -36,13 +36,15 @@ def parameter_bytes(model):
 
 
 def change_error(found, expected, initial):
-    """Return the largest error of a parameter after a training, relative to the norm of its change since `initial`.
+    """Return the error of the parameters after a training, relative to the norm of their change since `initial`.
 
-    Another order of additions, as on another CPU, changes a gradient by about 1e-7 of its norm, which is far more than
+    Another order of additions, as on another CPU, changes gradients by about 1e-7 of their norm, which is far more than
     1e-7 of a value near 0. So trainings that do not diverge are compared by norms.
     """
-    triples = [[p.detach().double() for p in triple] for triple in zip(found, expected, initial, strict=True)]
-    return max((float((p - q).norm() / (q - r).norm()) for p, q, r in triples if not torch.equal(p, q)), default=0.0)
+    found, expected, initial = (
+        torch.cat([torch.as_tensor(p).detach().double().flatten() for p in each]) for each in (found, expected, initial)
+    )
+    return float((found - expected).norm() / (expected - initial).norm())
 
 
 def hook_state_bytes(hook):

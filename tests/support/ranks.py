@@ -88,7 +88,7 @@ def _serve(pipe, namespace):
 
     gc.freeze()  # exempt imported modules from the garbage collections that closing connections triggers
     signal.signal(signal.SIGINT, signal.default_int_handler)  # children of the fork server ignore SIGINT
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else "eth0"
     if namespace is not None:
         _enter(namespace)

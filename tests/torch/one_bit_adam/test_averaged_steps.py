@@ -211,7 +211,7 @@ def _clipped(rank, size):
             *_, found = _train_clipped(rank, kind, freeze_step, 0.25)
             assert change_error(found, expected, net().parameters()) < 1e-4
         *_, other = _train_clipped(rank, "by hand", freeze_step, 0.26)
-        assert change_error(other, expected, net().parameters()) > 1e-2
+        assert change_error(other, expected, net().parameters()) > 5e-3
     for wrong in (0, -1.0, math.inf, math.nan, "1", True):
         with pytest.raises(codec.ArgumentError, match="max_grad_norm must be"):
             registered(net(), register={"max_grad_norm": wrong})
