@@ -28,10 +28,11 @@ import codec
 from codec import optimizers
 from codec._c.library import lib
 from codec.engines.cuda import cupy_backend, devices
-from codec.engines.cuda.batch_decode import BatchDecode, Step, open_frames
+from codec.engines.cuda.batch_decode import BatchDecode, Step, read_headers
 from codec.engines.cuda.calls import reduction_steps
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.encoding import Encoding
+from codec.engines.cuda.header import Header
 from codec.engines.cuda.job import begin as begin_jobs
 from codec.engines.cuda.workspace import Work
 from codec.engines.request import DecodeRequest, EncodeRequest
@@ -183,11 +184,7 @@ def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], int
     """Return a function that launches the decoding of frames whose headers are on the host."""
     work = Work(devices.device_for([("the frame", view_bytes(frames[0]))]), 0)
     asked = [(work, r, r.frames[0]) for r in (DecodeRequest((view_bytes(frame),), **given) for frame in frames)]
-    opened = open_frames(asked)
-    for frame in opened:
-        if frame.is_delta:
-            frame.open_base()
-        frame.open(new(frame, into), into)
+    opened = [Frame(header, new(header, into), into, header.base()) for header in read_headers(asked)]
 
     def begin() -> BatchDecode:
         wanted = steps(opened)
@@ -199,17 +196,17 @@ def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], int
     return begin
 
 
-def new(frame: Frame, into: int) -> TensorView:
+def new(header: Header, into: int) -> TensorView:
     """Allocate a destination for a frame: in the frame's dtype to store values, in float32 to add values."""
-    dtype = frame.dtype if into == lib.CODEC_INTO_STORE else "float32"
-    return frame.work.device.empty(dtype, frame.shape, frame.frame.owner)[1]
+    dtype = header.dtype if into == lib.CODEC_INTO_STORE else "float32"
+    return header.work.device.empty(dtype, header.shape, header.frame.owner)[1]
 
 
 def decoding(frame: Any, back: Any, **given: Any) -> Callable[[], Any]:
     """Return a function that launches the decoding of a frame to `back`."""
 
     def steps(opened: list[Frame]) -> list[Step]:
-        return [Step([(opened[0], Sink(view_output(back, opened[0].dtype).address))])]
+        return [Step([(opened[0], Sink(view_output(back, opened[0].header.dtype).address))])]
 
     return begun([frame], steps, lib.CODEC_INTO_STORE, **given)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
 from codec.engines.cuda.devices import Device
+from codec.engines.cuda.header import Header
 from codec.engines.cuda.kernels import Kernel
 from codec.engines.cuda.scratch import Scratch
 from codec.engines.cuda.structs import PREPROCESSING
@@ -88,8 +89,8 @@ def alone(_: int, call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
 
-def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: Each = alone) -> list[Frame]:
-    """Copy the headers and side sections of frames to host memory, and return a :class:`Frame` for each."""
+def read_headers(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: Each = alone) -> list[Header]:
+    """Copy the headers and side sections of frames to host memory, and return a :class:`Header` for each."""
     if not asked:
         return []
     work = asked[0][0]
@@ -97,7 +98,7 @@ def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: E
     given = [None if r.head is None else work.fetch(r.head.first(frame.nbytes)) for _, r, frame in asked]
     found = iter(heads)
     frames = [
-        each(i, Frame, own, r, frame, next(found) if head is None else head)
+        each(i, Header, own, r, frame, next(found) if head is None else head)
         for i, ((own, r, frame), head) in enumerate(zip(asked, given, strict=True))
     ]
     short = [frame for frame in frames if frame.head.nbytes < frame.head_nbytes]
@@ -109,9 +110,9 @@ def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: E
     return frames
 
 
-def _upload_small(work: Work, frames: Sequence[Frame]) -> None:
+def _upload_small(work: Work, frames: Sequence[Header]) -> None:
     """Copy small frames in host memory to the device, joined into copies of up to 64 KiB."""
-    groups: list[list[Frame]] = [[]]
+    groups: list[list[Header]] = [[]]
     room = _UPLOADED
     for frame in frames:
         nbytes = aligned(frame.frame.nbytes)
@@ -185,7 +186,7 @@ class BatchDecode:
         """Launch the kernels of step ``i``. Steps must be launched in order."""
         device = self._work.device
         if i == 0 and self._preprocessing:
-            grid = grid_for(device, max(frame.info.n for frame in self._frames))
+            grid = grid_for(device, max(frame.view.n for frame in self._frames))
             launch_each(
                 device, "preprocess", [grid] * len(self._preprocessing), self._preprocessing_at, PREPROCESSING.size
             )

@@ -8,6 +8,7 @@ from codec._c.library import lib
 from codec.engines.cuda.batch_decode import Step
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.devices import device_for
+from codec.engines.cuda.header import Header
 from codec.engines.cuda.workspace import Work
 from codec.engines.native.decoding import is_bounded
 from codec.engines.request import DecodeRequest
@@ -80,21 +81,22 @@ def target(
     return work.device.empty(dtype, shape, like)
 
 
-def prepare(work: Work, r: DecodeRequest, frame: Frame, views: Named) -> tuple[Any, TensorView]:
-    """Open a frame for its destination; return the destination as the object for the caller and as a view.
+def prepare(work: Work, r: DecodeRequest, header: Header, views: Named) -> tuple[Any, TensorView, Frame]:
+    """Plan a frame for its destination.
+
+    Return the destination as the object for the caller and as a view, and the frame.
 
     `views` is the result of :func:`views_of`.
     """
-    info = frame.info
-    if info.frame_nbytes != frame.frame.nbytes or not (r.allows(info.tensor_nbytes) or is_bounded(info, r)):
-        frame.refuse_size()
-    if frame.is_delta:
-        frame.open_base()
-    result, v = target(work, r, frame.dtype, frame.shape, views)
-    frame.open(v, STORE)
+    info = header.info
+    if info.frame_nbytes != header.frame.nbytes or not (r.allows(info.tensor_nbytes) or is_bounded(info, r)):
+        header.refuse_size()
+    base = header.base()
+    result, v = target(work, r, header.dtype, header.shape, views)
+    frame = Frame(header, v, STORE, base)
     if r.out is not None:
-        r.check_apart(v, frame.levels, in_place=True, base=frame.base)
-    return result, v
+        r.check_apart(v, frame.levels, in_place=True, base=base)
+    return result, v, frame
 
 
 def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from codec._c.library import check
-from codec.engines.cuda.batch_decode import BatchDecode, Step, open_frames, side_by_side
+from codec.engines.cuda.batch_decode import BatchDecode, Step, read_headers, side_by_side
 from codec.engines.cuda.calls import FLOAT32, prepare, reduction_steps, views_of, working
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.encoding import Encoding
@@ -142,22 +142,21 @@ class DeferredCalls:
         """Decode frames. Requests of frames on the device need `head`, the bytes before the frame's blocks."""
         views = [views_of(r) for r in requests]
         with working([named for some in views for named in some]) as work:
-            frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
-            made = [at_item(i, prepare, work, r, frames[i], views[i]) for i, r in enumerate(requests)]
-            step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
-            self._launch(work, frames, [Step(step)])
+            headers = read_headers([(work, r, r.frames[0]) for r in requests], at_item)
+            made = [at_item(i, prepare, work, r, headers[i], views[i]) for i, r in enumerate(requests)]
+            step = [(frame, Sink(work.write(v))) for _, v, frame in made]
+            self._launch(work, [frame for frame, _ in step], [Step(step)])
 
     def accumulate_many(self, requests: Sequence[DecodeRequest], into: int) -> None:
         """Decode each frame into its float32 `out`. `into` (CODEC_INTO_*): store, add, or store the maximum."""
         with working([named for r in requests for named in views_of(r)]) as work:
-            frames = open_frames([(work, r, r.frames[0]) for r in requests])
+            headers = read_headers([(work, r, r.frames[0]) for r in requests])
             items: list[tuple[Frame, Sink]] = []
-            for r, frame in zip(requests, frames, strict=True):
-                check_whole(frame.info, frame.frame)
+            for r, header in zip(requests, headers, strict=True):
+                check_whole(header.info, header.frame)
                 v = view_output(r.out)
-                frame.open(v, into)
-                items.append((frame, Sink(work.write(v), into)))
-            self._launch(work, frames, [Step(items)])
+                items.append((Frame(header, v, into), Sink(work.write(v), into)))
+            self._launch(work, [frame for frame, _ in items], [Step(items)])
 
     def reduce_many(self, sums: Sequence[Sum]) -> None:
         """Reduce the frames of each :class:`Sum`, and store the float32 result in the `out` of its first request.
@@ -166,18 +165,19 @@ class DeferredCalls:
         """
         requests = [r for each in sums for r in each.frames]
         with working([named for r in requests for named in views_of(r)]) as work:
-            opened = open_frames([(work, r, r.frames[0]) for r in requests])
-            rest, steps, results = iter(opened), list[list[Step]](), list[tuple[int, int]]()
+            rest = iter(read_headers([(work, r, r.frames[0]) for r in requests]))
+            frames, steps, results = list[Frame](), list[list[Step]](), list[tuple[int, int]]()
             for each in sums:
-                own = list(itertools.islice(rest, len(each.frames)))
+                own: list[Frame] = []
                 v = view_output(each.frames[0].out)
-                for frame in own:
-                    check_whole(frame.info, frame.frame)
-                    frame.open(v, FLOAT32)
+                for header in itertools.islice(rest, len(each.frames)):
+                    check_whole(header.info, header.frame)
+                    own.append(Frame(header, v, FLOAT32))
                 to = work.write(v)
-                results.append((to, own[0].info.n))
+                results.append((to, own[0].view.n))
                 steps.append(reduction_steps(own, to, each.op))
-            self._launch(work, opened, side_by_side(steps))
+                frames += own
+            self._launch(work, frames, side_by_side(steps))
             for each, (to, n) in zip(sums, results, strict=True):
                 if each.frames[0].check_finite:
                     self._check_finite(work, to, n, each.explain)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from codec._c.library import check
-from codec.engines.cuda.batch_decode import Step, open_frames, read
+from codec.engines.cuda.batch_decode import Step, read, read_headers
 from codec.engines.cuda.calls import ADD, FLOAT32, prepare, reduction_steps, target, views_of, working
-from codec.engines.cuda.decoding import Sink
+from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.encoding import Encoding
 from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin
 from codec.engines.cuda.pending import Pending
@@ -67,9 +67,9 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
 def decode(r: DecodeRequest) -> Any:
     """Decode a frame; return the request's `out`, or a new tensor of the type of its `like`."""
     with working(views := views_of(r)) as work:
-        [frame] = open_frames([(work, r, r.frames[0])])
-        result, v = prepare(work, r, frame, views)
-        verify_first = r.verify_first if r.out is not None else not frame.is_delta and is_bomb(frame.info)
+        [header] = read_headers([(work, r, r.frames[0])])
+        result, v, frame = prepare(work, r, header, views)
+        verify_first = r.verify_first if r.out is not None else not header.is_delta and is_bomb(header.info)
         read(work, [frame], [Step([(frame, Sink(work.write(v)))])], verify_first=verify_first)
         work.finish()
     return result
@@ -81,26 +81,24 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
         return []
     views = [views_of(r) for r in requests]
     with working([named for some in views for named in some]) as work:
-        frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
-        made = [at_item(i, prepare, work, r, frames[i], views[i]) for i, r in enumerate(requests)]
+        headers = read_headers([(work, r, r.frames[0]) for r in requests], at_item)
+        made = [at_item(i, prepare, work, r, headers[i], views[i]) for i, r in enumerate(requests)]
         verify_first = any(r.out is not None for r in requests)
         if verify_first:
-            check_many_apart(
-                requests, [(v, frame.levels, frame.base) for frame, (_, v) in zip(frames, made, strict=True)]
-            )
-        step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
-        read(work, frames, [Step(step)], verify_first=verify_first, each=at_item)
+            check_many_apart(requests, [(v, frame.levels, frame.base) for _, v, frame in made])
+        step = [(frame, Sink(work.write(v))) for _, v, frame in made]
+        read(work, [frame for frame, _ in step], [Step(step)], verify_first=verify_first, each=at_item)
         work.finish()
-    return [result for result, _ in made]
+    return [result for result, _, _ in made]
 
 
 def accumulate(r: DecodeRequest, weight: float) -> None:
     """Add `weight` times the frame's values to the request's `out`."""
     with working(views_of(r)) as work:
-        [frame] = open_frames([(work, r, r.frames[0])])
-        check_whole(frame.info, frame.frame)
+        [header] = read_headers([(work, r, r.frames[0])])
+        check_whole(header.info, header.frame)
         v = view_output(r.out)
-        frame.open(v, ADD)
+        frame = Frame(header, v, ADD)
         r.check_apart(v, frame.levels, in_place=True)
         sink = Sink(work.write(v, read=True), ADD, weight)
         read(work, [frame], [Step([(frame, sink)])], verify_first=r.verify_first)
@@ -110,29 +108,30 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
 def reduce(r: DecodeRequest, op: str) -> Any:
     """Reduce frames to float32; return the request's `out`, or a new tensor of the type of its `like`."""
     with working(views_of(r)) as work:
-        frames = open_frames([(work, r, frame) for frame in r.frames])
-        for frame in frames:
-            check_whole(frame.info, frame.frame)
-        shape = frames[0].shape
-        for frame in frames:
-            if frame.shape != shape:
-                for each in frames:  # the shape may differ because a header is damaged: report that first
+        headers = read_headers([(work, r, frame) for frame in r.frames])
+        for header in headers:
+            check_whole(header.info, header.frame)
+        shape, n = headers[0].shape, headers[0].info.n
+        for header in headers:
+            if header.shape != shape:
+                for each in headers:  # the shape may differ because a header is damaged: report that first
                     each.verify()
-                raise ArgumentError(f"frames to reduce must have the same shape, got {shape} and {frame.shape}")
-        r.check_limit(4 * frames[0].info.n)
+                raise ArgumentError(f"frames to reduce must have the same shape, got {shape} and {header.shape}")
+        r.check_limit(4 * n)
         result, v = target(work, r, "float32", shape)
-        for i, frame in enumerate(frames):
+        frames: list[Frame] = []
+        for header in headers:
             try:
-                frame.open(v, FLOAT32)
+                frames.append(Frame(header, v, FLOAT32))
             except CodecError:
-                read(work, frames[:i], [], verify_first=True)  # if an earlier frame is invalid, raises its error
+                read(work, frames, [], verify_first=True)  # if an earlier frame is invalid, raises its error
                 raise
         if r.out is not None:
             r.check_apart(v, frames[0].levels, in_place=len(frames) == 1)
         verify_first = r.out is not None and r.verify_first
         to = work.write(v)
         read(work, frames, reduction_steps(frames, to, op), verify_first=verify_first)
-        if r.check_finite and not work.finite(to, frames[0].info.n):
+        if r.check_finite and not work.finite(to, n):
             check(int(Status.NONFINITE))
         work.finish()
     return result
