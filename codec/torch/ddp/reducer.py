@@ -217,8 +217,7 @@ class Reducer:
                 await wait
         else:
             step.returned.append(returned := Wait())
-            await step.over
-            returned.complete()
+            returned.complete(await step.over)  # one statement: if it were not reached, the last bucket would hang
         return reduced if step.succeeded else bucket.buffer
 
     async def _begin_step(self, comm: Communicator, collective: Collective, step: Step) -> None:
