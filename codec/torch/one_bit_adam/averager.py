@@ -1,11 +1,13 @@
 """Average the gradients and momenta of OneBitAdam over ranks; with one rank, return this rank's own."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError, StateError, Status
+from codec import ArgumentError, PeerError, StateError, Status
 from codec.specs import Spec
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.stats import Stats
@@ -14,7 +16,7 @@ from codec.torch.one_bit_adam.backward import Backward
 from codec.torch.one_bit_adam.checkpoint import HookStates
 from codec.torch.one_bit_adam.link import Link, Settings
 from codec.torch.one_bit_adam.model import Model, model_of
-from codec.torch.one_bit_adam.phase import Phase, total
+from codec.torch.one_bit_adam.phase import Phase, Unfit, total
 from codec.torch.one_bit_adam.schedule import Kind
 from codec.torch.one_bit_adam.sharded import WHOLE, Shards
 from codec.torch.one_bit_adam.steps import Steps, Tensors
@@ -41,6 +43,8 @@ class Averager:
         self.settings = Settings(warmup, spec, self._transform, parameters.as_adam(optimizer))  # defaults of `register`
         self._optimizer, self._phase, self._steps = optimizer, phase, steps
         self._nonfinite = False  # True if a gradient in any shard of this replica holds NaN or Inf
+        self._interrupted = False  # True if an error has interrupted a rank with a shard of this replica
+        self._reported = False  # True if the other ranks have received the error that interrupted this rank
         self._finishing = False  # True while finish() sends the momenta of local steps
 
     # Connection
@@ -94,9 +98,14 @@ class Averager:
         Returns
         -------
         str
-            Kind of the tensors in the bucket, and number of the step. Both must be the same on all ranks.
+            Kind of the tensors in the bucket, number of the step, and number of local steps since the last
+            synchronization. All of them must be the same on all ranks.
         """
-        step = f"step {self._phase.steps + 1}"
+        self._phase.check_complete()
+        if self._interrupted:
+            raise PeerError("an error has interrupted a step on a rank that holds other shards of the model")
+        apart = f", {self._steps.n_local} local" if self._steps.n_local else ""
+        step = f"step {self._phase.steps + 1}{apart}"
         if self._finishing:
             for p, gradient in gradients:
                 self._steps.unsent(p, gradient)
@@ -111,6 +120,20 @@ class Averager:
             return f"gradients, {step}"
         self._replace(gradients, 1.0 if self.link is None else self.link.settings.scale)
         return f"momenta, {step}"
+
+    def _check_complete(self, link: Link | None, kind: Kind) -> None:
+        """Raise StateError if an error has interrupted this rank.
+
+        Before a local step, report the error once, in the collective by which the other ranks synchronize next. So they
+        do not wait for this rank, whose steps all remain local.
+        """
+        if self._phase.updating and not self._reported and link is not None and kind == "local":
+            self._reported = True
+            if link.model.shards is not None:
+                self.shards.cancel()
+            else:
+                link.reduce("momenta", {})  # _transform() raises the error
+        self._phase.check_complete()
 
     def _replace(self, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]], scale: float) -> None:
         """Replace gradients, which a GradScaler has scaled by `scale`, by the momenta that this rank sends."""
@@ -148,6 +171,8 @@ class Averager:
         that all ranks update the same parameters. In local steps, return the gradients of this rank.
         """
         link = self._connected()
+        if link is None or link.backward is not None or kind == "local":
+            self._check_complete(link, kind)  # otherwise _transform() raises the error, so that all ranks receive it
         gradients = {p: g for p, g in parameters.gradients(self._optimizer).items() if self._steps.moves(p)}
         if link is None:
             found = self._local(kind, gradients)
@@ -158,7 +183,9 @@ class Averager:
             found = {p: g * factor for p, g in gradients.items()} if factor < 1 else gradients
         else:
             with link.before_buckets(kind):
-                self._nonfinite = link.model.shards is not None and not self.is_finite(gradients)
+                if link.model.shards is not None:
+                    nonfinite = not all(map(arithmetic.is_finite, gradients.values()))
+                    self._nonfinite, self._interrupted = link.shards.any([nonfinite, self._phase.updating])
             found = link.reduce(kind, gradients)
             if kind == "gradients":  # skip parameters that no rank has ever used, as torch.optim.Adam does
                 new = [p for p in link.model.names if p in found and not self._optimizer.state.get(p)]
@@ -203,10 +230,27 @@ class Averager:
         """Return True if a step only allocates the state: it is the first one, with learning rates and means of 0."""
         return not self._phase.steps and self._is_blank(received)
 
+    @contextmanager
+    def updating(self) -> Generator[None]:
+        """Return a context manager for the update of parameters and state after the ranks have agreed on a step.
+
+        If its body raises, this rank can take no further steps until it loads a state, and ranks with other shards of
+        the model do not wait for it.
+        """
+        self._phase.updating = True
+        try:
+            yield
+        except BaseException:
+            self.shards.cancel()
+            raise
+        self._phase.updating = False
+
     def finish(self) -> Tensors:
         """Return the means over ranks of the momenta of local steps since the last synchronization."""
         found: Tensors = {}
-        if (link := self._connected()) is not None:
+        if (link := self._connected()) is None:
+            self._phase.check_complete()
+        else:
             self._finishing = True
             try:
                 found = link.reduce("momenta", {})
@@ -224,6 +268,13 @@ class Averager:
     def second_moments(self) -> float:
         """Return the sum of the bias-corrected second moments of all parameters."""
         return self.shards.total(total(parameters.second_moments(self._optimizer)))
+
+    def freeze(self) -> Unfit:
+        """Freeze the second moments; return the parameters that they do not suit."""
+        self._steps.freeze()
+        self._phase.frozen = True
+        moved = self.shards.any(parameters.have_moments(self._optimizer))
+        return Unfit([i for i, is_moved in enumerate(moved) if not is_moved])
 
     def is_finite(self, gradients: Tensors) -> bool:
         """Return True if no gradient of this replica holds NaN or Inf."""
@@ -262,6 +313,7 @@ class Averager:
 
     def load(self, saved: HookStates, hooks: dict[Kind, Hook] | None) -> None:
         """Replace the hooks by those that :meth:`new_hooks` created from `saved`; without a link, store `saved`."""
+        self._interrupted = self._reported = False
         if self.link is None or hooks is None:
             self.waiting = saved
             return

@@ -34,16 +34,14 @@ class OneBitAdam(torch.optim.Adam):
     ``lr m^ / (sqrt(v^) + eps)`` from the parameters, where ^ is Adam's bias correction. Values whose v is 0 at the
     freeze no longer change, except by weight decay.
 
-    Call :meth:`register` with the DistributedDataParallel; gradients and momenta are then sent during the backward
-    pass. Without DistributedDataParallel, :meth:`step` averages them. Parameter groups, learning rate schedules and
-    state dicts work as with torch.optim.Adam.
+    Call :meth:`register` with the DistributedDataParallel; gradients and momenta are then sent in the backward pass.
+    Without it, :meth:`step` averages them. Parameter groups, schedules and state dicts work as with torch.optim.Adam.
 
     Parameters
     ----------
     params : iterable
-        Parameters, named parameters or parameter groups, as for torch.optim.Adam. Parameters must be real, and
-        gradients dense. With the option ``bias_correction=False``, the moments of a group are not bias-corrected, as in
-        DeepSpeed.
+        Parameters, named parameters or parameter groups, as for torch.optim.Adam: real, and with dense gradients. With
+        the option ``bias_correction=False``, the moments of a group are not bias-corrected, as in DeepSpeed.
     lr : float
         Learning rate.
     betas : (float, float)
@@ -61,8 +59,7 @@ class OneBitAdam(torch.optim.Adam):
         Codec of momenta, or the name of a preset. It must be lossless or a contraction
         (:attr:`codec.Spec.contraction`). Use :class:`codec.Sign` for long runs; it can raise the loss of short ones.
     warmup : Spec or str
-        Codec of gradients before the freeze. With a lossless codec, the warm-up sends most of the bytes of a run;
-        ``Quantize(4)`` or ``Truncate(...)`` send fewer.
+        Codec of gradients before the freeze. With a lossless codec, the warm-up sends most of the bytes of a run.
     decoupled_weight_decay : bool
         True: weight decay as in AdamW. False: weight decay is added to the gradient, as in Adam.
 
@@ -169,8 +166,8 @@ class OneBitAdam(torch.optim.Adam):
             By default, and for parameters for which a function returns None, norms, biases and parameters of fewer than
             4,096 values are sent lossless, and embeddings are encoded.
         grad_scaler : torch.amp.GradScaler, optional
-            Scaler of the gradients of a DistributedDataParallel. All ranks skip a step with NaN or Inf. A scaler that
-            is disabled counts as None.
+            Scaler of the gradients of a DistributedDataParallel. All ranks skip a step with NaN or Inf. A disabled
+            scaler counts as None.
         max_grad_norm : float, optional
             Largest norm of each rank's gradient, over all parameters of the model. If the norm is larger, the gradient
             is scaled down, as by ``clip_grad_norm_``, before it is averaged or added to the momentum. Buckets of a
@@ -195,8 +192,9 @@ class OneBitAdam(torch.optim.Adam):
         """
         served = check_model(model, parameters.named(self), group)
         scaler = check_scaler(grad_scaler, served, self.schedule)
-        how = {"grad_scaler": scaler, "max_grad_norm": check_clipping(max_grad_norm), "options": options}
-        settings = replace(self._averager.settings, policy=policy_of(policy, EVEN_POLICY), **how)
+        norm = check_clipping(max_grad_norm)
+        how = {"policy": policy_of(policy, EVEN_POLICY), "grad_scaler": scaler, "max_grad_norm": norm}
+        settings = replace(self._averager.settings, options=options, **how)
         self._averager.connect(served, group, settings)
         return self
 
@@ -204,7 +202,7 @@ class OneBitAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step. Without DistributedDataParallel, this averages over the ranks, so all of them must call it.
+        """Take a step. Without DistributedDataParallel, this averages over the ranks, so all must call it.
 
         Parameters
         ----------
@@ -224,7 +222,8 @@ class OneBitAdam(torch.optim.Adam):
         PeerError
             Without DistributedDataParallel: another rank has raised an error, or is lost.
         StateError
-            With DistributedDataParallel: gradients were changed after the backward pass, or there was no such pass.
+            An error has interrupted an earlier step of this rank while it updated parameters. With
+            DistributedDataParallel, also: gradients were changed after the backward pass, or there was no such pass.
         """
         loss = None
         if closure is not None:
@@ -237,15 +236,17 @@ class OneBitAdam(torch.optim.Adam):
             self._arithmetic.start()
             return loss
         finite = kind != "local" or self._averager.is_finite(received)
-        if kind == "local":
-            self._arithmetic.take_alone(received if finite else None)
-        else:
-            self._arithmetic.take(kind, received)
-        phase.steps += 1
-        self._averager.forget_gradients()
-        self._averager.share_buckets(kind)
-        if phase.ends(kind, self._averager.second_moments, self._averager.agree):
-            self._freeze()
+        with self._averager.updating():
+            if kind == "local":
+                self._arithmetic.take_alone(received if finite else None)
+            else:
+                self._arithmetic.take(kind, received)
+            phase.steps += 1
+            self._averager.forget_gradients()
+            self._averager.share_buckets(kind)
+            ends = phase.ends(kind, self._averager.second_moments, self._averager.agree)
+            unfit = self._averager.freeze() if ends else None
+        phase.warn_of_freeze(unfit)
         if not finite:
             raise ArgumentError(
                 "a gradient holds NaN or Inf: the parameters of this rank are unchanged by the local step "
@@ -254,28 +255,22 @@ class OneBitAdam(torch.optim.Adam):
             )
         return loss
 
-    def _freeze(self) -> None:
-        """Freeze the second moments, and warn if this is too early."""
-        self._arithmetic.freeze()
-        self._phase.frozen = True
-        moved = self._averager.shards.any(parameters.have_moments(self))
-        self._phase.warn_of_freeze([i for i, is_moved in enumerate(moved) if not is_moved])
-
     @torch.no_grad()
     def finish(self) -> None:
         """Synchronize parameters and momenta of all ranks after local steps of 0/1 Adam; all ranks must call this.
 
-        It averages the momenta of the local steps since the last synchronization. It is not a step. Call it before
-        parameters are saved or evaluated. Nothing happens if the ranks are synchronized, as they always are without
-        local steps.
+        It averages the momenta of the local steps since the last synchronization, and is not a step. Call it before
+        parameters are saved or evaluated. Nothing happens if ranks are synchronized.
 
         Raises
         ------
         PeerError
             Another rank has called another method, or is lost.
         """
-        if not self.synchronized:
-            self._arithmetic.synchronize(self._averager.finish())
+        if self._phase.updating or not self.synchronized:
+            received = self._averager.finish()
+            with self._averager.updating():
+                self._arithmetic.synchronize(received)
 
     # State
 
@@ -295,9 +290,8 @@ class OneBitAdam(torch.optim.Adam):
         Returns
         -------
         float
-            Relative change, from 0 to 1, of the sum of bias-corrected second moments, as last measured: over the last
-            1 / (1 - b2) steps, or over the last half of all steps if these are fewer. It does not change after the
-            freeze. NaN after fewer than two steps.
+            Relative change, from 0 to 1, of the sum of bias-corrected second moments, as last measured before the
+            freeze: over 1 / (1 - b2) steps, or the last half of all steps if these are fewer. NaN at first.
         """
         return self._phase.drift.value
 
@@ -325,14 +319,13 @@ class OneBitAdam(torch.optim.Adam):
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state, in the layout of torch.optim.Adam; its first parameter group has an entry ``one_bit``.
 
-        Moments are equal on all ranks, but residuals are not. So either each rank saves its own state, or rank 0 saves
-        a state with the residuals of all ranks.
+        Moments are equal on all ranks, but residuals are not: each rank saves its own, or rank 0 those of all ranks.
 
         Parameters
         ----------
         gather : bool
-            True: return a state with the residuals of all ranks, which any number of ranks can load; all ranks must
-            call this. False: return the residuals of this rank only.
+            True: return the residuals of all ranks, which any number of ranks can load; all ranks must call this.
+            False: return those of this rank only.
 
         Returns
         -------
@@ -370,15 +363,18 @@ class OneBitAdam(torch.optim.Adam):
         saved = checkpoint.Saved(self, state_dict)
         phase = self._phase.loaded(saved.steps, saved.frozen, saved.refreshed, saved.drift)
         hooks = self._averager.new_hooks(saved.hooks)
+        updating, self._phase.updating = self._phase.updating, True
         try:
             super().load_state_dict(saved.adam)
         except (ValueError, KeyError, TypeError) as e:
+            self._phase.updating = updating
             raise StateError(f"the state does not fit the optimizer: {shown(e)}") from e
         self._phase.adopt(phase)
         self._arithmetic.restart()
         self._averager.load(saved.hooks, hooks)
-        if phase.is_overdue:
-            self._freeze()
+        unfit = self._averager.freeze() if phase.is_overdue else None
+        self._phase.updating = False
+        self._phase.warn_of_freeze(unfit)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`__getstate__`; or groups and state, which torch's load_state_dict passes."""

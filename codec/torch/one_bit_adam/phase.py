@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -115,6 +115,12 @@ def total(states: Iterable[tuple[Mapping[str, Any], float]]) -> float:
     return found
 
 
+class Unfit(NamedTuple):
+    """Indices of parameters whose frozen second moments do not suit later steps."""
+
+    still: list[int]  # parameters whose second moments are all 0, so that they never change
+
+
 class Phase:
     """Counts the steps of an optimizer, and decides after which step second moments are frozen.
 
@@ -131,6 +137,9 @@ class Phase:
     def __init__(self, freeze_step: int | Literal["auto"], schedule: ZeroOneSchedule | None, window: int) -> None:
         self.steps = 0  # number of steps taken
         self.frozen = False
+        # True while this rank updates parameters and state. The other ranks update theirs, too, so after an error in
+        # this work, parameters differ between ranks until a state is loaded.
+        self.updating = False
         self.drift = Drift(window)
         self._freeze_step, self._schedule = freeze_step, schedule
 
@@ -172,24 +181,35 @@ class Phase:
                 return agree(self.drift.value <= STABLE)
         return last
 
-    def warn_of_freeze(self, still: list[int]) -> None:
-        """Warn if second moments were frozen too early; `still`: indices of parameters whose second moments are 0."""
+    def warn_of_freeze(self, unfit: Unfit | None) -> None:
+        """Warn of second moments that were frozen, but do not suit later steps; None: they were not frozen now."""
+        if unfit is None:
+            return
         if self.drift.value > MOVING:
             warnings.warn(
                 f"second moments were frozen after {self.steps} steps, but still changed by {self.drift.value:.0%} "
                 f"over the last {self.drift.span} steps: freeze later, such as at 40% of the steps, or use a smaller "
                 "b2; with signs, use spec=Quantize(4, levels='odd', rounding='nearest') or smaller groups",
-                stacklevel=6,  # the caller of step()
+                stacklevel=5,  # the caller of step()
             )
-        if still:
+        if unfit.still:
             warnings.warn(
-                f"{len(still)} parameters had no gradient before the freeze, and will not move any more: those with "
-                f"indices {still[:5]}",
-                stacklevel=6,  # the caller of step()
+                f"{len(unfit.still)} parameters had no gradient before the freeze, and will not move any more: those "
+                f"with indices {unfit.still[:5]}",
+                stacklevel=5,  # the caller of step()
+            )
+
+    def check_complete(self) -> None:
+        """Raise StateError if an error has interrupted this rank while it updated parameters and state."""
+        if self.updating:
+            raise StateError(
+                f"an error or Ctrl-C has interrupted this rank while it updated parameters, about step {self.steps}: "
+                "they may differ from those of the other ranks. Load the model and the optimizer's state on all ranks"
             )
 
     def check_saving(self, synchronized: bool) -> None:
         """Raise StateError unless `synchronized`, that is, unless the parameters are equal on all ranks."""
+        self.check_complete()
         if not synchronized:
             interval = self._schedule.max_interval if self._schedule else 1
             raise StateError(

@@ -41,6 +41,7 @@ class Steps:
         self._optimizer, self._refresh = optimizer, refresh
         self._denominators = Denominators()
         self._local: dict[torch.Tensor, Local] = {}
+        self.n_local = 0  # number of local steps since the last synchronization, equal on all ranks
 
     @property
     def synchronized(self) -> bool:
@@ -66,6 +67,7 @@ class Steps:
         """Drop cached denominators and local steps, after parameters and state were replaced."""
         self._denominators.clear()
         self._local.clear()
+        self.n_local = 0
 
     def freeze(self) -> None:
         """Drop cached denominators at the freeze; the next ones are computed from the final second moments."""
@@ -106,6 +108,7 @@ class Steps:
             if some:
                 sizes = self._adopt(group, some, states, [received[p] for p in some])
                 self._move(group, some, states, sizes)
+        self.n_local = 0
 
     def take(self, kind: Kind, received: Tensors) -> None:
         """Update parameters and state from the mean gradients or momenta that were received."""
@@ -127,6 +130,7 @@ class Steps:
                 arithmetic.refresh(group, states, tensors, some)
                 self._denominators.forget(some)
                 self._step(group, some, states)
+        self.n_local = 0
 
     def _adopt(
         self, group: Group, some: list[torch.Tensor], states: list[State], momenta: list[torch.Tensor]
@@ -171,6 +175,7 @@ class Steps:
         gradients : dict or None
             Gradients of this rank; a missing gradient counts as zeros. None: only count the step, without an update.
         """
+        self.n_local += 1
         for group in self._optimizer.param_groups:
             some = [p for p in group["params"] if self._optimizer.state.get(p) and self.moves(p)]
             if not some:
