@@ -15,7 +15,8 @@ that is faster on this machine. Models and data are those of bench/support: mode
 vocabularies.py. All methods train from the same seeds.
 
 A method is a preset (lossless, near, small, ...), a spec as in Python, or an optimizer, which replaces AdamW:
-OneBitAdam and 0/1 Adam with their defaults, momenta in 4 bits, or 1-bit Adam, which sends signs in groups of 1,024.
+OneBitAdam and 0/1 Adam with their defaults, momenta in 4 bits; 1-bit Adam, which sends signs in groups of 1,024; or
+OneBitAdam(max_ratio=None), whose steps have no bound.
 Second moments are frozen after 20% of the steps. ``codecs`` stands for all codecs. Presets and defaults are read from
 the library. Two more rows are references without a codec:
 

@@ -30,7 +30,14 @@ from vocabularies import TASKS
 
 PLAIN, ORDERED = "float32", "float32 in order"
 ONE_BIT, ONE_BIT_SIGNS, ZERO_ONE = "OneBitAdam", "1-bit Adam", "0/1 Adam"
-ADAMS = (ONE_BIT, ONE_BIT_SIGNS, ZERO_ONE)  # methods that replace the optimizer; ONE_BIT_SIGNS sends signs of momenta
+UNLIMITED = "OneBitAdam(max_ratio=None)"
+# Methods that replace the optimizer, with arguments that differ from the defaults
+ADAMS: dict[str, dict[str, Any]] = {
+    ONE_BIT: {},
+    ONE_BIT_SIGNS: {"spec": codec.Sign(group_size=1024)},
+    ZERO_ONE: {},
+    UNLIMITED: {"max_ratio": None},
+}
 FREEZE = 0.2  # fraction of steps before OneBitAdam's freeze
 EVALUATIONS = 20
 
@@ -145,7 +152,7 @@ def replace_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> A
         group["weight_decay"],
         freeze_step=ZeroOneSchedule(freeze) if job.codec == ZERO_ONE else freeze,
         decoupled_weight_decay=isinstance(task.optimizer, torch.optim.AdamW),
-        **({"spec": codec.Sign(group_size=1024)} if job.codec == ONE_BIT_SIGNS else {}),
+        **ADAMS[job.codec],
     )
     task.optimizer = optimizer.register(model, options=codec.options(algorithm=job.algorithm))
     task.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule.lr_lambdas)

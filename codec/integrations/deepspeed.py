@@ -107,7 +107,8 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     """Read a DeepSpeed configuration whose optimizer is OneBitAdam or ZeroOneAdam.
 
     After a lossless warm-up, ranks exchange signs of the momenta. Optimizer parameters that the configuration omits
-    have DeepSpeed's defaults.
+    have DeepSpeed's defaults. Steps are not limited, as in DeepSpeed: ``config.arguments["max_ratio"] = 1`` prevents
+    that they diverge where second moments are tiny.
 
     Parameters
     ----------
@@ -272,7 +273,7 @@ def _optimizer(kind: str, params: _Section) -> dict[str, Any]:
         raise ArgumentError(f"{name!r} is not supported, as in DeepSpeed: use 'gradient_clipping'")
     freeze_step = params.count("freeze_step", 100_000) if kind == "OneBitAdam" else _schedule(params)
     params.end(_IGNORED_PARAMS)
-    return found | {"freeze_step": freeze_step, "spec": Sign(group_size=1024)}
+    return found | {"freeze_step": freeze_step, "spec": Sign(group_size=1024), "max_ratio": None}
 
 
 def _betas(name: str, value: Any) -> tuple[float, ...]:

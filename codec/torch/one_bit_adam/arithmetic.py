@@ -65,9 +65,15 @@ class Denominators:
     """Cache of the denominators sqrt(v) + eps, where v are bias-corrected second moments that do not change.
 
     A denominator is computed once, and takes 4 bytes per float32 value of the parameter.
+
+    Parameters
+    ----------
+    max_ratio : float or None
+        Upper bound of the magnitude of a momentum divided by its denominator; None: no bound.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_ratio: float | None) -> None:
+        self._max_ratio = max_ratio
         self._known: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def clear(self) -> None:
@@ -87,14 +93,34 @@ class Denominators:
         """Return a mask of the values of a parameter whose second moment is 0; None if no second moment is 0."""
         return self._of(p, state, group)[1]
 
+    def limit(self, p: torch.Tensor, state: State, group: Group, m: torch.Tensor, out: torch.Tensor) -> None:
+        """Store a momentum `m` of a parameter in `out`, limited to `max_ratio` times sqrt(v) in magnitude.
+
+        A second moment that is too small for later gradients, such as that of a row that was rarely used, would
+        otherwise make steps of any size. Momenta are compared with bias-corrected v also if the group's options exclude
+        the correction from steps.
+        """
+        if self._max_ratio is None:
+            out.copy_(m)
+            return
+        correction = 1.0 if corrects_bias(group) else _correction(state, group)
+        ratio, bound = self._max_ratio / math.sqrt(correction or 1), self.of(p, state, group)
+        bound = bound if ratio == 1 else bound * ratio
+        torch.clamp(m, -bound, bound, out=out)
+
     def _of(self, p: torch.Tensor, state: State, group: Group) -> tuple[torch.Tensor, torch.Tensor | None]:
         if p not in self._known:
             v = local(state["exp_avg_sq"])
-            correction = 1 - group["betas"][1] ** state["variance_step"] if corrects_bias(group) else 1
+            correction = _correction(state, group) if corrects_bias(group) else 1
             dead = v == 0
             denominator = (v.sqrt() / math.sqrt(correction or 1)).add_(group["eps"]).masked_fill_(dead, math.inf)
             self._known[p] = denominator, dead if bool(dead.any()) else None
         return self._known[p]
+
+
+def _correction(state: State, group: Group) -> float:
+    """Return the factor by which the second moments of a parameter are too small, since they began at 0."""
+    return 1 - group["betas"][1] ** state["variance_step"]
 
 
 def local_momentum(
@@ -121,15 +147,6 @@ def local_momentum(
     torch.lerp(m, gradient, 1 - group["betas"][0], out=gradient)
     if dead is not None:
         gradient.masked_fill_(dead, 0)
-
-
-def adopt(states: Sequence[State], momenta: Sequence[torch.Tensor], dead: Sequence[torch.Tensor | None]) -> None:
-    """Set the momenta of parameters to `momenta`, and to 0 where the masks `dead` mark values that never change."""
-    own = moments(states, "exp_avg")
-    _torch._foreach_copy_(own, list(momenta))
-    for m, mask in zip(own, dead, strict=True):
-        if mask is not None:
-            m.masked_fill_(mask, 0)
 
 
 def count(states: Sequence[State]) -> None:

@@ -274,7 +274,8 @@ class Averager:
         self._steps.freeze()
         self._phase.frozen = True
         moved = self.shards.any(parameters.have_moments(self._optimizer))
-        return Unfit([i for i, is_moved in enumerate(moved) if not is_moved])
+        tiny = [] if self._steps.bounded else self.shards.any(parameters.have_tiny_moments(self._optimizer))
+        return Unfit([i for i, is_moved in enumerate(moved) if not is_moved], [i for i, x in enumerate(tiny) if x])
 
     def is_finite(self, gradients: Tensors) -> bool:
         """Return True if no gradient of this replica holds NaN or Inf."""

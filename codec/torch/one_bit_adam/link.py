@@ -96,12 +96,12 @@ def check_warmup(spec: Spec, group: Mapping[str, Any]) -> None:
         )
 
 
-def check_clipping(max_grad_norm: Any) -> float | None:
-    """Return the argument `max_grad_norm`; raise ArgumentError unless it is a positive finite number or None."""
-    number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
-    if max_grad_norm is not None and not (number and isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise ArgumentError(f"max_grad_norm must be a finite number above 0, or None, got {shown(max_grad_norm)}")
-    return max_grad_norm
+def check_positive(name: str, value: Any) -> float | None:
+    """Return the argument `name`; raise ArgumentError unless it is a positive finite number or None."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and isfinite(value) and value > 0):
+        raise ArgumentError(f"{name} must be a finite number above 0, or None, got {shown(value)}")
+    return value
 
 
 def check_scaler(grad_scaler: Any, model: Model, schedule: ZeroOneSchedule | None) -> Any:

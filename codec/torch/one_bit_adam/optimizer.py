@@ -14,7 +14,7 @@ from codec.torch.ddp.policy import Chooser, Policy, policy_of
 from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam import checkpoint, parameters
 from codec.torch.one_bit_adam.averager import Averager
-from codec.torch.one_bit_adam.link import EVEN_POLICY, check_clipping, check_scaler, check_spec, check_warmup
+from codec.torch.one_bit_adam.link import EVEN_POLICY, check_positive, check_scaler, check_spec, check_warmup
 from codec.torch.one_bit_adam.model import check_model
 from codec.torch.one_bit_adam.phase import Phase
 from codec.torch.one_bit_adam.schedule import ZeroOneSchedule, parsed
@@ -25,14 +25,14 @@ from codec.torch.reduction.arguments import plain_spec
 class OneBitAdam(torch.optim.Adam):
     """Adam that sends quantized momenta instead of gradients, after a warm-up (1-bit Adam, Tang et al. 2021).
 
-    By default momenta are sent in 4 bits, which reaches the loss of AdamW. ``spec=Sign(group_size=1024)`` sends only
-    their signs, as 1-bit Adam does. With a :class:`ZeroOneSchedule` the optimizer is 0/1 Adam (Lu et al. 2023).
+    By default momenta are sent in 4 bits. ``spec=Sign(group_size=1024)`` sends only their signs, as 1-bit Adam does.
+    With a :class:`ZeroOneSchedule` the optimizer is 0/1 Adam (Lu et al. 2023).
 
     In the first `freeze_step` steps, the warm-up, this is :class:`torch.optim.AdamW` (or Adam) with the mean gradients
     of all ranks. After these steps the second moments v are frozen. In each later step, every rank computes its
-    momentum ``b1 m + (1 - b1) g`` and sends it with error feedback. All ranks set m to the decoded mean, and subtract
-    ``lr m^ / (sqrt(v^) + eps)`` from the parameters, where ^ is Adam's bias correction. Values whose v is 0 at the
-    freeze no longer change, except by weight decay.
+    momentum ``b1 m + (1 - b1) g`` and sends it with error feedback. All ranks set m to the decoded mean, limited to
+    `max_ratio` times sqrt(v), and subtract ``lr m^ / (sqrt(v^) + eps)`` from the parameters, where ^ is Adam's bias
+    correction. Values whose v is 0 at the freeze no longer change, except by weight decay.
 
     Call :meth:`register` with the DistributedDataParallel; gradients and momenta are then sent in the backward pass.
     Without it, :meth:`step` averages them. Parameter groups, schedules and state dicts work as with torch.optim.Adam.
@@ -62,6 +62,10 @@ class OneBitAdam(torch.optim.Adam):
         Codec of gradients before the freeze. With a lossless codec, the warm-up sends most of the bytes of a run.
     decoupled_weight_decay : bool
         True: weight decay as in AdamW. False: weight decay is added to the gradient, as in Adam.
+    max_ratio : float or None
+        Upper bound of |m| / sqrt(v) in steps that do not update v. No value then moves by more than about `max_ratio`
+        times `lr`. None: no bound, as in the papers. Values with a tiny v, such as rarely used rows of an embedding,
+        can then move by thousands of `lr`, so that the run diverges.
 
     Raises
     ------
@@ -92,8 +96,10 @@ class OneBitAdam(torch.optim.Adam):
         spec: Spec | str = Quantize(4, levels="odd", rounding="nearest"),  # noqa: B008 - immutable
         warmup: Spec | str = Lossless(),  # noqa: B008 - immutable
         decoupled_weight_decay: bool = True,
+        max_ratio: float | None = 1.0,
     ) -> None:
         self.schedule, self.freeze_step = parsed(freeze_step)
+        self.max_ratio = check_positive("max_ratio", max_ratio)
         self.spec, self.warmup = plain_spec(spec), plain_spec(warmup)
         check_spec(self.spec)
         try:
@@ -107,7 +113,7 @@ class OneBitAdam(torch.optim.Adam):
         """Create the objects that hold the optimizer's phase, arithmetic and communication."""
         self._phase = phase
         phase.watch()
-        self._arithmetic = Steps(self, refresh=self.schedule is not None)
+        self._arithmetic = Steps(self, self.schedule is not None, self.max_ratio)
         self._averager = Averager(self, phase, self._arithmetic, self.warmup, self.spec)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -192,7 +198,7 @@ class OneBitAdam(torch.optim.Adam):
         """
         served = check_model(model, parameters.named(self), group)
         scaler = check_scaler(grad_scaler, served, self.schedule)
-        norm = check_clipping(max_grad_norm)
+        norm = check_positive("max_grad_norm", max_grad_norm)
         how = {"policy": policy_of(policy, EVEN_POLICY), "grad_scaler": scaler, "max_grad_norm": norm}
         settings = replace(self._averager.settings, options=options, **how)
         self._averager.connect(served, group, settings)
@@ -388,6 +394,6 @@ class OneBitAdam(torch.optim.Adam):
     def __getstate__(self) -> dict[str, Any]:
         """Return the optimizer without its connection to other ranks, which belongs to this process."""
         self._phase.check_saving(self.synchronized)
-        own = {name: getattr(self, name) for name in ("schedule", "freeze_step", "spec", "warmup")}
+        own = {name: getattr(self, name) for name in ("schedule", "freeze_step", "spec", "warmup", "max_ratio")}
         waiting = self._averager.hook_states(gather=False)
         return super().__getstate__() | own | {"_phase": copy(self._phase), "_waiting": waiting}

@@ -60,6 +60,21 @@ def have_moments(optimizer: torch.optim.Optimizer) -> list[bool]:
     return [bool(state) and bool(local(state["exp_avg_sq"]).any()) for state in states]
 
 
+def have_tiny_moments(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Return, for each parameter, True if more than 1% of its second moments are below 1/10,000 of their mean.
+
+    Second moments of 0 do not count, because their values never change.
+    """
+    found: list[bool] = []
+    for p in of(optimizer):
+        state = cast(dict[str, Any], optimizer.state.get(p))
+        v = local(state["exp_avg_sq"]) if state else torch.zeros(0)
+        n = max(1, int(v.count_nonzero()))
+        tiny = (v > 0) & (v < v.sum(dtype=torch.float64).item() / n * 1e-4)
+        found.append(int(tiny.count_nonzero()) > n / 100)
+    return found
+
+
 def as_adam(optimizer: torch.optim.Adam) -> torch.optim.Adam:
     """Return a torch.optim.Adam that shares groups and state with `optimizer`; codec.optimizers supports its step."""
     adam = torch.optim.Adam.__new__(torch.optim.Adam)

@@ -119,6 +119,7 @@ class Unfit(NamedTuple):
     """Indices of parameters whose frozen second moments do not suit later steps."""
 
     still: list[int]  # parameters whose second moments are all 0, so that they never change
+    tiny: list[int]  # parameters with second moments far below their mean, if steps have no bound
 
 
 class Phase:
@@ -185,11 +186,19 @@ class Phase:
         """Warn of second moments that were frozen, but do not suit later steps; None: they were not frozen now."""
         if unfit is None:
             return
+        if unfit.tiny:
+            warnings.warn(
+                f"{len(unfit.tiny)} parameters have second moments below 1/10,000 of their mean, such as those of "
+                "rarely used rows of an embedding. As max_ratio=None, their steps may be hundreds of times the "
+                f"learning rate, also after a later freeze: use max_ratio=1. Their indices: {unfit.tiny[:5]}",
+                stacklevel=5,  # the caller of step()
+            )
         if self.drift.value > MOVING:
             warnings.warn(
                 f"second moments were frozen after {self.steps} steps, but still changed by {self.drift.value:.0%} "
-                f"over the last {self.drift.span} steps: freeze later, such as at 40% of the steps, or use a smaller "
-                "b2; with signs, use spec=Quantize(4, levels='odd', rounding='nearest') or smaller groups",
+                f"over the last {self.drift.span} steps. Compare the loss with AdamW's. If it is higher, freeze later "
+                "or use a smaller b2; with signs, use spec=Quantize(4, levels='odd', rounding='nearest') or smaller "
+                "groups",
                 stacklevel=5,  # the caller of step()
             )
         if unfit.still:

@@ -35,11 +35,14 @@ class Steps:
         The optimizer, whose parameters and state the steps change.
     refresh : bool
         True: only some steps update second moments (0/1 Adam). False: all steps until the freeze update them.
+    max_ratio : float or None
+        Upper bound of |m| / sqrt(v) in steps that do not update second moments; None: no bound.
     """
 
-    def __init__(self, optimizer: torch.optim.Adam, refresh: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Adam, refresh: bool, max_ratio: float | None) -> None:
         self._optimizer, self._refresh = optimizer, refresh
-        self._denominators = Denominators()
+        self._denominators = Denominators(max_ratio)
+        self.bounded = max_ratio is not None
         self._local: dict[torch.Tensor, Local] = {}
         self.n_local = 0  # number of local steps since the last synchronization, equal on all ranks
 
@@ -135,8 +138,12 @@ class Steps:
     def _adopt(
         self, group: Group, some: list[torch.Tensor], states: list[State], momenta: list[torch.Tensor]
     ) -> list[float]:
-        """Set momenta to their means, and parameters to their anchors; return the sums of local step sizes."""
-        arithmetic.adopt(states, momenta, [self._denominators.dead(*x, group) for x in zip(some, states, strict=True)])
+        """Set momenta to their means, limited, and parameters to their anchors; return sums of local step sizes."""
+        for p, state, m in zip(some, states, momenta, strict=True):
+            own = local(state["exp_avg"])
+            self._denominators.limit(p, state, group, m, own)
+            if (dead := self._denominators.dead(p, state, group)) is not None:
+                own.masked_fill_(dead, 0)
         earlier: list[float] = []
         for p in some:
             since = self._local.pop(p, None)
@@ -146,9 +153,14 @@ class Steps:
         return earlier
 
     def _step(
-        self, group: Group, some: list[torch.Tensor], states: list[State], earlier: Sequence[float] | None = None
+        self,
+        group: Group,
+        some: list[torch.Tensor],
+        states: list[State],
+        earlier: Sequence[float] | None = None,
+        momenta: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Apply weight decay, and update parameters by the momenta in the state.
+        """Apply weight decay, and update parameters by `momenta`, by default those in the state.
 
         `earlier`: sums of local step sizes, which are added to the step sizes.
         """
@@ -156,13 +168,20 @@ class Steps:
         if earlier is not None:
             sizes = [a + b for a, b in zip(sizes, earlier, strict=True)]
         arithmetic.decay(group, some)
-        self._move(group, some, states, sizes)
+        self._move(group, some, states, sizes, momenta)
 
-    def _move(self, group: Group, some: list[torch.Tensor], states: list[State], sizes: Sequence[float]) -> None:
-        """Update parameters by the momenta in the state, times `sizes`."""
+    def _move(
+        self,
+        group: Group,
+        some: list[torch.Tensor],
+        states: list[State],
+        sizes: Sequence[float],
+        momenta: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Update parameters by `momenta`, by default those in the state, times `sizes`."""
         arithmetic.update(
             some,
-            arithmetic.moments(states, "exp_avg"),
+            arithmetic.moments(states, "exp_avg") if momenta is None else momenta,
             [self._denominators.of(*x, group) for x in zip(some, states, strict=True)],
             [-size for size in sizes],
         )
@@ -184,12 +203,15 @@ class Steps:
             arithmetic.count(states)
             locals_ = [self._since(p) for p in some]
             if gradients is not None:
+                limited: list[torch.Tensor] = []  # not stored: a momentum of one rank varies more than their mean
                 for p, s in zip(some, states, strict=True):
                     g = gradients.get(p)
                     g = torch.zeros_like(local(p)) if g is None else g.clone()
                     arithmetic.local_momentum(p, g, s, group, self._denominators.dead(p, s, group))
                     local(s["exp_avg"]).copy_(g)
-                self._step(group, some, states)
+                    self._denominators.limit(p, s, group, g, g)
+                    limited.append(g)
+                self._step(group, some, states, momenta=limited)
             for since, s in zip(locals_, states, strict=True):
                 size = arithmetic.step_size(group, float(s["step"]))
                 since.total += size

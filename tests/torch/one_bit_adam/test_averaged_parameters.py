@@ -33,7 +33,8 @@ def _others(rank, size):
                 ddp = DistributedDataParallel(nn.Sequential(*mine))
                 second = DistributedDataParallel(nn.Sequential(*other)) if kind == "second" else nn.Sequential(*other)
             schedule = codec.torch.ZeroOneSchedule(3, refreshes=9, max_interval=1) if zero_one else 3
-            optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-2, (0.9, 0.97), freeze_step=schedule, **LOSSLESS)
+            how = LOSSLESS | {"freeze_step": schedule, "max_ratio": None}
+            optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-2, (0.9, 0.97), **how)
             optimizer.register(ddp, options=OPTIONS)
             p = other[0].weight
             m, v, expected = torch.zeros_like(p), torch.zeros_like(p), p.detach().clone()

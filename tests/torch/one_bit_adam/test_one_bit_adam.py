@@ -19,8 +19,11 @@ from support.one_bit_adam import take_step
 # Tests in one process against bit-exact references
 
 
-def reference(parameters, gradients, freeze, lr, betas, eps, decay, decoupled):
-    """Take steps of Adam, and after step `freeze` those of 1-bit Adam without compression, by the paper's formulas."""
+def reference(parameters, gradients, freeze, lr, betas, eps, decay, decoupled, ratio=None):
+    """Take steps of Adam, and after step `freeze` those of 1-bit Adam without compression, by the paper's formulas.
+
+    `ratio`: upper bound of |m| / sqrt(v) after the freeze.
+    """
     b1, b2 = betas
     for p, grads in zip(parameters, gradients, strict=True):
         m, v, denominator = torch.zeros_like(p), torch.zeros_like(p), None
@@ -30,27 +33,29 @@ def reference(parameters, gradients, freeze, lr, betas, eps, decay, decoupled):
                 g = g if decoupled else torch.add(g, p, alpha=decay)  # noqa: PLW2901
                 v = (v * b2).addcmul_(g, g, value=1 - b2)
                 denominator = v.sqrt() / math.sqrt(1 - b2**t) + eps
+            elif ratio is not None:
+                m = torch.minimum(torch.maximum(m, -ratio * denominator), ratio * denominator)
             if decoupled:
                 p.mul_(1 - lr * decay)
             p.addcdiv_(m, denominator, value=-lr / (1 - b1**t))
 
 
-@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize(("foreach", "ratio"), [(None, 1.0), (True, 0.5), (None, None), (True, None)])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_steps_are_those_of_the_reference_to_the_bit(decoupled, foreach):
+def test_steps_are_those_of_the_reference_to_the_bit(decoupled, foreach, ratio):
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(40, 30)), nn.Parameter(torch.randn(17))]
     theirs = [p.detach().clone() for p in ours]
     gradients = [[torch.randn_like(p) * 10 ** -(i % 3) for i in range(9)] for p in ours]
     how = (1e-2, (0.9, 0.99), 1e-8, 0.1)
-    optimizer = codec.torch.OneBitAdam(ours, *how, freeze_step=4, decoupled_weight_decay=decoupled)
+    optimizer = codec.torch.OneBitAdam(ours, *how, freeze_step=4, decoupled_weight_decay=decoupled, max_ratio=ratio)
     optimizer.param_groups[0]["foreach"] = foreach
     for i in range(9):
         for p, grads in zip(ours, gradients, strict=True):
             p.grad = grads[i].clone()
         optimizer.step()
         assert optimizer.frozen == (i >= 3)
-    reference(theirs, gradients, 4, *how, decoupled)
+    reference(theirs, gradients, 4, *how, decoupled, ratio)
     for p, expected in zip(ours, theirs, strict=True):
         assert torch.equal(p, expected)
 
@@ -108,10 +113,55 @@ def test_parameter_groups_have_their_own_numbers():
     for i in range(5):
         a.grad, b.grad = gradients[0][i].clone(), gradients[1][i].clone()
         optimizer.step()
-    reference(theirs[:1], gradients[:1], 2, 1e-2, (0.9, 0.999), 1e-8, 0, True)
-    reference(theirs[1:], gradients[1:], 2, 1e-3, (0.8, 0.95), 1e-8, 0.2, True)
+    reference(theirs[:1], gradients[:1], 2, 1e-2, (0.9, 0.999), 1e-8, 0, True, 1.0)
+    reference(theirs[1:], gradients[1:], 2, 1e-3, (0.8, 0.95), 1e-8, 0.2, True, 1.0)
     assert torch.equal(a, theirs[0])
     assert torch.equal(b, theirs[1])
+
+
+def rare_row(max_ratio=1.0, steps=30, **group):
+    """Train an embedding whose row 1 has tiny gradients until the freeze after step 10; return it and its optimizer."""
+    p = nn.Parameter(torch.zeros(2, 50))
+    optimizer = codec.torch.OneBitAdam([{"params": [p]} | group], 1e-3, freeze_step=10, max_ratio=max_ratio)
+    for step in range(steps):
+        p.grad = torch.ones(2, 50) if step >= 10 else torch.tensor([[1.0], [1e-5]]).expand(2, 50).clone()
+        optimizer.step()
+    return p.detach(), optimizer
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_values_with_tiny_second_moments_move_by_the_learning_rate_at_most(corrected):
+    p, optimizer = rare_row(bias_correction=corrected)
+    largest = 1 if corrected else 1 / math.sqrt(1 - 0.999**10)  # lr / sqrt(v) without the correction of v
+    assert 15 * 1e-3 < -p[1].min() < 35 * 1e-3 * largest
+    ratio = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"][1].max() / 1e-5
+    assert ratio == pytest.approx(1, abs=0.02)  # the stored momentum is limited, too
+
+
+def test_unlimited_steps_with_tiny_second_moments_warn_and_are_large():
+    with pytest.warns(UserWarning, match=r"1 parameters have second moments below 1/10,000.*max_ratio=1.*\[0\]"):
+        p, _ = rare_row(max_ratio=None)
+    assert p[1].abs().min() > 100
+
+
+def test_few_ordinary_values_are_limited():
+    torch.manual_seed(0)
+    found = []
+    for max_ratio in (1.0, None):
+        p = nn.Parameter(torch.zeros(1000))
+        optimizer = codec.torch.OneBitAdam([p], 1e-3, freeze_step=100, max_ratio=max_ratio)
+        g = torch.Generator().manual_seed(0)
+        for _ in range(200):
+            p.grad = torch.randn(1000, generator=g) + 0.1
+            optimizer.step()
+        found.append(p.detach())
+    assert (found[0] != found[1]).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "1", True])
+def test_max_ratio_must_be_positive(value):
+    with pytest.raises(codec.ArgumentError, match="max_ratio must be a finite number above 0, or None"):
+        codec.torch.OneBitAdam([nn.Parameter(torch.zeros(3))], freeze_step=1, max_ratio=value)
 
 
 # Tests of the step at which second moments freeze
@@ -157,7 +207,7 @@ def test_freeze_warns_from_a_drift_of_a_quarter_on(factor, warns):
     optimizer = codec.torch.OneBitAdam([p], 1e-3, freeze_step=20)
     for step in range(20):
         p.grad = torch.full_like(p, factor**step)
-        with pytest.warns(UserWarning, match="40% of the steps") if warns and step == 19 else nullcontext():
+        with pytest.warns(UserWarning, match="freeze later") if warns and step == 19 else nullcontext():
             optimizer.step()
     assert (optimizer.drift() > 0.25) == warns
 

@@ -63,9 +63,9 @@ def _deepspeed(rank, size):
     for spec_size, n in ((64, 64 * 6 * 4), (256, 256 * 6 * 2)):
         module = nn.Module()
         module.weight = nn.Parameter(torch.zeros(n))
-        optimizer = codec.torch.OneBitAdam(
-            module.parameters(), 1e-2, (0.9, 0.99), freeze_step=5, spec=codec.Sign(group_size=spec_size)
-        ).register(module, policy=ENCODE_ALL, options=OPTIONS)
+        how = {"freeze_step": 5, "spec": codec.Sign(group_size=spec_size), "max_ratio": None}
+        optimizer = codec.torch.OneBitAdam(module.parameters(), 1e-2, (0.9, 0.99), **how)
+        optimizer.register(module, policy=ENCODE_ALL, options=OPTIONS)
         for gradient in gradients_of(rank, 25, n):
             module.weight.grad = torch.from_numpy(gradient.copy())
             optimizer.step()

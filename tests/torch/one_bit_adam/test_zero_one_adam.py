@@ -39,11 +39,12 @@ def test_wrong_schedules_are_rejected(how):
         ZeroOneSchedule(10, **how)
 
 
-def reference(start, gradients, kinds, lr, betas, eps, decay):
+def reference(start, gradients, kinds, lr, betas, eps, decay, ratio=1.0):
     """Take the steps of 0/1 Adam on some ranks in float64, without compression; return the parameters of each rank.
 
     The paper averages sums of momenta times learning rates, and divides by the sum of learning rates; so do we, with
-    Adam's bias corrections. Weights decay as in AdamW.
+    Adam's bias corrections. Weights decay as in AdamW. In steps that do not update v, averaged momenta and the momenta
+    of local updates are limited to `ratio` times sqrt(v).
     """
     b1, b2 = betas
     n = len(gradients)
@@ -62,12 +63,14 @@ def reference(start, gradients, kinds, lr, betas, eps, decay):
         m = [b1 * x + (1 - b1) * y for x, y in zip(m, g, strict=True)]
         u = [x + step_size * y for x, y in zip(u, m, strict=True)]
         total, anchor = total + step_size, anchor * (1 - lr * decay)
+        bound = (math.inf if kind == "gradients" else ratio) * denominator
         if kind == "local":
-            theta = [x * (1 - lr * decay) - step_size * y / denominator for x, y in zip(theta, m, strict=True)]
+            moves = [step_size * y.clamp(-bound, bound) / denominator for y in m]
+            theta = [x * (1 - lr * decay) - move for x, move in zip(theta, moves, strict=True)]
         else:
-            mean = sum(u) / n
-            anchor = anchor - mean / denominator
-            theta, m, u, total = [anchor] * n, [mean / total] * n, [torch.zeros_like(mean)] * n, 0.0
+            mean = (sum(u) / n / total).clamp(-bound, bound)
+            anchor = anchor - total * mean / denominator
+            theta, m, u, total = [anchor] * n, [mean] * n, [torch.zeros_like(mean)] * n, 0.0
         yield theta
 
 
@@ -152,8 +155,8 @@ def gradient(rank, step):
     return x + 0.3 * rank * x.sign() + 0.5
 
 
-def optimizer_of(model, spec=SIGN, **how):
-    optimizer = codec.torch.OneBitAdam(model.parameters(), *HOW, freeze_step=SCHEDULE, spec=spec)
+def optimizer_of(model, spec=SIGN, max_ratio=1.0, **how):
+    optimizer = codec.torch.OneBitAdam(model.parameters(), *HOW, freeze_step=SCHEDULE, spec=spec, max_ratio=max_ratio)
     return optimizer.register(model, options=OPTIONS, **how)
 
 
@@ -280,11 +283,11 @@ def test_learning_rates_of_zero_stop_parameters_and_nothing_else():
 
 
 def _finished(rank, size):
-    """finish() sets parameters to their mean over ranks; training continues, also from a checkpoint, bit for bit."""
+    """Unless steps are limited, finish() sets parameters to their mean over ranks; checkpoints resume bit for bit."""
     found = []
     for make in (net, wrapped):
         model = make()
-        optimizer = optimizer_of(model, codec.Lossless())
+        optimizer = optimizer_of(model, codec.Lossless(), max_ratio=None)
         for t in range(12):
             take_step(model, optimizer, rank, t)
             sent = optimizer.stats().sent_nbytes
@@ -304,7 +307,7 @@ def _finished(rank, size):
         inner = net()
         inner.load_state_dict(state[0])
         again = make(inner) if make is wrapped else inner
-        other = optimizer_of(again, codec.Lossless())
+        other = optimizer_of(again, codec.Lossless(), max_ratio=None)
         other.load_state_dict(state[1])
         for t in range(12, 17):
             take_step(model, optimizer, rank, t)
@@ -332,7 +335,7 @@ def test_finish_synchronizes_parameters_and_momenta():
 
 def test_finish_works_without_ranks():
     p = nn.Parameter(torch.ones(50))
-    optimizer = codec.torch.OneBitAdam([p], *HOW, freeze_step=SCHEDULE)
+    optimizer = codec.torch.OneBitAdam([p], *HOW, freeze_step=SCHEDULE, max_ratio=None)
     optimizer.finish()
     for t in range(11):
         p.grad = torch.randn(50, generator=torch.Generator().manual_seed(t))
