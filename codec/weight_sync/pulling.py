@@ -1,9 +1,11 @@
 """Update a receiver to the last version in a store."""
 
+from collections import deque
 from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
+from codec.errors import ArgumentError, FrameError
 from codec.weight_sync.listing import chain
 from codec.weight_sync.receiver import Load, WeightReceiver
 from codec.weight_sync.source import TIMEOUT, Source
@@ -57,13 +59,24 @@ def pull(
         As in :meth:`WeightReceiver.stage`, or a file is not the one that the store's list names. The receiver keeps the
         last version that it has reached.
     """
+    applied = False
     with Source(source, timeout) as store:
-        path = chain(store.listing(), receiver.identity)
-        for one in path:
-            update = store.update(one)
+        listing = store.listing()
+        path = deque(chain(listing, receiver.identity))
+        while path:
+            try:
+                update = store.update(path[0])
+            except (ArgumentError, FrameError):
+                # Meanwhile, the trainer may have deleted old updates, or begun a new run
+                if (now := store.listing()) == listing:
+                    raise
+                listing, path = now, deque(chain(now, receiver.identity))
+                continue
             receiver.apply(update, load, like=like, into=into, restart=True)
+            path.popleft()
+            applied = True
             if progress is not None:
                 progress(update)
-    if not path and receiver.unloaded and (load is not None or into is not None):
+    if not applied and receiver.unloaded and (load is not None or into is not None):
         receiver.reload(load, like=like, into=into, names=receiver.unloaded)
     return receiver.version

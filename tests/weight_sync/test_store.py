@@ -39,6 +39,28 @@ def test_receivers_of_any_age_reach_the_last_version(publisher):
         assert pull(receiver, publisher.source) == 8
 
 
+@pytest.mark.parametrize("event", ["deleted", "new run"])
+def test_receiver_reads_the_list_again_if_its_files_are_gone(publisher, event):
+    """While a slow receiver applies a chain, the trainer publishes snapshots, or a new trainer begins."""
+    published(publisher, 3)
+    receiver, steps, new = codec.WeightReceiver(), [], stepped(weights(), 9)
+
+    def publish(update):
+        steps.append(update.version)
+        if len(steps) > 1:
+            return
+        if event == "deleted":
+            for _ in range(9):
+                publisher.publish(new)
+        else:
+            with Publisher(publisher._store.folder) as other:
+                other.publish(new)
+
+    version = pull(receiver, publisher.source, progress=publish)
+    assert version == (11 if event == "deleted" else 3)
+    assert equal(new, receiver.tensors())
+
+
 def test_old_files_are_deleted(publisher):
     published(publisher, 9)
     folder = publisher._store.folder
