@@ -135,12 +135,16 @@ struct codec {
 	uint8_t least_max_code_length; /* smallest valid max_code_length; 0: the codec has no such parameter */
 };
 
-extern const struct codec codecs[CODEC_TOPK + 1];
+/* Entries by codec number; entry 0 is empty. */
+#define PLUS_ONE(...) +1
+enum { NCODECS = 1 WIRE_CODECS(PLUS_ONE) };
+#undef PLUS_ONE
+extern const struct codec codecs[NCODECS];
 
 /* Return the codec's entry, or NULL if there is no such codec. */
 static inline const struct codec *codec_of(uint32_t id)
 {
-	return id < sizeof codecs / sizeof *codecs && codecs[id].family ? codecs + id : NULL;
+	return id < NCODECS && codecs[id].family ? codecs + id : NULL;
 }
 
 int codec_takes(uint32_t id, uint32_t dtype);
