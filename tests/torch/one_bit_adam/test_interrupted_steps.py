@@ -61,7 +61,7 @@ def trained(model, optimizer, replica, fault):
 
     Returns the names of errors of the library and of torch, and a digest of the rank's values.
     """
-    errors, sharded = [], isinstance(model, FSDPModule)  # each pass of an FSDP2 model is a collective
+    errors, sharded = [], isinstance(model, FSDPModule)  # ranks must take all passes of an FSDP2 model
     for attempt in range(STEPS + 2):
         if (step := optimizer._phase.steps + 1) > STEPS and not sharded:
             break
@@ -71,6 +71,7 @@ def trained(model, optimizer, replica, fault):
             calls.insert(0, optimizer.finish)  # nothing happens if the step is repeated
         optimizer.zero_grad()
         for call in calls:
+            done = False  # True if the calls that follow would fail
             try:
                 if fault[0] == step:
                     with fault[1]:
@@ -78,16 +79,17 @@ def trained(model, optimizer, replica, fault):
                 else:
                     call()
             except (Interruption, KeyboardInterrupt):
+                done = True
                 if fault[2] and call is not calls[-2]:  # a second backward pass would add to the gradients
                     try:
                         call()
+                        done = False
                     except (codec.CodecError, RuntimeError) as e:
                         errors.append(type(e).__name__)
-                        break
-                else:
-                    break
             except (codec.CodecError, RuntimeError) as e:  # after an error in a hook, torch raises RuntimeError
                 errors.append(type(e).__name__)
+                done = True
+            if done and not sharded:
                 break
     sha = hashlib.sha256()
     for p in model.parameters():
