@@ -9,7 +9,7 @@ the old one. If a process is killed during an update, the next process that open
 
 import mmap
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -109,8 +109,10 @@ class FolderBase(Base):
         Raises
         ------
         StateError
-            The files cannot be written, the folder is closed, or this process was forked from the one that opened it.
+            The files cannot be written, or this process was forked from the one that opened the folder.
         """
+        if self._lock.closed:
+            return
         self._lock.check()
         with self.lock:
             if self._new is not None and self._applying is None:
@@ -154,9 +156,15 @@ class FolderBase(Base):
 
     def apply(self, update: Update) -> None:
         """Apply a checked update. If the process is killed, the next process that opens the folder completes it."""
+        self._lock.check()
         with self.lock:
             self.settle()
             super().apply(update)
+
+    def tensors(self, names: Iterable[str], update: Update | None, like: Any) -> Iterator[tuple[str, Any]]:
+        """Yield names and new tensors, as :meth:`Base.tensors`, while the folder is open."""
+        self._lock.check()
+        return super().tensors(names, update, like)
 
     def prepare(self, update: Update) -> None:
         """Write the new state, the update, and a file that has room for its largest piece."""
@@ -206,7 +214,11 @@ class FolderBase(Base):
             if not path.exists() or read_state(path) != new:
                 write_state(path, new)
             self._new = new  # if this call is interrupted, settle() reads in `state` whether the new state is current
-            path.replace(self._path / "state")
+            try:
+                path.replace(self._path / "state")
+            except OSError:
+                self._new = None  # the old state is current
+                raise
         self._adopt(new, weights)
         self._new = None
         self._delete_other_values()

@@ -28,6 +28,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._folder, self._pid = path.parent, os.getpid()
+        self.closed = False  # True after release() in the process that holds the lock
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,16 +44,17 @@ class Lock:
 
     def check(self) -> None:
         """Raise StateError after :meth:`release`, or in a process forked from the one that has locked the folder."""
+        if self.closed:
+            raise StateError(f"the sender or receiver of {self._folder} is closed: make a new one")
         if os.getpid() != self._pid:
             raise StateError(
                 f"{self._folder} was opened by process {self._pid}, from which this process was forked: use its sender "
                 "or receiver only there"
             )
-        if not self._release.alive:
-            raise StateError(f"the sender or receiver of {self._folder} is closed: make a new one")
 
     def release(self) -> None:
         """Unlock the folder. A second call, or a call in a forked process, changes nothing."""
+        self.closed |= os.getpid() == self._pid
         self._release()
 
 
@@ -68,7 +70,7 @@ _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 def _after_fork() -> None:
     for lock in _locks:
-        lock.release()
+        lock.release()  # closes the child's copy
 
 
 os.register_at_fork(after_in_child=_after_fork)

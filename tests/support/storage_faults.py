@@ -101,6 +101,7 @@ class Receiver:
         else:
             assert version in (self.target, self.target - 1)
             assert equal(self.all_weights[version], receiver.tensors()), "other weights in the same process"
+            assert not receiver.unloaded or self.kind in ("open", "recovery"), "the program lacks tensors"
             if not receiver.unloaded:
                 assert equal(self.all_weights[version], program), "the program does not serve the version"
         self.proceed(receiver, program)
