@@ -1,5 +1,7 @@
 """Properties of specs, which the C library knows: lossless, of fixed rate, entropy-coded, and others."""
 
+from typing import Any
+
 from codec._c.library import check, ffi, lib
 from codec._c.spec_structs import spec_struct
 from codec.specs import Spec
@@ -34,3 +36,10 @@ def rejects_nonfinite(spec: Spec) -> bool:
 def needs_base(spec: Spec) -> bool:
     """Return True if values are encoded against a base."""
     return _has(spec, lib.CODEC_TRAIT_BASE)
+
+
+def sums_codes(struct: Any) -> bool:
+    """Return True if codes of several frames can be added as integers. `struct`: codec_spec of a frame."""
+    found = ffi.new("uint32_t *")
+    lib.codec_traits(ffi.addressof(struct), found)  # stays 0 if the parameters are invalid
+    return bool(found[0] & lib.CODEC_TRAIT_SUMS)

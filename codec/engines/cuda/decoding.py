@@ -140,9 +140,10 @@ class Frame:
         self.header.work.send(self.lists, LISTS.pack(0, nbytes // entry))
 
     def adds_up_with(self, other: "Frame") -> bool:
-        """Return True if the codes of both frames add up as integers: Ternary frames with equal parts and scales."""
+        """Return True if the codes of both frames add up as integers: same codec, parts and scales."""
         return (
-            (self.view.codec, self.view.variant) == (lib.CODEC_TERNARY, other.view.variant)
+            self.view.traits & lib.CODEC_TRAIT_SUMS != 0
+            and (self.view.codec, self.view.variant) == (other.view.codec, other.view.variant)
             and self.view.nblocks == other.view.nblocks > 0
             and self._parts() == other._parts()
         )

@@ -9,6 +9,7 @@ from codec import _call
 from codec._c import pool
 from codec._c.library import DTYPE_NAMES, ITEMSIZE, lib
 from codec._c.spec_structs import spec_of
+from codec._c.traits import sums_codes
 from codec.engines.native.decoding import decode, read_whole
 from codec.engines.native.reducing import ReduceInto, reduce_into
 from codec.engines.request import DecodeRequest
@@ -63,7 +64,7 @@ def _shape(info: Any) -> tuple[int, ...]:
 
 def _check_codes_add_up(info: Any, first: Any) -> None:
     """Raise ArgumentError if the codes of a frame cannot be added to those of the first frame."""
-    if info.spec.codec != lib.CODEC_TERNARY:
+    if not sums_codes(info.spec):
         raise ArgumentError(f"a frame of {spec_of(info.spec)} has no codes to add: encode with Ternary(scale=...)")
     if info.n and info.scale < 0:
         raise ArgumentError(
@@ -81,7 +82,7 @@ def _check_codes_add_up(info: Any, first: Any) -> None:
 def _check_values(r: DecodeRequest, info: Any, frame: TensorView) -> None:
     """Raise an error if a frame is damaged. Codes are not checked if the frame's tensor exceeds the size limit."""
     check_frame(frame)
-    if info.spec.codec == lib.CODEC_TERNARY and r.allows(info.tensor_nbytes):
+    if sums_codes(info.spec) and r.allows(info.tensor_nbytes):
         # nothing is written to this array, so the operating system does not allocate its pages
         bits = np.empty(_shape(info), f"u{ITEMSIZE[DTYPE_NAMES[info.dtype]]}")
         decode(r._replace(frames=(frame,), out=bits, check_only=True))

@@ -91,7 +91,7 @@ def _with_exponents(j: Job, context: Any, first: int, count: int) -> Iterator[tu
 
 def _sink(j: Job, context: Any, dst: Any) -> Sink:
     """Return the destination of decoded values; if ``dst`` is None, blocks are only validated."""
-    unscaled = bool(context.flags & lib.CODEC_UNSCALED) and j.codec == lib.CODEC_TERNARY
+    unscaled = bool(context.flags & lib.CODEC_UNSCALED) and bool(j.traits & lib.CODEC_TRAIT_SUMS)
     return Sink(
         NOWHERE if dst is None else context.into,
         np.float32(context.weight),
@@ -184,7 +184,7 @@ def codec_reduce_blocks(
     count, op, end = reduction.count, reduction.op, blocks.first + blocks.count
     opened = [_Decoding(reduction.frames[i], reduction.nbytes[i], context, reduction.jobs[i]) for i in range(count)]
     scales = [d.job.row_parts["scale"].tobytes() for d in opened]
-    ternary = opened[0].job.codec == lib.CODEC_TERNARY
+    ternary = bool(opened[0].job.traits & lib.CODEC_TRAIT_SUMS)
     unscaled = ternary and count > 1 and op != lib.CODEC_REDUCE_MAX and all(s == scales[0] for s in scales)
     sinks = [
         Sink(

@@ -35,8 +35,8 @@ static codec_status check_destination(const struct header *h, const codec_tensor
 
 	if (into != CODEC_INTO_STORE && codec_is_delta(h->codec))
 		return CODEC_BAD_ARGUMENT; /* frames of DELTA hold changes, which cannot be summed */
-	if (takes_codes(into) &&
-	    (h->codec != CODEC_TERNARY || (dtype != CODEC_INT8 && dtype != CODEC_INT16 && dtype != CODEC_INT32)))
+	if (takes_codes(into) && (!(header_traits(h) & CODEC_TRAIT_SUMS) ||
+				  (dtype != CODEC_INT8 && dtype != CODEC_INT16 && dtype != CODEC_INT32)))
 		return CODEC_BAD_ARGUMENT;
 	if (into != CODEC_INTO_STORE && !codec_takes(CODEC_SIGN, h->dtype))
 		return fault(f, CODEC_BAD_DTYPE, WIRE_AT_DTYPE, h->dtype, CODEC_FLOAT32);

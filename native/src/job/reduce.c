@@ -50,7 +50,7 @@ static int codes_add_up(const void *const *jobs, size_t count, const codec_tenso
 		const struct job *j = job_place((void *)jobs[i]);
 		const struct part *parts = job_parts(j);
 
-		if (j->h.codec != CODEC_TERNARY)
+		if (!(header_traits(&j->h) & CODEC_TRAIT_SUMS))
 			return 0;
 		for (uint64_t p = 0; p < j->nparts; p++) {
 			first = first ? first : parts;
@@ -69,7 +69,7 @@ static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int 
 {
 	const struct job *a = job_at(jobs[0], JOB_DECODE, JOB_READY);
 
-	*unscaled = a && count > 1 && a->h.codec == CODEC_TERNARY && op <= CODEC_REDUCE_MEAN;
+	*unscaled = a && count > 1 && header_traits(&a->h) & CODEC_TRAIT_SUMS && op <= CODEC_REDUCE_MEAN;
 	for (size_t i = 0; i < count; i++) {
 		const struct job *b = job_at(jobs[i], JOB_DECODE, JOB_READY);
 
