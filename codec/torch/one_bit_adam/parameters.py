@@ -68,7 +68,10 @@ def have_tiny_moments(optimizer: torch.optim.Optimizer) -> list[bool]:
     found: list[bool] = []
     for p in of(optimizer):
         state = cast(dict[str, Any], optimizer.state.get(p))
-        v = local(state["exp_avg_sq"]) if state else torch.zeros(0)
+        if not state:
+            found.append(False)
+            continue
+        v = local(state["exp_avg_sq"])
         n = max(1, int(v.count_nonzero()))
         tiny = (v > 0) & (v < v.sum(dtype=torch.float64).item() / n * 1e-4)
         found.append(int(tiny.count_nonzero()) > n / 100)

@@ -95,7 +95,7 @@ def send_tensors(
         On a receiver: copies of the tensors of `source`, in host memory. On other ranks: `tensors`.
     """
     receives, sends = ranks.rank in receivers, ranks.rank == source
-    found = [torch.empty(x.shape, dtype=x.dtype) for x in tensors] if receives else list(tensors)
+    found = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors] if receives else list(tensors)
     for batch in _batches([x.nbytes for x in tensors]):
         data = b"".join(_bytes_of(tensors[i])[begin:end].tobytes() for i, begin, end in batch) if sends else b""
         sent = [data if rank in receivers else b"" for rank in range(ranks.size)]

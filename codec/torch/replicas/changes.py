@@ -42,8 +42,8 @@ class Changes:
         self._buffers = {name: tuple(b.shape) for name, b in buffers.items()}
         shapes = [*(piece.shape for piece in exact), *self._buffers.values(), (1,)]
         device = next(iter([*(p.values for p in self._pieces), *buffers.values()])).device
-        self._coded = torch.empty(sum(piece.n for piece in coded), device=device)
-        self._exact = torch.empty(sum(map(prod, shapes)), device=device)
+        self._coded = torch.empty(sum(piece.n for piece in coded), dtype=torch.float32, device=device)
+        self._exact = torch.empty(sum(map(prod, shapes)), dtype=torch.float32, device=device)
         self._segments = {piece.name: piece.shape for piece in coded}
         views = split(self._exact, shapes)
         places = dict(zip(coded, split(self._coded, (piece.shape for piece in coded)), strict=True))

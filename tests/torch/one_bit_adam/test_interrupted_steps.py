@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch._compat import local
+from codec.torch.group.communicator import close_communicator
 from codec.torch.one_bit_adam import arithmetic
 from support.ddp_training import parameter_bytes
 from support.ranks import run_ranks
@@ -99,7 +100,7 @@ def trained(model, optimizer, replica, fault):
 
 
 def made(kind, size, rank):
-    """Return a model, its optimizer, and the number of this rank's replica."""
+    """Return a model, its optimizer, the number of this rank's replica, and the group of replicas."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
     how = {"freeze_step": 2 if kind in ("DDP", "module") else ZERO_ONE, "spec": SIGN, "weight_decay": 0.1}
@@ -113,16 +114,17 @@ def made(kind, size, rank):
     optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-2, **how)
     policy = codec.torch.Policy(lossless_small=False)
     optimizer.register(model, group=group, policy=policy, options=codec.options(algorithm="two_shot", timeout=10))
-    return model, optimizer, rank if kind != "HSDP" else rank // 2
+    return model, optimizer, rank if kind != "HSDP" else rank // 2, group
 
 
 def _interrupted(rank, size, kind, step, points, error, repeat):
     """Interrupt a step of rank 0 at each point; return the number of lines, and each outcome."""
     found = []
     for point in points:
-        model, optimizer, replica = made(kind, size, rank)
+        model, optimizer, replica, group = made(kind, size, rank)
         lines = Lines(point if rank == 0 else 0, error)
         found.append(trained(model, optimizer, replica, (step, lines, repeat)))
+        close_communicator(group, cancel=True)  # ranks that still wait for this one need not wait for their timeout
     return len(lines.seen), found
 
 
@@ -157,7 +159,7 @@ def test_error_of_a_shard_is_an_error_on_all_ranks_of_all_replicas(step):
 
 def _loaded(rank, size, kind):
     """Interrupt the update of rank 0, load an earlier state on all ranks, and repeat the steps since then."""
-    model, optimizer, _ = made(kind, size, rank)
+    model, optimizer, *_ = made(kind, size, rank)
     inner = getattr(model, "module", model)
 
     def take(step):
