@@ -54,7 +54,7 @@ def test_connection_that_is_cut_or_lies_changes_nothing(tmp_path):
             thread.start()
             receiver = codec.WeightReceiver()
             with pytest.raises((codec.FrameError, codec.ArgumentError)):
-                pull(receiver, f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=10)
+                pull(receiver, f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=1)
             thread.join()
             assert receiver.version is None
 
