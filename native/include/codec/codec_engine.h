@@ -257,18 +257,18 @@ typedef struct codec_view {
 	codec_array row_sums;
 	uint64_t codebook_id; /**< id of the agreed codebook that the frame names; 0: none */
 	uint32_t traits;      /**< CODEC_TRAIT_* of the codec; 0 in views that kernels fill */
-	uint32_t reserved;
+	uint32_t reserved;    /**< 0 */
 } codec_view;
 
 /** Fill *view with a description of the job, which may be for encoding or decoding, in any state. */
 CODEC_API codec_status codec_job_view(const void *job, codec_view *view);
 
-/** Kernel of native/cuda. Its `name` is the name expression for NVRTC, for example "encode_rows<4>". */
+/** Kernel of native/cuda. */
 typedef struct codec_kernel {
-	const char *name;
+	const char *name; /**< name expression for NVRTC, for example "encode_rows<4>" */
 	const char *file; /**< source file in native/cuda, without ".cu"; "": the file is in native/cuda_api/kernels */
-	const char *
-		sizes; /**< name of the file's constant array of uint64_t that codec_scratch_units.index selects from */
+	/** name of the file's constant array of uint64_t that codec_scratch_units.index selects from */
+	const char *sizes;
 	uint32_t threads;  /**< threads of a CTA */
 	uint32_t resident; /**< number of CTAs that are resident on a multiprocessor at once */
 	uint32_t blocks;   /**< blocks of values for which a CTA is launched; 1: all warps of a CTA share a block */
@@ -283,12 +283,12 @@ CODEC_API const codec_kernel *codec_kernel_at(uint32_t number);
  * is element `index` of the kernel's constant array `sizes`. A unit of 0 bytes: the kernel needs no scratch memory.
  */
 typedef struct codec_scratch_units {
-	uint32_t index;
-	uint32_t units; /**< number of units per warp with which all warps can run at once */
-	uint32_t most; /**< maximum number of units that a warp acquires; if it exceeds `units`, fewer warps run at once
-			*/
-	uint32_t reserved;
-	uint64_t times, more;
+	uint32_t index;    /**< element of `sizes` */
+	uint32_t units;    /**< number of units per warp with which all warps can run at once */
+	uint32_t most;     /**< maximum units that a warp acquires; if it exceeds `units`, fewer warps run at once */
+	uint32_t reserved; /**< 0 */
+	uint64_t times;    /**< factor of the element */
+	uint64_t more;     /**< bytes of a unit besides */
 } codec_scratch_units;
 
 /** Kernels of native/cuda that encode the tensor of a job, or decode its frame; 0: no kernel. */
@@ -303,11 +303,11 @@ typedef struct codec_launch {
 	 * for encoding: open.cu decides for each frame whether it is used.
 	 */
 	uint32_t decode_fast;
-	uint32_t reduce; /**< adds up several frames of the same codec and shape */
-	uint32_t reserved;
+	uint32_t reduce;                    /**< adds up several frames of the same codec and shape */
+	uint32_t reserved;                  /**< 0 */
 	codec_scratch_units encode_scratch; /**< scratch memory of `encode` */
-	codec_scratch_units
-		decode_scratch; /**< scratch memory of `decode`; job for encoding: sufficient for any frame */
+	/** scratch memory of `decode`; job for encoding: sufficient for any frame */
+	codec_scratch_units decode_scratch;
 } codec_launch;
 
 /**
