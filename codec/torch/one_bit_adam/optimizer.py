@@ -63,9 +63,9 @@ class OneBitAdam(torch.optim.Adam):
     decoupled_weight_decay : bool
         True: weight decay as in AdamW. False: weight decay is added to the gradient, as in Adam.
     max_ratio : float or None
-        Upper bound of |m| / sqrt(v) in steps that do not update v. No value then moves by more than about `max_ratio`
-        times `lr`. None: no bound, as in the papers. Values with a tiny v, such as rarely used rows of an embedding,
-        can then move by thousands of `lr`, so that the run diverges.
+        Upper bound of abs(m) / sqrt(v) in steps that do not update v. No value then moves by more than about
+        `max_ratio` times `lr`. None: no bound, as in the papers. Values with a tiny v, such as rarely used rows of an
+        embedding, can then move by thousands of `lr`, so that the run diverges.
 
     Raises
     ------
