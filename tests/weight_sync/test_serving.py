@@ -1,4 +1,4 @@
-"""What the program serves equals what the receiver returns, after restarts, failures and interruptions."""
+"""The program serves the version that the receiver returns, after restarts, failures and interruptions."""
 
 import os
 import signal

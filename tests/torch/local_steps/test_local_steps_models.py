@@ -254,7 +254,7 @@ def test_synchronization_sets_float32_masters_and_includes_their_changes(pool):
 
 
 class Hidden(Masters):
-    """The same optimizer, whose copies are not in its state."""
+    """Optimizer of the same kind, whose copies are not in its state."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, lr)
