@@ -270,11 +270,10 @@ failures: $(VENV)/debian $(VENV)/test
 # their own, with the code of frameworks.md, arrays.md and zarr.md; ONLY='-k torchft' names some of the tests.
 FRAMEWORKS := .venv-frameworks
 VERSIONS := -c tests/constraints.txt
-EXTRAS := frameworks
 $(FRAMEWORKS)/installed: $(SOURCES)
 	test -d $(FRAMEWORKS) || python3 -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install -q --upgrade pip
-	$(FRAMEWORKS)/bin/pip install -q $(VERSIONS) '.[$(EXTRAS)]'
+	$(FRAMEWORKS)/bin/pip install -q $(VERSIONS) '.[frameworks]'
 	touch $@
 frameworks: $(FRAMEWORKS)/installed
 	$(FRAMEWORKS)/bin/pytest -m '' tests/frameworks $(ONLY)
@@ -311,7 +310,8 @@ newest: newest-torch newest-vllm newest-rollouts
 	PYTHONPATH=tests $(PY) -m support.tested_releases --write $(NEWEST) $(NEWEST)-rollouts $(NEWEST)/vllm
 newest-torch: gloo-programs
 	rm -f $(NEWEST)/installed
-	$(MAKE) frameworks FRAMEWORKS=$(NEWEST) VERSIONS='$(UPGRADE)' EXTRAS=frameworks,test
+	$(MAKE) frameworks FRAMEWORKS=$(NEWEST) VERSIONS='$(UPGRADE)'
+	$(NEWEST)/bin/pip install -q '.[test]' # afterwards: the LLVM of numba and that of TensorFlow cannot share a process
 	$(NEWEST)/bin/pytest tests/torch tests/integrations
 newest-vllm: $(VENV)/test
 	rm -rf $(NEWEST)/vllm && mkdir -p $(NEWEST)/vllm
