@@ -71,14 +71,15 @@ def test_ranks_are_equal_after_the_outer_optimizer_failed_on_one(pool, how, kind
     assert shared == other
 
 
-def _fails_again(rank, size):
+def _fails_twice(rank, size, every, steps):
+    """Train with an outer optimizer whose first two steps fail on rank 1."""
     model = net()
     optimizer = adam(model)
     made = []
-    local = local_steps(model, optimizer, every=2, outer=lambda p: made.append(outer(p)) or made[0])
+    local = local_steps(model, optimizer, every=every, outer=lambda p: made.append(outer(p)) or made[0])
     made[0].failures = 2 * (rank == 1)
     found = []
-    for step in range(6):
+    for step in range(steps):
         train(model, optimizer, rank, [step])
         found.append(raised(local.step))
     return found, parameter_bytes(model)
@@ -86,7 +87,7 @@ def _fails_again(rank, size):
 
 def test_outer_optimizer_that_fails_again_is_an_error_on_all_ranks(pool):
     """The first failure is that of one rank; if it persists, the next synchronization fails on both."""
-    (first, a), (second, b) = pool.run(_fails_again)
+    (first, a), (second, b) = pool.run(_fails_twice, 2, 6)
     assert first[1] is None
     assert second[1][0] == "RuntimeError"
     assert second[2][0] == "RuntimeError"  # no synchronization is due in this step
@@ -94,21 +95,8 @@ def test_outer_optimizer_that_fails_again_is_an_error_on_all_ranks(pool):
     assert a == b
 
 
-def _fails_thrice(rank, size):
-    model = net()
-    optimizer = adam(model)
-    made = []
-    local = local_steps(model, optimizer, every=1, outer=lambda p: made.append(outer(p)) or made[0])
-    made[0].failures = 2 * (rank == 1)
-    found = []
-    for step in range(4):
-        train(model, optimizer, rank, [step])
-        found.append(raised(local.step))
-    return found, parameter_bytes(model)
-
-
 def test_synchronization_fails_while_a_rank_cannot_complete_the_former_one(pool):
-    (first, a), (second, b) = pool.run(_fails_thrice)
+    (first, a), (second, b) = pool.run(_fails_twice, 1, 4)
     assert [x and x[0] for x in first] == [None, "PeerError", None, None]
     assert [x and x[0] for x in second] == ["RuntimeError", "RuntimeError", None, None]
     assert "rank 1: the last synchronization could not be completed: out of memory" in first[1][1]
