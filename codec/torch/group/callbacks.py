@@ -1,13 +1,12 @@
-"""Run the callbacks of collectives in separate threads, in the order in which the collectives were submitted."""
+"""Callbacks of collectives, which run in threads of their own, in the order in which the collectives were submitted."""
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
-Callback = Callable[[], object]
-
-_TIMEOUT = 1.0  # seconds after which the next callbacks run, even if earlier ones have not returned
+TIMEOUT = 1.0  # seconds for which later callbacks and collectives wait for a callback
 
 
 class Batch:
@@ -17,20 +16,22 @@ class Batch:
     ----------
     owner : object
         Worker of the collective.
-    callbacks : callable
+    function : callable
         Function that runs the callbacks.
     """
 
-    def __init__(self, owner: object, callbacks: Callback) -> None:
-        self.owner, self._callbacks = owner, callbacks
+    def __init__(self, owner: object, function: Callable[[], object]) -> None:
+        self.owner = owner
+        self.over = False  # True: the callbacks have run
+        self._function = function
 
     def run(self) -> None:
         """Run the callbacks in this thread."""
         running.batch = self
         try:
-            self._callbacks()
+            self._function()
         finally:
-            running.batch = None
+            running.batch, self.over = None, True
 
 
 class _Running(threading.local):
@@ -40,114 +41,89 @@ class _Running(threading.local):
 running = _Running()  # thread-local: batch whose callbacks this thread runs, or None
 
 
-class CallbackThreads:
-    """Runs batches of callbacks one after the other.
+class CallbackQueue:
+    """Batches that run one after the other. Only the thread of the worker uses this object.
 
-    If a batch takes long, or waits for another collective, the next batches run in another thread.
+    If a batch waits for another collective, as PyTorch's PowerSGD hook does, or
+    takes long, later batches run in a new thread.
 
     Parameters
     ----------
     name : str
         Name of the threads.
-    on_idle : callable
-        Called when no batch is queued or running any more.
+    on_end : callable
+        Called as on_end(batch), in the thread of the batch, when it has run. The worker then calls :meth:`release`.
     """
 
-    def __init__(self, name: str, on_idle: Callable[[], object]) -> None:
-        self._name, self._on_idle = name, on_idle
-        self._changed = threading.Condition()
-        self._batches: deque[Batch] = deque()
-        self._current: Batch | None = None  # running batch; None: the thread waits for a batch
-        self._since = 0.0  # time at which the running batch was started
-        self._thread = 0  # number of the current thread; threads with other numbers end after their batch
-        self._alive = False  # True: the current thread is running
-        self._stopped = False
-
-    def run(self, batch: Batch) -> None:
-        """Run a batch after the earlier ones."""
-        with self._changed:
-            self._batches.append(batch)
-            start = not self._alive
-            self._changed.notify_all()
-        if start:
-            self._start()
+    def __init__(self, name: str, on_end: Callable[[Batch], object]) -> None:
+        self.deadline = float("inf")  # time (monotonic clock) at which :meth:`expire` releases the current batch
+        self._name, self._on_end = name, on_end
+        self._batches: deque[Batch] = deque()  # batches that have not been started
+        self._current: Batch | None = None  # running batch, for which later ones wait
+        self._thread: SimpleQueue[Batch | None] | None = None  # queue of the current thread; None: no thread
+        self._watchers: list[threading.Event] = []  # set when no batch is left
 
     @property
     def idle(self) -> bool:
-        """True if no batch is queued or running."""
-        with self._changed:
-            return self._current is None and not self._batches
+        """True if later collectives need not wait for a batch."""
+        return self._current is None and not self._batches
 
-    def wait(self) -> None:
-        """Wait until no batch is queued or running, for at most _TIMEOUT seconds."""
-        end = time.monotonic() + _TIMEOUT
-        with self._changed:
-            while (self._current is not None or self._batches) and (left := end - time.monotonic()) > 0:
-                self._changed.wait(left)
+    def add(self, batch: Batch) -> None:
+        """Run a batch after the earlier ones."""
+        self._batches.append(batch)
+        self._start_next()
 
-    def release(self, batch: Batch) -> None:
-        """Run the next batches in another thread, because `batch` waits or takes too long."""
-        with self._changed:
-            if self._current is not batch:
-                return
-            self._current, self._alive = None, False
-            self._thread += 1
-            start = bool(self._batches)
-            self._changed.notify_all()
-        if start:
-            self._start()
-        else:
-            self._on_idle()
+    def watch(self, event: threading.Event) -> None:
+        """Set an event when no batch is left."""
+        self._watchers.append(event)
+        self._start_next()
 
-    def look(self) -> float | None:
-        """Release a batch that takes too long. Return the seconds until the next call, None if none is needed."""
-        with self._changed:
-            batch = self._current
-            if batch is None:
-                return None
-            left = self._since + _TIMEOUT - time.monotonic()
-        if left <= 0:
-            self.release(batch)
-            return None
-        return left
+    def release(self, batch: Batch | None) -> None:
+        """Let later batches run, because `batch` has run, waits for a collective, or takes too long."""
+        if batch is None or batch is not self._current:
+            return
+        if not batch.over and self._thread is not None:
+            self._thread.put(None)
+            self._thread = None
+        self._current, self.deadline = None, float("inf")
+        self._start_next()
+
+    def expire(self) -> None:
+        """Release a batch that takes too long."""
+        if time.monotonic() >= self.deadline:
+            self.release(self._current)
 
     def stop(self) -> None:
-        """End the thread after all batches have run."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        """Run all batches that are left, and end the thread."""
+        while self._batches:
+            self._run(self._batches.popleft())
+        if self._thread is not None:
+            self._thread.put(None)
 
-    def _start(self) -> None:
-        with self._changed:
-            if self._alive:
+    def _start_next(self) -> None:
+        if self._current is None and self._batches:
+            self._current, self.deadline = self._batches.popleft(), time.monotonic() + TIMEOUT
+            self._run(self._current)
+        if self.idle:
+            for event in self._watchers:
+                event.set()
+            self._watchers.clear()
+
+    def _run(self, batch: Batch) -> None:
+        if self._thread is None:
+            self._thread = SimpleQueue()
+            try:
+                threading.Thread(target=self._serve, args=(self._thread,), name=self._name, daemon=True).start()
+            except RuntimeError:  # no thread can be started, for example during interpreter shutdown
+                self._thread = None
+                batch.run()
+                self._on_end(batch)
                 return
-            self._alive = True
-            number = self._thread
-        try:
-            threading.Thread(target=self._serve, args=(number,), name=self._name, daemon=True).start()
-        except RuntimeError:  # no thread can be started, for example during interpreter shutdown
-            self._alive = False
-            while self._batches:
-                self._batches.popleft().run()
+        self._thread.put(batch)
 
-    def _serve(self, number: int) -> None:
-        while True:
-            with self._changed:
-                while number == self._thread and not self._batches and not self._stopped:
-                    self._changed.wait()
-                if number != self._thread:
-                    return
-                if not self._batches:
-                    self._alive = False
-                    return
-                batch = self._current = self._batches.popleft()
-                self._since = time.monotonic()
-            batch.run()
-            with self._changed:
-                if number != self._thread:
-                    return
-                self._current = None
-                idle = not self._batches
-                self._changed.notify_all()
-            if idle:
-                self._on_idle()
+    def _serve(self, batches: SimpleQueue[Batch | None]) -> None:
+        while (batch := batches.get()) is not None:
+            try:
+                batch.run()
+            finally:
+                self._on_end(batch)

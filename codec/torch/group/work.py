@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,15 @@ from codec.torch.network.waits import WAKE_SECONDS
 Callback = Callable[[], Any]
 
 
-class _Worker(Protocol):
-    """Thread that runs the collective: a :class:`codec.torch.group.worker.Worker`."""
-
-    lock: threading.Lock
-
-    def before_wait(self) -> None: ...
-
-
 class Work(dist.Work):
     """Handle of a collective in flight: a ``torch.distributed.Work``.
 
     Collectives with ``async_op=True`` return one, and so does the backend `codec`.
+
+    Parameters
+    ----------
+    before_wait : callable
+        Called in a thread that begins to wait for the collective; raises an error if the thread must not wait.
 
     Examples
     --------
@@ -38,10 +35,11 @@ class Work(dist.Work):
     True
     """
 
-    def __init__(self, worker: _Worker) -> None:
+    def __init__(self, before_wait: Callable[[], object]) -> None:
         super().__init__()
         self.overlaps = False  # True: later collectives need not wait for the callbacks of this one
-        self._worker = worker
+        self._before_wait = before_wait
+        self._lock = threading.Lock()  # guards registration of callbacks
         self._done: Future[Any] = Future()
         self._over: torch.futures.Future[None] | None = None  # completed when callbacks may run
         self._future: torch.futures.Future[Any] | None = None
@@ -116,7 +114,7 @@ class Work(dist.Work):
             Future; each call returns the same object.
         """
         # The error must be raised in a callback: C++ code would treat an exception set from Python as a result.
-        with self._worker.lock:
+        with self._lock:
             if self._over is None or self._future is None:
                 self._over = torch.futures.Future()
                 self._future = self._over.then(lambda _: self._result())
@@ -143,14 +141,14 @@ class Work(dist.Work):
 
         Callbacks that are added later run at once.
         """
-        with self._worker.lock:
+        with self._lock:
             self._callbacks_taken = True
             over = self._over
         return None if over is None else lambda: over.set_result(None)
 
     def _result(self, seconds: float | None = None) -> Any:
         if not self._done.done():
-            self._worker.before_wait()
+            self._before_wait()
         end = time.monotonic() + seconds if seconds else math.inf
         while not self._done.done() and (left := end - time.monotonic()) > 0:
             with suppress(TimeoutError):

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from codec import ArgumentError, PeerError
-from codec.torch.group.callbacks import Batch, CallbackThreads, running
+from codec.torch.group.callbacks import TIMEOUT, Batch, CallbackQueue, running
 from codec.torch.group.tasks import Task
 from codec.torch.group.work import Work
 from codec.torch.transport.streams import StreamOrder
@@ -18,12 +18,14 @@ from codec.torch.transport.streams import StreamOrder
 MOST_IN_FLIGHT = 64  # maximum number of collectives that wait for other ranks
 
 _STOP_INTERVAL = 2.0  # seconds between two reads of the CPU time of a thread that should end
-_LOOK, _END = "look", "end"
+_WAKE, _END = "wake", "end"
 _FORKED = (
     "the group was created by the parent process, before fork(): make a new group here, or start processes by spawn"
 )
 
-_Item = Task | str  # a new task or one whose wait has ended; _LOOK: check if tasks may begin; _END: end the thread
+# Item of the queue: a new task or one whose wait has ended; callbacks that have run or wait for a collective; an event
+# to set when no callbacks are left; _WAKE: a wait or callback may have timed out; _END: end the thread.
+_Item = Task | Batch | threading.Event | str
 
 
 class Worker:
@@ -54,7 +56,6 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self.lock = threading.Lock()  # guards registration of callbacks
         self.most_in_flight = MOST_IN_FLIGHT
         self.timeout = float("inf")
         self.on_timeout: Callable[[], Any] = lambda: None
@@ -65,10 +66,9 @@ class Worker:
         self._of_callbacks: deque[Task] = deque()  # tasks submitted by callbacks that have not begun
         self._waiting: set[Task] = set()  # tasks whose coroutine waits
         self._in_order: deque[Work] = deque()  # handles whose callbacks have not run, in the order of submission
-        self._in_callbacks = False  # True: callbacks are running, and may start collectives
         self._next = 0  # number of the next collective
         self._clock = 0  # id of the thread's CPU-time clock
-        self._callbacks = CallbackThreads(f"{name}, callbacks", lambda: self._queue.put(_LOOK))
+        self._callbacks = CallbackQueue(f"{name}, callbacks", self._queue.put)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         _workers.add(self)
@@ -98,7 +98,7 @@ class Worker:
     def _submit(self, function: Callable[[], Any], *, alone: bool) -> Work:
         if self.forked:
             raise PeerError(_FORKED)
-        work, batch = Work(self), running.batch
+        work, batch = Work(self.before_wait), running.batch
         of_callback = batch is not None and batch.owner is self and not alone
         self._queue.put(Task(work, function, StreamOrder.of_this_thread(), alone=alone, of_callback=of_callback))
         return work
@@ -109,8 +109,10 @@ class Worker:
 
     def wait_for_callbacks(self) -> None:
         """Wait until the callbacks of all ended collectives have run, for at most one second."""
-        if running.batch is None:
-            self._callbacks.wait()
+        if running.batch is None and not self.forked:
+            over = threading.Event()
+            self._queue.put(over)
+            over.wait(TIMEOUT)
 
     def check_thread(self) -> None:
         """Check that this thread may wait for a collective.
@@ -135,7 +137,7 @@ class Worker:
         self.check_thread()
         batch = running.batch
         if batch is not None and batch.owner is self:
-            self._callbacks.release(batch)
+            self._queue.put(batch)
 
     def stop(self) -> None:
         """End the thread after all tasks submitted before.
@@ -153,7 +155,6 @@ class Worker:
 
     def after_fork(self) -> None:
         """In a forked child, mark this worker as unusable, since the child has no thread to run collectives."""
-        self.lock = threading.Lock()
         self.forked = True
 
     def _cpu_seconds(self) -> float:
@@ -167,11 +168,11 @@ class Worker:
 
     def _serve(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        while self._turn(self._next_task()):
+        while self._turn(self._next_item()):
             pass
         self._callbacks.stop()
 
-    def _turn(self, item: "_Item") -> bool:
+    def _turn(self, item: _Item) -> bool:
         """Handle an item of the queue, and begin the tasks that may begin; return False for _END."""
         if item is _END:
             return False
@@ -184,8 +185,10 @@ class Worker:
             else:
                 self._pending.append(item)
                 self._in_order.append(item.work)
-        elif self._in_callbacks:  # _LOOK; collectives that callbacks have submitted precede it in the queue
-            self._in_callbacks = not self._callbacks.idle
+        elif isinstance(item, Batch):  # collectives that its callbacks have submitted precede it in the queue
+            self._callbacks.release(item)
+        elif isinstance(item, threading.Event):
+            self._callbacks.watch(item)
         while (task := self._next_to_begin()) is not None:
             self._advance(task)
         return True
@@ -196,7 +199,7 @@ class Worker:
             return None
         if self._of_callbacks:
             return self._of_callbacks.popleft()
-        if not self._pending or self._in_callbacks:
+        if not self._pending or not self._callbacks.idle:
             return None
         if self._pending[0].alone and not all(t.waits_for_the_program for t in self._waiting):
             return None
@@ -210,14 +213,14 @@ class Worker:
 
     def _advance(self, task: Task) -> None:
         if task.step():
-            self._run_callbacks(task.work)
+            self._queue_callbacks(task.work)
             return
         self._waiting.add(task)
         wait = task.wait
         if wait is None or not wait.call_when_done(lambda: self._queue.put(task)):
             self._queue.put(task)
 
-    def _next_task(self) -> "_Item":
+    def _next_item(self) -> _Item:
         """Wait for the next item of the queue; expire waits that have timed out."""
         try:
             return self._queue.get_nowait()
@@ -225,21 +228,18 @@ class Worker:
             pass
         begin = time.perf_counter()
         try:
-            found = self._queue.get(timeout=self._until_next_look())
+            found = self._queue.get(timeout=self._until_timeout())
         except Empty:
             self._expire()
-            return _LOOK
+            return _WAKE
         if self._waiting:
             wait = found.wait if isinstance(found, Task) else None
             self.on_wait(time.perf_counter() - begin, None if wait is None else wait.source)
         return found
 
-    def _until_next_look(self) -> float | None:
+    def _until_timeout(self) -> float | None:
         deadline = min((t.deadline(self.timeout) for t in self._waiting), default=float("inf"))
-        left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
-        look = self._callbacks.look()
-        if look is not None:
-            left = min(left, look)
+        left = min(min(deadline, self._callbacks.deadline) - time.monotonic(), threading.TIMEOUT_MAX)
         return None if left == threading.TIMEOUT_MAX else max(0.0, left)
 
     def _expire(self) -> None:
@@ -249,16 +249,16 @@ class Worker:
             for task in late:
                 task.expire()
             self.on_timeout()
+        self._callbacks.expire()
 
-    def _run_callbacks(self, ended: Work) -> None:
-        """Run the callbacks of ended collectives, in the order of submission."""
+    def _queue_callbacks(self, ended: Work) -> None:
+        """Queue the callbacks of ended collectives, in the order of submission."""
         works = [] if ended in self._in_order else [ended]
         while self._in_order and self._in_order[0].is_completed():
             works.append(self._in_order.popleft())
         for work in works:
             if (callbacks := work.take_callbacks()) is not None:
-                self._in_callbacks = True
-                self._callbacks.run(Batch(self, callbacks))
+                self._callbacks.add(Batch(self, callbacks))
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()

@@ -83,7 +83,7 @@ def test_collective_waits_for_work_of_the_caller_and_returns_after_its_own(fake_
     async def collective():
         fake_cuda.calls.append("collective")
 
-    task = Task(Work(None), collective, streams.StreamOrder.of_this_thread(), alone=False, of_callback=False)
+    task = Task(Work(lambda: None), collective, streams.StreamOrder.of_this_thread(), alone=False, of_callback=False)
     # The event is recorded at submission, not when the collective starts
     assert fake_cuda.calls == [("caller", "record")]
     assert task.step()

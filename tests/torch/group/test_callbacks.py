@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import codec
 import codec.torch
@@ -164,6 +165,28 @@ def test_ddp_hook_can_be_wrapped_by_one_that_reduces(ranks):
     first, second = ranks.run(_of_ddp_hook)
     assert first == second
     assert first[0] >= 3 + 2  # three steps, with two buckets in the second and third
+
+
+def _of_power_sgd(rank, size):
+    """Train one bucket with PowerSGD, whose callbacks wait for collectives; return the weights."""
+    torch.manual_seed(3)
+    net = nn.Sequential(*[nn.Linear(1000, 1000, bias=False) for _ in range(2)])
+    model = nn.parallel.DistributedDataParallel(net)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # both factors have enough values for frames
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 1000, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_power_sgd_of_torch_runs_over_the_backend(ranks):
+    ranks.new_group("codec")
+    first, second = ranks.run(_of_power_sgd)
+    assert all(map(torch.equal, first, second))
+    assert all(p.isfinite().all() for p in first)
 
 
 def _with_errors(rank, size):

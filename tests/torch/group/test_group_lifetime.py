@@ -152,7 +152,7 @@ def _held(rank, size):
     held, go = threading.Event(), threading.Event()
 
     def hold():
-        with line.channel.writing(), line.worker.lock:
+        with line.channel.writing():
             held.set()
             go.wait()
 

@@ -3,12 +3,13 @@
 import signal
 import threading
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 
 import codec
-from codec.torch.group.callbacks import Batch, CallbackThreads, running
+from codec.torch.group.callbacks import Batch, CallbackQueue, running
 from codec.torch.group.tasks import Task, Together
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
@@ -190,8 +191,7 @@ def task_of(wait):
         return "result"
 
     order = StreamOrder(None, None)
-    owner = SimpleNamespace(lock=threading.Lock(), before_wait=lambda: None)
-    return Task(Work(owner), work, order, alone=False, of_callback=False)
+    return Task(Work(lambda: None), work, order, alone=False, of_callback=False)
 
 
 def test_deadline_moves_with_the_progress_of_the_awaited_rank():
@@ -331,51 +331,92 @@ def test_collectives_of_callbacks_begin_before_later_ones_whenever_those_are_sub
 # Tests of callbacks
 
 
-def threads_of_callbacks():
-    idle = threading.Event()
-    return CallbackThreads("test", idle.set), idle
+@pytest.fixture
+def callbacks():
+    """Queue of callbacks, and the list of batches that have run, which the test must release."""
+    ended = SimpleQueue()
+    callbacks = CallbackQueue("test", ended.put)
+    yield callbacks, ended
+    callbacks.stop()
 
 
-def test_batches_run_in_order_and_then_the_threads_are_idle():
-    threads, idle = threads_of_callbacks()
-    found, over, me = [], threading.Event(), object()
-    assert threads.idle
-    for i in range(3):
-        threads.run(Batch(me, lambda i=i: found.append((i, running.batch.owner is me))))
-    threads.run(Batch(me, over.set))
-    assert over.wait(SECONDS)
-    assert idle.wait(SECONDS)
+def is_set_when_idle(callbacks):
+    event = threading.Event()
+    callbacks.watch(event)
+    return event
+
+
+def test_batches_run_in_order_and_then_the_queue_is_idle(callbacks):
+    (callbacks, ended), found, me = callbacks, [], object()
+    assert callbacks.idle
+    assert is_set_when_idle(callbacks).is_set()
+    batches = [Batch(me, lambda i=i: found.append((i, running.batch.owner is me))) for i in range(3)]
+    for batch in batches:
+        callbacks.add(batch)
+    idle = is_set_when_idle(callbacks)
+    for batch in batches:
+        assert not idle.is_set()
+        assert ended.get(timeout=SECONDS) is batch
+        callbacks.release(batch)
+    assert idle.is_set()
+    assert callbacks.idle
     assert found == [(0, True), (1, True), (2, True)]
     assert running.batch is None
-    threads.stop()
 
 
-def test_released_batch_keeps_its_thread_and_the_next_ones_run():
-    (threads, idle), gate, over = threads_of_callbacks(), threading.Event(), threading.Event()
+def test_batch_that_waits_keeps_its_thread_and_later_ones_run_in_a_new_one(callbacks):
+    (callbacks, ended), gate, threads = callbacks, threading.Event(), []
 
-    def first():
-        threads.release(running.batch)
+    def wait():
+        threads.append(threading.get_ident())
         assert gate.wait(SECONDS)
 
-    threads.run(Batch(None, first))
-    threads.run(Batch(None, over.set))
+    first = Batch(None, wait)
+    others = [Batch(None, lambda: threads.append(threading.get_ident())) for _ in range(2)]
+    for batch in [first, *others]:
+        callbacks.add(batch)
+    callbacks.release(first)
+    for batch in others:
+        assert ended.get(timeout=SECONDS) is batch
+        callbacks.release(batch)
+    assert callbacks.idle
+    gate.set()
+    assert ended.get(timeout=SECONDS) is first
+    callbacks.release(first)  # a second release has no effect
+    assert threads[0] != threads[1] == threads[2]
+
+
+def test_batch_that_takes_long_is_released(callbacks, monkeypatch):
+    monkeypatch.setattr("codec.torch.group.callbacks.TIMEOUT", 0.02)
+    (callbacks, ended), gate, second = callbacks, threading.Event(), Batch(None, lambda: None)
+    callbacks.add(Batch(None, lambda: gate.wait(SECONDS)))
+    callbacks.add(second)
+    callbacks.expire()
+    assert ended.empty()
+    time.sleep(0.03)
+    callbacks.expire()
+    assert ended.get(timeout=SECONDS) is second
+    gate.set()
+
+
+def test_batches_run_in_the_calling_thread_if_no_thread_can_be_started(callbacks, monkeypatch):
+    (callbacks, ended), threads = callbacks, []
+
+    def fail(*args, **options):
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    for _ in range(2):
+        callbacks.add(Batch(None, lambda: threads.append(threading.get_ident())))
+        callbacks.release(ended.get(timeout=SECONDS))
+    assert threads == [threading.get_ident()] * 2
+    assert callbacks.idle
+
+
+def test_stop_runs_the_batches_that_are_left(callbacks):
+    (callbacks, _), gate, over = callbacks, threading.Event(), threading.Event()
+    callbacks.add(Batch(None, lambda: gate.wait(SECONDS)))
+    callbacks.add(Batch(None, over.set))
+    callbacks.stop()
+    gate.set()
     assert over.wait(SECONDS)
-    assert idle.wait(SECONDS)
-    gate.set()
-    threads.stop()
-
-
-def test_batch_that_takes_long_is_released_by_a_look(monkeypatch):
-    monkeypatch.setattr("codec.torch.group.callbacks._TIMEOUT", 0.02)
-    (threads, idle), gate, over = threads_of_callbacks(), threading.Event(), threading.Event()
-    threads.run(Batch(None, lambda: gate.wait(SECONDS)))
-    threads.run(Batch(None, over.set))
-    end = time.monotonic() + SECONDS
-    while not over.is_set() and time.monotonic() < end:
-        left = threads.look()
-        assert left is None or left <= 0.02
-        time.sleep(0.005)
-    assert over.is_set()
-    assert idle.wait(SECONDS)
-    gate.set()
-    threads.stop()
