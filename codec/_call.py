@@ -1,14 +1,10 @@
 """Structs of the C library that one call needs; they are pooled and reused by later calls."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from codec._c import library
 from codec._c.library import DTYPES, ffi
-from codec.errors import StateError
-from codec.optimizers.arguments import LevelSource
-from codec.optimizers.base import Optimizer, floats_of
-from codec.optimizers.custom import Custom
 from codec.tensors.view import TensorView
 
 SMALL_TENSOR = 1 << 16  # bytes; frames of tensors up to this size are built in the call's pooled buffer and copied
@@ -142,26 +138,6 @@ class Call:
         """Unset the levels of Truncate, and the optimizer from which levels are computed."""
         self.context.levels = self.context.metric = ffi.NULL
 
-    def set_levels(self, source: LevelSource, *, read: bool = True) -> None:
-        """Set the levels of Truncate, or their optimizer and state. `read`: True if the host can read the state."""
-        if source.levels is not None:
-            self.context.levels = ffi.cast("uint8_t *", source.levels.data)
-            return
-        keep: list[Any] = []
-        following: Any = ffi.NULL
-        until = 0
-        for offset, optimizer in reversed(source.groups):
-            struct = ffi.new("codec_metric *")
-            struct.struct_nbytes = ffi.sizeof("codec_metric")
-            struct.until, struct.next = until, following
-            if isinstance(optimizer, Custom):
-                keep += [struct, _fill_custom(struct, optimizer, source.state, read)]
-            else:
-                keep += [struct, _fill_terms(struct, optimizer, source.state)]
-            following, until = struct, offset
-        self.context.metric = following
-        self.keep = self.keep, source, keep
-
 
 _KEPT = 32
 _free: list[Call] = []  # shared by all threads: pop and append are atomic
@@ -193,36 +169,6 @@ def fill_codebook(struct: Any, book: CodeLengths) -> None:
     struct.length = book.lengths
     struct.escape_length = book.escape_length
     struct.symbols = book.symbols
-
-
-def _fill_custom(struct: Any, optimizer: Custom, state: Mapping[str, TensorView], read: bool) -> list[Any]:
-    missing = [name for name in optimizer.names if name not in state]
-    if missing:
-        raise StateError(
-            f"the optimizer needs {', '.join(missing)}: pass bind(optimizer, {', '.join(f'{n}=...' for n in missing)})"
-        )
-    floats = [floats_of(state[name]) for name in optimizer.names] if read else []
-    pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
-    struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", optimizer.address)
-    struct.data = pointers
-    struct.theta_dtype = DTYPES[state["theta"].dtype] if "theta" in state else 0
-    return [floats, pointers, optimizer]
-
-
-def _fill_terms(struct: Any, optimizer: Optimizer, state: Mapping[str, TensorView]) -> list[Any]:
-    if "theta" not in state:
-        raise StateError("the optimizer needs theta, the parameters: pass bind(optimizer, theta=...)")
-    keep: list[Any] = []
-    terms = optimizer.final(state)
-    for name, v in state.items():
-        if (name == "v" and not terms.theta_v) or (name == "m" and not terms.m):
-            continue  # GComp's A, from which levels are computed, does not depend on this array
-        t = new_tensor(DTYPES[v.dtype], (), v.data, v.nbytes)
-        setattr(struct, name, t)
-        keep.append(t)
-    struct.theta_term, struct.theta_v_term = terms.theta, terms.theta_v
-    struct.v_term, struct.eps, struct.m_term = terms.v, terms.eps, terms.m
-    return keep
 
 
 def copy_contexts(context: Any, faults: Any, count: int) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 from codec._options import CallOptions, settings_of
 from codec.decoding import decode_request, engine_for
 from codec.errors import ArgumentError
-from codec.reducing import views_of
+from codec.inspection import views_of
 
 Tensor = TypeVar("Tensor")
 IntArray = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]

@@ -13,7 +13,7 @@ from codec.arguments import shown, whole
 from codec.engines import device_engine
 from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, SpecError
-from codec.optimizers.arguments import level_source
+from codec.optimizers.arguments import level_source, set_levels
 from codec.presets import resolve
 from codec.specs import Lossless, Spec, SpecLike, Truncate
 from codec.tensors.view import dtype_name, fetch, on_host, view, view_bytes
@@ -258,7 +258,7 @@ def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counts]:
     if m is not None:
         for name, array in m.read:
             on_host(name, array)
-        call.set_levels(m)
+        set_levels(call, m)
     t = call.fill_tensor(v)
     check(lib.codec_scratch(s, t, call.size))
     nbytes = call.size[0]

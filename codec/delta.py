@@ -14,8 +14,7 @@ from codec.arguments import shown, whole
 from codec.decoding import decode
 from codec.encoding import encode
 from codec.errors import ArgumentError, CodecError, SpecError
-from codec.inspection import check_frame, inspect, read_header
-from codec.reducing import views_of
+from codec.inspection import check_frame, inspect, read_header, views_of
 from codec.specs import Delta
 from codec.tensors.view import Array, TensorView, empty, fetch, mark_written, view_base, view_bytes, view_output
 from codec.tensors.wrapper import view as make_view

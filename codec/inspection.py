@@ -7,8 +7,10 @@ from codec import _call
 from codec._c import pool
 from codec._c.library import DTYPE_NAMES, DTYPES, check, ffi, lib
 from codec._c.spec_structs import spec_of
+from codec.errors import ArgumentError
 from codec.specs import Spec
-from codec.tensors.view import TensorView, fetch, view, view_bytes
+from codec.tensors.overlap import check_iterated
+from codec.tensors.view import TensorView, fetch, kind_of, view, view_bytes
 
 _CHUNK = 1024  # bytes per chunk; a digest is the sum of the hashes of all chunks
 _HEAD = 1 << 16  # bytes copied from a frame on a device: header and side section are shorter in most frames
@@ -235,3 +237,13 @@ def digest_of(v: TensorView, threads: int | None = None) -> int:
     for status in pool.run(part, len(ranges), threads):
         check(status)
     return sum(sums) % (1 << 64)
+
+
+def views_of(frames: Any) -> list[TensorView]:
+    """Return the views of a sequence of frames; raise ArgumentError for a single frame or another type."""
+    one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
+    if one or not hasattr(frames, "__iter__"):
+        raise ArgumentError(f"frames must be a sequence of frames, not {kind_of(frames)}")
+    views = [view_bytes(frame) for frame in frames]
+    check_iterated("frames", frames, views)
+    return views

@@ -12,11 +12,10 @@ from codec.arguments import float32, shown, truth
 from codec.codebook import Codebook
 from codec.decoding import decode_request, engine_for, explain
 from codec.errors import ArgumentError
-from codec.inspection import inspect
+from codec.inspection import inspect, views_of
 from codec.specs import BoundSpec
 from codec.tensors.jax_arrays import of_kind
-from codec.tensors.overlap import check_iterated
-from codec.tensors.view import TensorView, kind_of, mark_written, view_bytes
+from codec.tensors.view import mark_written, view_bytes
 
 Tensor = TypeVar("Tensor")
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -89,16 +88,6 @@ def _weight_of(weight: Any) -> float:
     if number is None or (math.isfinite(number) and not math.isfinite(float32(number) or 0)):
         raise ArgumentError(f"weight must be a number that float32 can hold, got {shown(weight)}")
     return number
-
-
-def views_of(frames: Any) -> list[TensorView]:
-    """Return the views of a sequence of frames; raise ArgumentError for a single frame or another type."""
-    one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
-    if one or not hasattr(frames, "__iter__"):
-        raise ArgumentError(f"frames must be a sequence of frames, not {kind_of(frames)}")
-    views = [view_bytes(frame) for frame in frames]
-    check_iterated("frames", frames, views)
-    return views
 
 
 Op = Literal["mean", "sum", "max"]

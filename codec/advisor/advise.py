@@ -12,7 +12,6 @@ import numpy as np
 from codec._c.traits import is_lossless
 from codec._options import CallOptions, settings_of
 from codec.advisor.cost_model import (
-    MAX_RANKS,
     Algorithm,
     Cost,
     Link,
@@ -25,7 +24,7 @@ from codec.advisor.cost_model import (
 )
 from codec.advisor.model_rules import Kind, kinds_by_spec, kinds_of
 from codec.advisor.sampling import Sample, bound_for, is_model, samples, tensors_of
-from codec.arguments import shown, whole
+from codec.arguments import MAX_RANKS, shown, whole
 from codec.decoding import decode
 from codec.encoding import bound, encode
 from codec.errors import ArgumentError, SpecError

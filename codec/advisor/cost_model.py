@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
-from codec.arguments import shown, whole
+from codec.arguments import MAX_RANKS, shown, whole
 from codec.errors import ArgumentError
 
 Algorithm = Literal["two_shot", "ring", "all_gather"]  # all-reduce algorithms of codec.torch that have a cost model
 
-MAX_RANKS = 1 << 20  # maximum number of ranks of an all-reduce
 MAX_PIECES = 1 << 62  # maximum number of chunks per slice
 
 # "bps" is accepted only with the prefixes M, G and T: in the tool tc, "mbps" means megabytes per second

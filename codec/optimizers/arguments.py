@@ -1,14 +1,15 @@
-"""Checks of the optimizer, the state and the levels to which a spec is bound."""
+"""Optimizer, state and levels to which a spec is bound: checks of the arguments, and their C structs."""
 
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from codec._c.library import ITEMSIZE, MANTISSA_BITS
+from codec._c.library import DTYPES, ITEMSIZE, MANTISSA_BITS, ffi
+from codec._call import Call, new_tensor
 from codec.arguments import shown, whole
-from codec.errors import ArgumentError, SpecError
-from codec.optimizers.base import Optimizer
+from codec.errors import ArgumentError, SpecError, StateError
+from codec.optimizers.base import Optimizer, floats_of
 from codec.optimizers.custom import Custom
 from codec.optimizers.formulas import Adam, NAdam
 from codec.specs import BoundSpec, Spec, Truncate
@@ -72,6 +73,72 @@ def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> Leve
             "a level for all values, level=0 to 3"
         )
     return None
+
+
+def set_levels(call: Call, source: LevelSource, *, read: bool = True) -> None:
+    """Set the levels of Truncate of a call, or their optimizer and state.
+
+    Parameters
+    ----------
+    call : Call
+        Structs of the call.
+    source : LevelSource
+        Levels, or optimizer and state.
+    read : bool, default True
+        True if the host can read the state.
+
+    Raises
+    ------
+    StateError
+        An array that the optimizer needs is missing.
+    """
+    if source.levels is not None:
+        call.context.levels = ffi.cast("uint8_t *", source.levels.data)
+        return
+    keep: list[Any] = []
+    following: Any = ffi.NULL
+    until = 0
+    for offset, optimizer in reversed(source.groups):
+        struct = ffi.new("codec_metric *")
+        struct.struct_nbytes = ffi.sizeof("codec_metric")
+        struct.until, struct.next = until, following
+        if isinstance(optimizer, Custom):
+            keep += [struct, _fill_custom(struct, optimizer, source.state, read)]
+        else:
+            keep += [struct, _fill_terms(struct, optimizer, source.state)]
+        following, until = struct, offset
+    call.context.metric = following
+    call.keep = call.keep, source, keep
+
+
+def _fill_custom(struct: Any, optimizer: Custom, state: Mapping[str, TensorView], read: bool) -> list[Any]:
+    missing = [name for name in optimizer.names if name not in state]
+    if missing:
+        raise StateError(
+            f"the optimizer needs {', '.join(missing)}: pass bind(optimizer, {', '.join(f'{n}=...' for n in missing)})"
+        )
+    floats = [floats_of(state[name]) for name in optimizer.names] if read else []
+    pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
+    struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", optimizer.address)
+    struct.data = pointers
+    struct.theta_dtype = DTYPES[state["theta"].dtype] if "theta" in state else 0
+    return [floats, pointers, optimizer]
+
+
+def _fill_terms(struct: Any, optimizer: Optimizer, state: Mapping[str, TensorView]) -> list[Any]:
+    if "theta" not in state:
+        raise StateError("the optimizer needs theta, the parameters: pass bind(optimizer, theta=...)")
+    keep: list[Any] = []
+    terms = optimizer.final(state)
+    for name, v in state.items():
+        if (name == "v" and not terms.theta_v) or (name == "m" and not terms.m):
+            continue  # GComp's A, from which levels are computed, does not depend on this array
+        t = new_tensor(DTYPES[v.dtype], (), v.data, v.nbytes)
+        setattr(struct, name, t)
+        keep.append(t)
+    struct.theta_term, struct.theta_v_term = terms.theta, terms.theta_v
+    struct.v_term, struct.eps, struct.m_term = terms.v, terms.eps, terms.m
+    return keep
 
 
 def _warn_if_not_first(v: TensorView, begin: int, end: int) -> None:

@@ -5,9 +5,8 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from codec.advisor.cost_model import MAX_RANKS
+from codec.arguments import MAX_RANKS, whole
 from codec.arguments import shown as shown_value
-from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
 from codec.stateful.checkpoint import load, save
 from codec.stateful.ranges import Layout, Range, Store, gather, layout_of, pieces, shared, shown, union, without

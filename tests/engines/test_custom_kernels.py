@@ -124,10 +124,10 @@ def test_metrics_that_numba_cannot_compile_are_rejected():
 def context_of(optimizer, theta):
     """Return the context of a call with an optimizer."""
     from codec import _call
-    from codec.optimizers.arguments import level_source
+    from codec.optimizers.arguments import level_source, set_levels
 
     call = _call.take()
-    call.set_levels(level_source(codec.Truncate().bind(optimizer, theta=theta), theta.size))
+    set_levels(call, level_source(codec.Truncate().bind(optimizer, theta=theta), theta.size))
     context_of.keep = call
     return call.context
 

@@ -16,6 +16,7 @@ from codec.engines.cuda.structs import DECODING, FOUND, LISTS
 from codec.engines.cuda.upload import DATA_AT, Image
 from codec.engines.cuda.workspace import grid_for
 from codec.errors import CodecError, FrameError, Status
+from codec.optimizers.arguments import set_levels
 from codec.tensors.view import TensorView
 
 _NONE = 2**64 - 1
@@ -87,7 +88,7 @@ class Frame:
         if request.codebooks:
             call.set_codebooks(request.codebooks)
         if levels is not None:
-            call.set_levels(levels, read=False)
+            set_levels(call, levels, read=False)
         nothing = call.fill_tensor(TensorView(header.dtype, header.shape, ffi.NULL, 0, None))
         size = ffi.new("size_t[2]")
         check(lib.codec_job_nbytes(ffi.addressof(info.spec), nothing, size, size + 1))

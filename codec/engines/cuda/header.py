@@ -9,7 +9,7 @@ from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, FrameError, StateError, Status
 from codec.inspection import read_header
-from codec.optimizers.arguments import LevelSource, level_source
+from codec.optimizers.arguments import LevelSource, level_source, set_levels
 from codec.tensors.view import TensorView, view_base
 
 
@@ -119,7 +119,7 @@ class Header:
         if source is not None:
             state = {name: self.work.fetch(array) for name, array in source.state.items()}
             levels = self.work.fetch(source.levels) if source.levels is not None else None
-            call.set_levels(LevelSource(source.groups, state, levels))
+            set_levels(call, LevelSource(source.groups, state, levels))
         if base is not None:
             call.set_base(self.work.fetch(base))
         check(lib.codec_scratch(ffi.addressof(info.spec), tensor_like(info), call.size))

@@ -12,6 +12,7 @@ from codec.engines.cuda.kernels import BY_NUMBER, Kernel
 from codec.engines.cuda.scratch import Need, need_of
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
 from codec.engines.request import EncodeRequest
+from codec.optimizers.arguments import set_levels
 
 _KEPT, _KEPT_NBYTES = 256, 1 << 16  # maximum number of cached plans, and maximum bytes of a cached plan's upload
 _STREAM, _STREAM_AT = struct.Struct("<Q"), ffi.offsetof("codec_view", "stream")
@@ -152,7 +153,7 @@ def _new_call(r: EncodeRequest) -> Call:
     if r.segments is not None:
         call.set_segments(r.segments)
     if r.levels is not None:
-        call.set_levels(r.levels, read=False)
+        set_levels(call, r.levels, read=False)
     if r.residual is not None:
         call.context.residual = ffi.cast("float *", r.residual.data)
         call.context.flags = 0 if r.verify_first else lib.CODEC_NO_VERIFY_FIRST

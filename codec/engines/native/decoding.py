@@ -12,7 +12,7 @@ from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, StateError, Status
 from codec.inspection import check_frame, read_header
-from codec.optimizers.arguments import LevelSource, level_source
+from codec.optimizers.arguments import LevelSource, level_source, set_levels
 from codec.specs import BoundSpec
 from codec.tensors.view import TensorView, empty, on_host, view_base, view_output
 
@@ -136,7 +136,7 @@ def decode_prepared(
     frame = r.frames[0]
     call.keep = call.keep, r, v
     if levels is not None:
-        call.set_levels(levels)
+        set_levels(call, levels)
     base = None if r.base is None else base_of(r, v.dtype)
     if base is not None:
         call.set_base(base)

@@ -14,6 +14,7 @@ from codec.engines import blockwise
 from codec.engines.native.memory import NewBytes
 from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, Status
+from codec.optimizers.arguments import set_levels
 from codec.tensors.view import TensorView, on_host
 
 _ROOM, _SCRATCH, _SMALL_TENSOR = _call.SMALL_FRAME, _call.SMALL_SCRATCH, _call.SMALL_TENSOR
@@ -52,7 +53,7 @@ def fill_context(call: Call, r: EncodeRequest) -> None:
     if segments is not None:
         call.set_segments(segments)
     if levels is not None:
-        call.set_levels(levels)
+        set_levels(call, levels)
     if base is not None:
         call.set_base(base)
     if residual is not None:

@@ -13,7 +13,7 @@ from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, Status
 from codec.inspection import check_frame
-from codec.optimizers.arguments import level_source
+from codec.optimizers.arguments import level_source, set_levels
 from codec.tensors.view import TensorView, empty, on_host, view_output
 
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
@@ -54,7 +54,7 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
     if r.codebooks:
         call.set_codebooks(r.codebooks)
     if levels is not None:
-        call.set_levels(levels)
+        set_levels(call, levels)
     call.fill_tensor(v)
     try:
         (make or reduce_into)(call, read, _OPS[op], pool.choose_threads(r.threads, v.nbytes * len(read)))

@@ -15,7 +15,7 @@ from codec.engines.numba import loops
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, Status
 from codec.inspection import read_header
-from codec.optimizers.arguments import LevelSource
+from codec.optimizers.arguments import LevelSource, set_levels
 from codec.tensors.view import TensorView, empty
 
 _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT)
@@ -88,7 +88,7 @@ def decode_prepared(
         return
     call.keep = call.keep, r, v
     if levels is not None:
-        call.set_levels(levels)
+        set_levels(call, levels)
     base = None if r.base is None else decoding.base_of(r, v.dtype)
     if base is not None:
         call.set_base(base)

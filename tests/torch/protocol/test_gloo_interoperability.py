@@ -16,7 +16,7 @@ from codec import optimizers
 from codec._c.library import DTYPES, ffi
 from codec._c.spec_structs import spec_struct
 from codec._call import Call
-from codec.optimizers.arguments import level_source
+from codec.optimizers.arguments import level_source, set_levels
 from codec.tensors.segments import pack
 from codec.torch.group import communicator
 from codec.torch.reduction import arguments, execution
@@ -131,7 +131,7 @@ def packed_metrics(job, size):
         return b"", 0
     call = Call()
     bound = codec.Truncate().bind(job.metric, **state_of(job, size))
-    call.set_levels(level_source(bound, job.whole(size)))
+    set_levels(call, level_source(bound, job.whole(size)))
     m, found = call.context.metric, []
     while m:
         terms = m.theta_term, m.theta_v_term, m.v_term, m.eps, m.m_term
