@@ -163,29 +163,28 @@ CALLS = [
     Call("reduce_scatter", codec.Quantize(4), n=N, op="mean", stream=2),
     Call("all_gather", codec.Quantize(3), n=7000, stream=4),
     Call("all_to_all", codec.Ternary(), n=N),
-]
-SIZED = [  # calls in the specification's table of message sizes
     *[Call(spec=codec.Sign(), n=6000, algorithm=name) for name in ("two_shot", "all_gather", "ring", "raw")],
     Call(spec=codec.Ternary(), n=6000, algorithm="shared_scale"),
     *[Call(kind, codec.Sign(), n=6000) for kind in ("reduce_scatter", "all_gather", "all_to_all")],
     Call("exchange"),
 ]
-ALL = [*CALLS, *SIZED]
 
 
 @pytest.fixture(scope="module")
 def recorded() -> list[list[tuple[list[Message], Any]]]:
-    """Return the messages and results of each of three ranks: of a collective that connects them, then of ALL."""
-    return run_ranks(3, record, [EXAMPLE, *ALL])
+    """Return the messages and results of each of three ranks: of a collective that connects them, then of CALLS."""
+    return run_ranks(3, record, [EXAMPLE, *CALLS])
 
 
 @pytest.mark.parametrize(
     "i",
-    range(len(ALL)),
-    ids=lambda i: f"{ALL[i].kind}-{ALL[i].algorithm}-{i}" if ALL[i].kind == "all_reduce" else f"{ALL[i].kind}-{i}",
+    range(len(CALLS)),
+    ids=lambda i: (
+        f"{CALLS[i].kind}-{CALLS[i].algorithm}-{i}" if CALLS[i].kind == "all_reduce" else f"{CALLS[i].kind}-{i}"
+    ),
 )
 def test_messages_are_those_of_the_specification(recorded: Any, i: int) -> None:
-    expected = Expected(ALL[i], 3).messages(1 + i)
+    expected = Expected(CALLS[i], 3).messages(1 + i)
     for rank in range(3):
         check_sent(expected[rank], recorded[rank][1 + i][0])
 
@@ -206,7 +205,7 @@ def test_specification_names_existing_tests() -> None:
 
 
 def test_results_are_the_same_bits_on_all_ranks(recorded: Any) -> None:
-    for i, call in enumerate(ALL):
+    for i, call in enumerate(CALLS):
         if call.kind == "all_reduce":
             first, *others = (recorded[rank][1 + i][1].view(torch.uint8) for rank in range(3))
             assert all(torch.equal(first, other) for other in others), call
@@ -324,17 +323,6 @@ def partitions_block() -> str:
     return "\n".join(lines)
 
 
-def sizes_block(recorded: Any) -> str:
-    """Return the body sizes in bytes of rank 0's messages to each other rank; "v" marks reports."""
-    lines = []
-    for call, (messages, _) in zip(SIZED, recorded[0][1 + len(CALLS) :], strict=True):
-        lines.append(f"all_reduce, {call.algorithm}" if call.kind == "all_reduce" else call.kind)
-        for o in (1, 2):
-            sizes = [f"{len(m.body)}{'v' if m.part else ''}" for m in messages if m.to == o]
-            lines.append(f"    to rank {o}: {' '.join(sizes)}")
-    return "\n".join(lines)
-
-
 def fields_of(message: Message, what: str) -> list[tuple[int, str]]:
     """Return the size in bytes and the meaning of each field of a message of the example."""
     head = [(4, "magic"), (4, "kind: data"), (8, "number of the collective"), (4, "part"), (4, "index")]
@@ -376,14 +364,14 @@ def example_block(ranks: RankPool) -> str:
     return "\n".join(lines).rstrip()
 
 
-def blocks(ranks: RankPool, recorded: Any) -> list[str]:
-    return [signatures_block(), partitions_block(), sizes_block(recorded), example_block(ranks)]
+def blocks(ranks: RankPool) -> list[str]:
+    return [signatures_block(), partitions_block(), example_block(ranks)]
 
 
-def test_specification_has_the_generated_blocks(recorded: Any) -> None:
+def test_specification_has_the_generated_blocks() -> None:
     with RankPool(2) as ranks:
         ranks.new_group()
-        expected = blocks(ranks, recorded)
+        expected = blocks(ranks)
     text = "".join((SPECIFICATION / page).read_text() for page in PAGES)
     for block in expected:
         assert f"```\n{block}\n```\n" in text, f"{' or '.join(PAGES)} in docs/spec must have this block:\n{block}"
@@ -392,4 +380,4 @@ def test_specification_has_the_generated_blocks(recorded: Any) -> None:
 if __name__ == "__main__":
     with RankPool(2) as two:
         two.new_group()
-        print(*blocks(two, run_ranks(3, record, [EXAMPLE, *ALL])), sep="\n\n")
+        print(*blocks(two), sep="\n\n")
