@@ -147,7 +147,7 @@ Plan plan_of(const std::string &path, int rank)
 
 const std::map<std::string, Algorithm> ALGORITHMS = {
 	{"auto", Algorithm::automatic}, {"two_shot", Algorithm::two_shot}, {"all_gather", Algorithm::all_gather},
-	{"ring", Algorithm::ring},      {"raw", Algorithm::raw},           {"blocks", Algorithm::blocks},
+	{"ring", Algorithm::ring},      {"raw", Algorithm::raw},
 };
 const std::map<std::string, ::gloo::AllreduceOptions::Algorithm> STOCK = {
 	{"stock_ring", ::gloo::detail::AllreduceOptionsImpl::RING},
@@ -205,8 +205,7 @@ private:
 		codec::gloo::Options options;
 
 		options.algorithm = ALGORITHMS.at(row.algorithm);
-		if (options.algorithm != Algorithm::blocks)
-			options.segments = data.segments;
+		options.segments = data.segments;
 		options.metric = data.metric ? &*data.metric : nullptr;
 		options.stream = repetition;
 		options.out = out_.data();

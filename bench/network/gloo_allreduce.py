@@ -38,14 +38,13 @@ import codec
 from codec import _call
 from codec._c.library import ffi
 from codec._c.spec_structs import spec_struct
-from codec._c.traits import has_fixed_rate
 from codec.optimizers.arguments import level_source
 
 HERE = Path(__file__).parent
 PROGRAM = HERE.parents[1] / "build" / "native" / "gloo_allreduce"
 LINKS = ("100mbit", "500mbit", "1gbit", "10gbit")
 STOCK = "Gloo float32"
-ALGORITHMS = ("two_shot", "all_gather", "ring", "raw", "blocks", "auto")
+ALGORITHMS = ("two_shot", "all_gather", "ring", "raw", "auto")
 HOPS = 3.0  # maximum error of a ring, which encodes sums at each hop, as a multiple of the error of one encoding
 
 
@@ -79,8 +78,6 @@ class Plan:
             which = len(kinds) - 1 if stateful else 0
             _, least = allreduce.two_shot(spec, kinds[which], exact[which])
             for algorithm in args.algorithms:
-                if algorithm == "blocks" and not has_fixed_rate(spec):
-                    continue
                 hops = allreduce.SLACK if algorithm in ("two_shot", "all_gather", "auto") else HOPS
                 row = f"data{which} {algorithm} {hexed(spec_struct(spec))}"
                 self.add_row(name, algorithm, row, hops * least + allreduce.ROUNDING)

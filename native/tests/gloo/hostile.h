@@ -80,13 +80,13 @@ public:
 	void succeed()
 	{
 		if (context_->rank)
-			send_numbers(message_of({0, 1, 0, 0, 0}), REPORT);
+			send_numbers(message_of({0, 1}), REPORT);
 		else
 			numbers(REPORT);
 		if (context_->rank)
 			numbers(REPORT);
 		else
-			send_numbers(message_of({0, 0, 0, 0, 0}), REPORT);
+			send_numbers(message_of({0, 0}), REPORT);
 	}
 
 	/* Return a message with `numbers`, followed by their count. */

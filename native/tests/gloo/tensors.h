@@ -144,12 +144,6 @@ inline double error(const Tensor &found, const Tensor &want)
 	return std::sqrt(lost) / (all > 0 ? std::sqrt(all) : 1);
 }
 
-/* Return true if the size of a spec's frames does not depend on the values. */
-inline bool is_fixed_rate(const codec_spec &spec)
-{
-	return detail::has_trait(spec, CODEC_TRAIT_FIXED_RATE);
-}
-
 /* A spec, and the upper bound of its relative error after one encoding. */
 struct Case {
 	std::string name;

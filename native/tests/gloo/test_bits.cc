@@ -18,8 +18,8 @@ using ranks::Rank;
 namespace
 {
 
-constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring,
-				    Algorithm::raw,      Algorithm::automatic,  Algorithm::blocks};
+constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring, Algorithm::raw,
+				    Algorithm::automatic};
 
 /*
  * Append segments with unusual shapes: rank 0, empty, rows of one value, long rows, a gap before the last segment.
@@ -50,13 +50,10 @@ std::string each_codec(Rank &me)
 			for (size_t round = 0; round < 3; round++) {
 				const Case &c = cases[s];
 				const uint32_t dtype = DTYPES[(s + a + me.size + round) % 3];
-				const bool blocks = ALGORITHMS[a] == Algorithm::blocks;
-				const uint64_t n = round % 2 || blocks ? 3001 + 1024 * round : shaped;
+				const uint64_t n = round % 2 ? 3001 + 1024 * round : shaped;
 				Tensor t = tensor(me.rank, dtype, n, s);
 				Options options;
 
-				if (blocks && !is_fixed_rate(c.spec))
-					continue;
 				options.op = OPS[(s + 2 * a + round) % 3];
 				options.algorithm = ALGORITHMS[a];
 				options.stream = 100 * s + a;
@@ -97,7 +94,7 @@ TEST_CASE("Results of every codec by every algorithm are identical on all ranks,
 namespace
 {
 
-/* All-reduce tensors whose sizes are at boundaries of slices, chunks and blocks. */
+/* All-reduce tensors whose sizes are at boundaries of slices and chunks. */
 std::string each_size(Rank &me)
 {
 	Group group(me.connect());
@@ -110,8 +107,6 @@ std::string each_size(Rank &me)
 				Tensor t = tensor(me.rank, dtype, n, n);
 				Options options;
 
-				if (codec == CODEC_LOSSLESS && algorithm == Algorithm::blocks)
-					continue;
 				options.algorithm = algorithm;
 				group.allreduce(t.data(), n, dtype, spec_of(codec), options);
 				found += t.str();
@@ -244,8 +239,6 @@ std::string apart(Rank &me)
 			Tensor in_place = x, source = x, out = tensor(50, dtype, N), free = x;
 			Options options;
 
-			if (algorithm == Algorithm::automatic)
-				continue; /* the algorithm that "automatic" chooses may differ between calls */
 			options.algorithm = algorithm;
 			group.allreduce(in_place.data(), N, dtype, spec_of(CODEC_FLOAT8), options);
 			options.out = out.data();
@@ -389,46 +382,6 @@ std::string threads(Rank &me)
 TEST_CASE("Groups of different tags share a context in two threads with Gloo's own collectives")
 {
 	ranks::run(3, threads);
-}
-
-namespace
-{
-
-std::string over_and_over(Rank &me)
-{
-	constexpr size_t N = 50000;
-	Group group(me.connect());
-	const Tensor want = in_order(me.size, CODEC_FLOAT32, N, Op::mean);
-	std::vector<uint64_t> sent;
-
-	for (int i = 0; i < 30; i++) {
-		Tensor t = tensor(me.rank, CODEC_FLOAT32, N);
-		const uint64_t before = group.sent_nbytes();
-
-		group.allreduce(t.data(), N, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
-		EXPECT(t == want);
-		sent.push_back(group.sent_nbytes() - before);
-	}
-	/* number of bytes that a collective sends: of frames or, in a trial of raw, of uncompressed values */
-	const uint64_t frames = sent[0], values = 2 * (me.size - 1) * N * 4 / me.size;
-	EXPECT(frames < values);
-	std::string kinds;
-	for (uint64_t nbytes : sent) {
-		const bool raw = nbytes != frames;
-
-		EXPECT(!raw || (nbytes > values - 10000 && nbytes < values + 10000));
-		kinds += raw ? 'v' : 'f';
-	}
-	return kinds;
-}
-
-} // namespace
-
-TEST_CASE("Ranks choose alike between frames and raw, and both give the same bits")
-{
-	const std::string kinds = ranks::run_alike(3, over_and_over);
-
-	CHECK(kinds.substr(0, 3) == "fff");
 }
 
 namespace

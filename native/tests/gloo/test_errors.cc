@@ -19,8 +19,7 @@ namespace
 
 constexpr int WRONG = 1; /* rank with invalid arguments or values */
 constexpr size_t N = 40000;
-constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring, Algorithm::raw,
-				    Algorithm::blocks};
+constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring, Algorithm::raw};
 
 /* Arguments of a collective; one rank modifies them to be invalid. */
 struct Call {
@@ -134,12 +133,6 @@ std::vector<Mistake> mistakes()
 			 c.options.sums_residual = reinterpret_cast<float *>(c.out.data()) + N / 4;
 		 }},
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.algorithm = Algorithm::ring; }},
-		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.algorithm = Algorithm::blocks; }},
-		{CODEC_BAD_SPEC,
-		 [](Call &c) {
-			 c.options.algorithm = Algorithm::blocks;
-			 c.spec = spec_of(CODEC_LOSSLESS);
-		 }},
 		bad_metric([](BadMetric &b) { b.theta.nbytes = 1024 * sizeof(float); }),
 		bad_metric([](BadMetric &b) { b.theta = detail::tensor_of(CODEC_FLOAT32, nullptr, N); }),
 		bad_metric([](BadMetric &b) { b.theta.dtype = CODEC_FLOAT16; }),
@@ -326,7 +319,7 @@ namespace
  */
 std::string many_kinds(Rank &me)
 {
-	constexpr size_t LARGE = 50000; /* number of values; a tensor of this size may be sent raw */
+	constexpr size_t LARGE = 50000; /* number of values */
 	Group group(me.connect());
 	const Tensor want = in_order(me.size, CODEC_FLOAT32, LARGE, Op::mean);
 	const auto large = [&] {
@@ -337,11 +330,10 @@ std::string many_kinds(Rank &me)
 	};
 
 	for (int round = 0; round < 2; round++) {
-		for (int i = 0; i < 4; i++) /* after these calls, the next call is the first of the trial of raw */
-			large();
+		large();
 		/*
 		 * Rank WRONG cannot begin this request. The other ranks must not add its signature to their caches:
-		 * otherwise they would evict a choice that rank WRONG still remembers.
+		 * otherwise they would evict a key that rank WRONG still remembers.
 		 */
 		std::vector<float> x(300, 1);
 		const auto refused = [&] {
@@ -352,7 +344,7 @@ std::string many_kinds(Rank &me)
 			thrown<ArgumentError>(refused);
 		else
 			thrown<PeerError>(refused, "rank 1 could not begin");
-		for (size_t n = 1; n < detail::Recent<detail::Choice>::MOST; n++)
+		for (size_t n = 1; n < detail::Keys::MOST; n++)
 			group.allreduce(x.data(), n, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
 	}
 	me.meet("done"); /* other ranks may still read this rank's messages */
@@ -361,7 +353,7 @@ std::string many_kinds(Rank &me)
 
 } // namespace
 
-TEST_CASE("Ranks remember the same choices after a call that one of them could not begin")
+TEST_CASE("Ranks remember the same signatures after a call that one of them could not begin")
 {
 	ranks::run(3, many_kinds);
 }
@@ -384,8 +376,6 @@ std::string other_wish(Rank &me)
 		[](Group &g, Call &c) { c.options.cut_as_torch = true, c.run(g); },
 		[](Group &g, Call &c) { c.options.algorithm = Algorithm::all_gather, c.run(g); },
 		[](Group &g, Call &c) { c.options.algorithm = Algorithm::raw, c.run(g); },
-		/* automatic is two_shot at first, but may become raw */
-		[](Group &g, Call &c) { c.options.algorithm = Algorithm::automatic, c.run(g); },
 		[](Group &g, Call &c) { c.options.segments = {segment(0, {100, 20})}, c.run(g); },
 		[](Group &g, Call &c) { c.options.segments = {segment(0, {N})}, c.run(g); },
 		[](Group &g, Call &c) {
@@ -451,14 +441,10 @@ std::string not_finite(Rank &me)
 			Call call(me.rank, dtype);
 			const Tensor before = call.x;
 
-			if (algorithm == Algorithm::blocks && !is_fixed_rate(c.spec))
-				continue;
 			call.spec = c.spec;
 			call.options.algorithm = algorithm;
 			if (algorithm == Algorithm::ring)
-				call.options.residual = nullptr;
-			if (algorithm == Algorithm::ring || algorithm == Algorithm::blocks)
-				call.options.sums_residual = nullptr;
+				call.options.residual = call.options.sums_residual = nullptr;
 			if (me.rank == WRONG)
 				detail::narrow(dtype, &what, 1, call.x.bytes.data() + at * codec_dtype_nbytes(dtype));
 			const Tensor given = call.x;

@@ -38,7 +38,6 @@ constexpr Way WAYS[] = {
 	{"all-gather", Algorithm::all_gather, CODEC_SIGN, true},
 	{"ring", Algorithm::ring, CODEC_LOSSLESS, false},
 	{"raw", Algorithm::raw, CODEC_FLOAT8, true},
-	{"blocks", Algorithm::blocks, CODEC_QUANTIZE, false},
 	{"steady two-shot", Algorithm::two_shot, CODEC_QUANTIZE, true, true},
 	{"steady all-gather", Algorithm::all_gather, CODEC_SIGN, true, true},
 	{"steady ring", Algorithm::ring, CODEC_LOSSLESS, false, true},

@@ -38,9 +38,8 @@ uint64_t stamp(uint64_t round)
 /* Return the signature of an all-reduce of float32 values: mean, no metric, no codebook. */
 uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, const Numbers &segments)
 {
-	const auto asked = static_cast<uint64_t>(algorithm);
 	const auto used = static_cast<uint64_t>(algorithm == Algorithm::automatic ? Algorithm::all_gather : algorithm);
-	Numbers words = {3,
+	Numbers words = {4,
 			 0,
 			 1,
 			 spec.codec,
@@ -59,7 +58,6 @@ uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, cons
 			 n,
 			 0,
 			 0,
-			 asked,
 			 used,
 			 0,
 			 0};
@@ -117,7 +115,7 @@ void check_raw(Peer &peer, uint64_t key, uint64_t round)
 	peer.send_frame(bytes_of(sums, HALF, N), Peer::SUMS);
 	EXPECT(peer.numbers(Peer::LAST_WORDS) == (Numbers{last(sums, HALF), 0, 0, 0, 0, 0, 0}));
 	peer.send_numbers(Peer::message_of({last(sums, N)}), Peer::LAST_WORDS);
-	peer.send_numbers(Peer::message_of({0, 1, 0, 0, 0}), Peer::REPORT);
+	peer.send_numbers(Peer::message_of({0, 1}), Peer::REPORT);
 	EXPECT(peer.numbers(Peer::REPORT) == SUCCESS);
 }
 
@@ -150,20 +148,16 @@ void check_frames(Peer &peer)
 	EXPECT(length > 48 && length < FRAMED);
 	std::memcpy(&end, &message[8 + length], sizeof end);
 	EXPECT(end == stamp(40));
-	peer.send_numbers(Peer::message_of({2, 1, 0, 0, 0}), Peer::REPORT);
+	peer.send_numbers(Peer::message_of({2, 1}), Peer::REPORT);
 	EXPECT(peer.numbers(Peer::REPORT) == (Numbers{2, 1, 0, 0, 0, 0, 0}));
 }
 
-/*
- * Check the messages of rank 0 in a steady all-gather, which it must send before it receives this rank's request. Then
- * check its report and verdict, which have times; rank 1 reports larger times.
- */
+/* Check the messages of rank 0 in a steady all-gather, which it must send before it receives this rank's request. */
 void check_automatic(Peer &peer)
 {
 	const uint64_t signed_by = signature(spec_of(CODEC_LOSSLESS), FRAMED, Algorithm::automatic, {});
 	const Bytes frame = hostile::encoded(spec_of(CODEC_LOSSLESS), CODEC_FLOAT32, FRAMED, 0);
 	const Bytes mine = hostile::encoded(spec_of(CODEC_LOSSLESS), CODEC_FLOAT32, FRAMED, 1);
-	constexpr uint64_t LONG = uint64_t(1) << 40;
 
 	for (uint64_t round = 43; round < 45; round++) {
 		const uint64_t key = round == 43 ? 0 : 43;
@@ -179,8 +173,8 @@ void check_automatic(Peer &peer)
 		if (key)
 			answer();
 		peer.send_frame(Peer::message_of(mine, mine.size(), stamp(round)));
-		peer.send_numbers(Peer::message_of({0, 1, LONG, 2000, LONG + 1}), Peer::REPORT);
-		EXPECT(peer.numbers(Peer::REPORT) == (Numbers{0, 0, LONG, 2000, LONG + 1, 0, 0}));
+		peer.send_numbers(Peer::message_of({0, 1}), Peer::REPORT);
+		EXPECT(peer.numbers(Peer::REPORT) == SUCCESS);
 	}
 }
 

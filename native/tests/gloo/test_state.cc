@@ -243,7 +243,7 @@ struct Steps {
 		options.algorithm = algorithm;
 		options.stream = seed;
 		options.residual = residual.data();
-		options.sums_residual = algorithm == Algorithm::blocks ? nullptr : sums.data();
+		options.sums_residual = sums.data();
 		for (int rank = 0; rank < me.size; rank++) {
 			const std::vector<float> g = tensor(rank, dtype, N_VALUES, seed).floats();
 
@@ -374,7 +374,7 @@ bool take(Group &group, const Rank &me, const Extreme &of, const codec_spec &spe
 	options.op = of.op;
 	options.algorithm = algorithm;
 	options.residual = feedback ? residual.data() : nullptr;
-	options.sums_residual = feedback && algorithm != Algorithm::blocks ? sums.data() : nullptr;
+	options.sums_residual = feedback ? sums.data() : nullptr;
 	try {
 		group.allreduce(t.data(), x.size(), of.dtype, spec, options);
 	} catch (const Error &e) {
@@ -399,13 +399,9 @@ std::string extremes(Rank &me)
 	truncate.variant = CODEC_LEVEL_CODING_FIXED;
 	for (const Extreme &of : EXTREMES) {
 		for (const codec_spec &spec : {quantize, propagate, truncate}) {
-			for (Algorithm algorithm :
-			     {Algorithm::two_shot, Algorithm::all_gather, Algorithm::raw, Algorithm::blocks}) {
-				const bool sums_have_residuals =
-					algorithm == Algorithm::two_shot || algorithm == Algorithm::raw;
+			for (Algorithm algorithm : {Algorithm::two_shot, Algorithm::all_gather, Algorithm::raw}) {
+				const bool sums_have_residuals = algorithm != Algorithm::all_gather;
 
-				if (algorithm == Algorithm::blocks && !is_fixed_rate(spec))
-					continue;
 				for (bool feedback : {false, true}) {
 					if (!feedback && (of.residual || of.sum_residual))
 						continue;

@@ -80,7 +80,6 @@ const std::vector<Call> CALLS = {
 	{"ring", 0, MEDIUM, CODEC_LOSSLESS, Algorithm::ring, false},
 	{"raw", 0, MEDIUM, CODEC_FLOAT8, Algorithm::raw, true},
 	{"large raw", 0, LARGE, CODEC_FLOAT8, Algorithm::raw, false},
-	{"blocks", 0, MEDIUM, CODEC_QUANTIZE, Algorithm::blocks, false},
 	{"reduce_scatter", 1, SMALL, CODEC_LOSSLESS, Algorithm::automatic, false},
 	{"allgather", 2, MEDIUM, CODEC_LOSSLESS, Algorithm::automatic, false},
 };

@@ -32,8 +32,6 @@ constexpr Way WAYS[] = {{"two-shot", Algorithm::two_shot, CODEC_LOSSLESS},
 			{"all-gather", Algorithm::all_gather, CODEC_SIGN},
 			{"all-gather", Algorithm::all_gather, CODEC_LOSSLESS},
 			{"ring", Algorithm::ring, CODEC_TERNARY},
-			{"blocks", Algorithm::blocks, CODEC_FLOAT8},
-			{"blocks", Algorithm::blocks, CODEC_QUANTIZE},
 			{"large two-shot", Algorithm::two_shot, CODEC_QUANTIZE, LARGE},
 			{"large all-gather", Algorithm::all_gather, CODEC_SIGN, LARGE},
 			{"large ring", Algorithm::ring, CODEC_TERNARY, LARGE}};
@@ -82,16 +80,14 @@ std::string damaged(Group &group, const Rank &me, const Way &way, const Flip &fl
 TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerError elsewhere")
 {
 	for (const Way &way : WAYS) {
-		const bool blocks = way.algorithm == Algorithm::blocks;
 		std::vector<Flip> flips;
 		Random random(3);
 
 		/* fields of the header, and random bytes of the first messages */
 		for (uint64_t offset : {8, 12, 16, 40, 80})
-			flips.push_back({random.below(2), offset - (blocks ? 8 : 0), 1});
+			flips.push_back({random.below(2), offset, 1});
 		for (int i = 0; i < (way.n == SMALL ? 20 : 3); i++)
-			flips.push_back({random.below(2),
-					 100 + random.below(blocks ? 500 : 900), /* zeros follow a frame */
+			flips.push_back({random.below(2), 100 + random.below(900), /* zeros follow a frame */
 					 static_cast<uint8_t>(1 << random.below(8))});
 		const auto results = ranks::run(SIZE, [&](Rank &me) {
 			Group group(me.connect());
@@ -128,8 +124,6 @@ TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerE
 TEST_CASE("An impossible length is a FrameError or PeerError, and nothing is read beyond the message")
 {
 	for (const Way &way : WAYS) {
-		if (way.algorithm == Algorithm::blocks)
-			continue; /* elements of Blocks have no length words */
 		/* flips that change a length by 1, 16 MiB, 255 TiB and 2^63 bytes */
 		const Flip flips[] = {{0, 0, 1}, {0, 3, 1}, {1, 5, 255}, {0, 7, 128}};
 		const auto results = ranks::run(SIZE, [&](Rank &me) {

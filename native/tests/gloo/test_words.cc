@@ -1,6 +1,6 @@
 /*
- * test_words.cc - unit tests without communication: conversion of dtypes, partition of tensors, choice between frames
- * and raw values, connect.h.
+ * test_words.cc - unit tests without communication: conversion of dtypes, partition of tensors, remembered signatures,
+ * connect.h.
  */
 #include <doctest/doctest.h>
 
@@ -332,141 +332,23 @@ TEST_CASE("Finite values beyond the largest 16-bit float become that one; Inf an
 	      std::vector<uint16_t>{0x4780, 0x4780, 0x4780, 0xf14a, 0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7fc0, 0x3fc0});
 }
 
-namespace
+TEST_CASE("The last 256 signatures are remembered, and no two with the same slots")
 {
+	Keys keys;
 
-/*
- * Return the largest times of two ranks. One rank takes `wall` microseconds and computes for `busy` microseconds of
- * these; the other rank waits for half of `wall`. Frames are `smaller` times smaller than raw values.
- */
-Times largest(uint64_t wall, uint64_t busy, uint64_t smaller = 1)
-{
-	return {wall, 1000 * busy / std::max<uint64_t>(1, wall), std::max((wall - busy) * smaller, wall / 2)};
-}
-
-/*
- * Return the choices (true: raw) for n collectives, each of which takes `frames` microseconds with frames and `values`
- * microseconds with raw values. `load`: share of that time in which the CPU computes.
- */
-std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n, uint64_t smaller = 1)
-{
-	Choice choice;
-	std::vector<bool> found;
-
-	for (int i = 0; i < n; i++) {
-		found.push_back(choice.begin());
-		const uint64_t wall = (found.back() ? values : frames) * (i % 200 ? 1 : 5);
-		const uint64_t busy = static_cast<uint64_t>(static_cast<double>(wall) * load);
-		choice.record(largest(wall, busy, smaller));
-	}
-	return found;
-}
-
-int counted(const std::vector<bool> &x, int begin, int end)
-{
-	return static_cast<int>(std::count(x.begin() + begin, x.begin() + end, true));
-}
-
-} // namespace
-
-TEST_CASE("Raw is chosen after a trial if ranks are busy and it is faster, and never tried on a slow link")
-{
-	CHECK(counted(chosen(1000, 25000, 0.05, 500), 0, 500) == 0);
-
-	const std::vector<bool> fast = chosen(1000, 500, 0.8, 450);
-	CHECK(counted(fast, 0, 5) == 0);
-	CHECK(counted(fast, 5, 200) == 195);
-	CHECK(counted(fast, 200, 205) == 0); /* collectives of the next trial, which use frames */
-	CHECK(counted(fast, 205, 400) == 195);
-
-	const std::vector<bool> near = chosen(1000, 1500, 0.8, 100);
-	CHECK(counted(near, 5, 10) == 5);
-	CHECK(counted(near, 10, 100) == 0);
-
-	/* ranks are busy, but raw values would take longer than frames on this link */
-	CHECK(counted(chosen(1000, 25000, 0.5, 500, 50), 0, 500) == 0);
-	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 5, 100) == 95);
-}
-
-TEST_CASE("The median of the last times decides, and raw is not chosen without a trial")
-{
-	/* frames(i) and values(i) are the times of collective i on the slower of two ranks */
-	const auto sent = [](auto frames, auto values, int n, auto load) {
-		Choice choice;
-		std::vector<bool> found;
-
-		for (int i = 0; i < n; i++) {
-			found.push_back(choice.begin());
-			const uint64_t wall = found.back() ? values(i) : frames(i);
-
-			choice.record(largest(wall, wall * load(i) / 100));
-		}
-		return found;
-	};
-	const auto always = [](uint64_t wall) { return [wall](int) { return wall; }; };
-	const auto scattered = [](int i) { return i % 4 ? uint64_t{1100} : uint64_t{500}; };
-
-	CHECK(counted(sent(always(1000), scattered, 200, always(80)), 10, 200) == 0);
-	CHECK(counted(sent(scattered, always(1000), 200, always(80)), 10, 200) == 190);
-
-	/* raw is faster until the network becomes slower */
-	const auto slower = [](int i) { return i < 50 ? uint64_t{500} : uint64_t{2000}; };
-	const std::vector<bool> then = sent(always(1000), slower, 200, always(80));
-
-	CHECK(counted(then, 10, 50) == 40);
-	CHECK(counted(then, 60, 200) == 0);
-
-	/* ranks become busy after the trial */
-	CHECK(counted(sent(always(1000), always(500), 200, [](int i) { return uint64_t{i < 50 ? 5u : 80u}; }), 0,
-		      200) == 0);
-}
-
-TEST_CASE("The last 256 choices are remembered")
-{
-	Recent<Choice> choices;
-	Choice *first = choices.add(0, {});
-
-	CHECK(choices.find(0) == first);
-	CHECK(!choices.find(1));
-	for (uint64_t i = 1; i < 256; i++)
-		choices.add(i * i, {});
-	CHECK(choices.find(0) == first);
-	Choice *second = choices.find(1), *last = choices.add(7, {});
-	CHECK(!choices.find(0));
-	CHECK(choices.find(1) == second);
-	CHECK(choices.find(7) == last);
-	choices.add(8, {});
-	CHECK(!choices.find(1));
-	Recent<uint64_t> keys;
-	keys.add(1, 10);
-	keys.add(2, 20);
-	keys.drop([](uint64_t key) { return key == 10; });
-	CHECK(!keys.find(1));
-	CHECK(*keys.find(2) == 20);
+	CHECK(!keys.of(1));
+	for (uint64_t i = 1; i <= Keys::MOST; i++)
+		keys.add(i * i, i);
+	CHECK(keys.of(1) == 1);
+	keys.add(7, 1000);
+	CHECK(!keys.of(1));
+	CHECK(keys.of(4) == 2);
+	CHECK(keys.of(7) == 1000);
+	keys.add(8, 1000 + Link::KEYS);
+	CHECK(!keys.of(7));
+	CHECK(keys.of(4) == 2);
 	keys.clear();
-	CHECK(!keys.find(2));
-}
-
-TEST_CASE("A report has the time, the load and the waiting time for raw of a collective")
-{
-	uint64_t sent = 7;
-	timespec begin, now;
-	Timer timer(sent);
-
-	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &begin);
-	do
-		clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-	while ((now.tv_sec - begin.tv_sec) * 1000000000 + now.tv_nsec - begin.tv_nsec < 3000000);
-	timespec pause{0, 20000000};
-	nanosleep(&pause, nullptr);
-	CHECK(timer.stop(100).waited == 0); /* nothing was sent */
-	sent += 5;
-	const Times times = timer.stop(100);
-	const uint64_t idle = times.wall - times.wall * times.load / 1000;
-	CHECK(times.wall * (times.load + 1) >= 3000 * 1000);
-	CHECK(times.waited >= 20 * 19000);
-	CHECK(times.waited <= 20 * (idle + 1));
-	CHECK(timer.stop(~uint64_t(0)).waited == uint64_t(1) << 62);
+	CHECK(!keys.of(4));
 }
 
 namespace

@@ -28,9 +28,6 @@
  *     same functions in the same order never send such a message.
  *   - Uncompressed values have no checksum except those of TCP and the network. Damaged values are not detected,
  *     except in the last 8 bytes of a message.
- *   - With Algorithm::blocks, gloo::allreduce sends the messages and does not check their lengths. Each element is a
- *     frame with a checksum, so that an element that arrives in part is an error, unless the receive buffer already
- *     contained the missing bytes.
  *
  * The first call with given arguments (operation, size, dtype, spec) waits until all ranks have agreed on them. The
  * Group remembers the agreement: later calls with these arguments send data at once, and compare arguments meanwhile.
@@ -39,8 +36,6 @@
  * A rank computes in the calling thread; Gloo's thread sends and receives in the background. All ranks call the same
  * functions in the same order. Collectives of different groups over one context may run at the same time in different
  * threads, if the groups have different tags.
- *
- * One file: programs include only this header, most of which documents the collectives.
  */
 #ifndef CODEC_GLOO_H
 #define CODEC_GLOO_H
@@ -57,74 +52,17 @@
 #include <gloo/context.h>
 
 #include "gloo/algorithms.h"
-#include "gloo/blocks.h"
+#include "gloo/arguments.h"
 #include "gloo/channel.h"
-#include "gloo/choosing.h"
 #include "gloo/errors.h"
 #include "gloo/frames.h"
-#include "gloo/parameters.h"
+#include "gloo/keys.h"
+#include "gloo/options.h"
 #include "gloo/raw.h"
-#include "gloo/slices.h"
+#include "gloo/verdict.h"
 
 namespace codec::gloo
 {
-
-/**
- * Return a spec of codec `codec` with the defaults of codec.h. The defaults of the Python package differ in two
- * codecs: Quantize has CODEC_OPTION_STOCHASTIC, and Truncate has CODEC_LEVEL_CODING_CODED and a guard of -8.
- */
-inline codec_spec spec_of(uint32_t codec)
-{
-	auto spec = detail::blank<codec_spec>();
-
-	spec.codec = codec;
-	return spec;
-}
-
-/** Algorithm of an all-reduce. N is the number of ranks. */
-enum class Algorithm {
-	/**
-	 * all_gather for two ranks or small tensors, else two_shot. If ranks spend much of their time encoding, the
-	 * first calls with a size and spec also time raw, and later calls use raw if it was faster. The results of
-	 * lossy codecs then depend on timing: pass another algorithm if runs must be reproducible.
-	 */
-	automatic,
-	two_shot,   /**< each rank reduces one slice, and sends the bytes of 2 (N - 1) / N frames of the tensor */
-	all_gather, /**< each rank reduces the whole tensor, and sends N - 1 frames, in one phase */
-	ring,       /**< as many bytes as two_shot, to one neighbour; sums are encoded N - 1 times */
-	raw,        /**< two_shot with uncompressed values */
-	blocks,     /**< gloo::allreduce over frames of a fixed size, see Blocks */
-};
-
-/** Optional arguments of a collective. All pointers must stay valid until the call returns. */
-struct Options {
-	Op op = Op::mean;                           /**< operation of a reduction */
-	Algorithm algorithm = Algorithm::automatic; /**< algorithm of an all-reduce */
-	std::vector<codec_segment> segments;        /**< positions and shapes of the parameters in a flat bucket */
-	/** for CODEC_TRUNCATE; its arrays have one entry per value of the tensor */
-	const codec_metric *metric = nullptr;
-	const codec_codebook *codebook = nullptr; /**< codebook for encoding, equal on all ranks */
-	std::vector<codec_codebook> codebooks;    /**< codebooks that received frames may name */
-	uint64_t stream = 0; /**< id of the random bits of stochastic codecs; must differ between tensors of a step */
-	void *out = nullptr; /**< destination of the result; nullptr: the tensor itself, which is slower */
-	/**
-	 * Cut tensors into chunks of up to 4 MiB instead of 1 MiB, as codec.torch does. Set it if results must be
-	 * bit-identical to those of codec.torch and the codec's scales or random bits depend on chunks. Slightly
-	 * slower.
-	 */
-	bool cut_as_torch = false;
-	/**
-	 * Residuals of error feedback: n float32 values each, zero before the first call. A call adds them to the
-	 * values that it encodes, and replaces them by the encoding error. `residual` belongs to this rank's own
-	 * values, `sums_residual` to the sums that this rank encodes. The algorithm `ring` accepts neither, and
-	 * `blocks` accepts only `residual`. CODEC_TOPK requires `residual` for all_gather and reduce_scatter, and both
-	 * for two_shot.
-	 */
-	float *residual = nullptr;
-	float *sums_residual = nullptr; /**< residual of the sums that this rank encodes: see `residual` */
-	/** Timeout of each wait for another rank, from 1 ms to 10 years; 0: the context's timeout. */
-	std::chrono::milliseconds timeout{0};
-};
 
 /**
  * Collectives over a connected gloo::Context. A group reuses its buffers from one call to the next. Only one thread at
@@ -134,8 +72,7 @@ class Group
 {
 public:
 	/** Use a connected context. Groups of one context that run at the same time need different tags. */
-	explicit Group(std::shared_ptr<::gloo::Context> context, uint32_t tag = 0)
-	    : channel_(std::move(context), tag), tag_(tag)
+	explicit Group(std::shared_ptr<::gloo::Context> context, uint32_t tag = 0) : channel_(std::move(context), tag)
 	{
 	}
 
@@ -145,24 +82,22 @@ public:
 		uint8_t *out = static_cast<uint8_t *>(options.out);
 
 		run(
-			Kind::allreduce,
+			detail::Kind::allreduce,
 			[&] {
-				detail::Reduction r = reduction(values, n, dtype, spec, options);
+				detail::Reduction r = detail::reduction(work_, values, n, dtype, spec, options);
 
 				if ((r.residual || r.sums_residual) && chosen(options, r) == Algorithm::ring)
 					throw ArgumentError(CODEC_BAD_ARGUMENT,
 							    "a ring has no error feedback, because each rank encodes "
 							    "sums of other ranks' values: use "
 							    "two_shot or all_gather");
-				if (chosen(options, r) == Algorithm::blocks)
-					check_blocks(options, r);
 				if (chosen(options, r) != Algorithm::raw)
-					require_feedback(r, chosen(options, r) != Algorithm::all_gather);
+					detail::require_feedback(r, chosen(options, r) != Algorithm::all_gather);
 				return r;
 			},
 			[&](detail::Reduction &r, Algorithm algorithm) {
 				r.late = !out && r.is_large() && detail::has_trait(r.spec, CODEC_TRAIT_FIXED_RATE) &&
-					 algorithm != Algorithm::raw && algorithm != Algorithm::blocks;
+					 algorithm != Algorithm::raw;
 				place(r, r.late ? static_cast<uint8_t *>(values) : out, n);
 				return collective(algorithm, r);
 			},
@@ -177,13 +112,13 @@ public:
 			    const Options &options = {})
 	{
 		run(
-			Kind::reduce_scatter,
+			detail::Kind::reduce_scatter,
 			[&] {
-				const size_t all = of_all(n, out);
-				detail::Reduction r = reduction(values, all, dtype, spec, options);
+				const size_t all = detail::of_all(n, channel_.size, out);
+				detail::Reduction r = detail::reduction(work_, values, all, dtype, spec, options);
 
-				only_plain(options);
-				require_feedback(r, false);
+				detail::only_plain(options);
+				detail::require_feedback(r, false);
 				place(r, nullptr, n);
 				return r;
 			},
@@ -201,14 +136,14 @@ public:
 		       const Options &options = {})
 	{
 		run(
-			Kind::allgather,
+			detail::Kind::allgather,
 			[&] {
-				const size_t all = of_all(n, out);
+				const size_t all = detail::of_all(n, channel_.size, out);
 				Options plain = options;
 				plain.op = Op::sum; /* any operation: an all-gather reduces nothing */
-				detail::Reduction r = reduction(values, n, dtype, spec, plain);
+				detail::Reduction r = detail::reduction(work_, values, n, dtype, spec, plain);
 
-				only_plain(options);
+				detail::only_plain(options);
 				place(r, nullptr, all);
 				return r;
 			},
@@ -232,123 +167,13 @@ public:
 	}
 
 private:
-	static constexpr uint64_t PROTOCOL = 3;  /* protocol version: docs/spec/protocol/cpp.md */
 	static constexpr size_t SMALL = 1 << 16; /* bytes of a tensor up to which all_gather is faster than two_shot */
 	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* about 10 years */
 	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30); /* the default of Gloo */
-	enum class Kind { allreduce, reduce_scatter, allgather };
-
-	/*
-	 * Return n times the number of ranks. Throws ArgumentError if the product is too large, or if `out` is null.
-	 */
-	size_t of_all(size_t n, const void *out) const
-	{
-		if (!out && n)
-			throw ArgumentError(CODEC_BAD_ARGUMENT, "the destination of the result must not be null");
-		if (n > SIZE_MAX / sizeof(float) / channel_.size)
-			throw ArgumentError(CODEC_BAD_SHAPE, "the result has more values than memory can hold");
-		return n * channel_.size;
-	}
-
-	/* Return the arguments as a Reduction. Throws ArgumentError or SpecError if one is invalid. */
-	detail::Reduction reduction(const void *values, size_t n, uint32_t dtype, const codec_spec &spec,
-				    const Options &options)
-	{
-		if (dtype != CODEC_FLOAT32 && dtype != CODEC_BFLOAT16 && dtype != CODEC_FLOAT16)
-			throw ArgumentError(CODEC_BAD_DTYPE, "dtype must be float32, bfloat16 or float16");
-		if (!values && n)
-			throw ArgumentError(CODEC_BAD_ARGUMENT, "the tensor must not be null");
-		if (detail::has_trait(spec, CODEC_TRAIT_BASE))
-			throw SpecError(CODEC_BAD_SPEC, "CODEC_DELTA needs a base, which collectives do not have: use "
-							"CODEC_LOSSLESS for exact results");
-		detail::check_segments(options.segments, n);
-		if (options.codebook)
-			detail::check(codec_codebook_check(options.codebook));
-
-		detail::Reduction r(work_);
-		r.x = static_cast<const uint8_t *>(values);
-		r.n = n;
-		r.dtype = dtype;
-		r.itemsize = codec_dtype_nbytes(dtype);
-		r.spec = spec;
-		r.op = options.op;
-		r.stream = options.stream;
-		r.segments = options.segments;
-		r.cut_as_torch = options.cut_as_torch;
-		r.metric = options.metric;
-		r.codebook = options.codebook;
-		r.codebooks = options.codebooks;
-		r.residual = options.residual;
-		r.sums_residual = options.sums_residual;
-		r.bound(n); /* throws if the spec or the size is invalid */
-		r.parameters.emplace(spec, dtype, options.metric, work_.scratch);
-		detail::check_metrics(options.metric, n);
-		check_memory(r, static_cast<const uint8_t *>(options.out));
-		return r;
-	}
-
-	/*
-	 * Throw ArgumentError unless tensor, `out` and residuals are aligned and do not overlap. Overlap is refused
-	 * because one is written while another is still read.
-	 */
-	static void check_memory(const detail::Reduction &r, const uint8_t *out)
-	{
-		const struct {
-			const void *p;
-			size_t itemsize;
-		} each[] = {{r.x, r.itemsize}, {out, r.itemsize}, {r.residual, 4}, {r.sums_residual, 4}};
-
-		for (const auto &a : each) {
-			const auto begin = reinterpret_cast<uintptr_t>(a.p), end = begin + r.n * a.itemsize;
-			bool good = begin % a.itemsize == 0;
-
-			for (const auto *b = each; a.p && b < &a; b++) {
-				const auto other = reinterpret_cast<uintptr_t>(b->p);
-
-				good = good && (!b->p || begin >= other + r.n * b->itemsize || other >= end);
-			}
-			if (!good)
-				throw ArgumentError(CODEC_BAD_ARGUMENT, "tensor, out and residuals must be aligned to "
-									"their values, and must not overlap");
-		}
-	}
-
 	/* Set the destination of the result: `out`, or a buffer of the group if `out` is null. */
 	void place(detail::Reduction &r, uint8_t *out, size_t n)
 	{
 		r.result = out ? out : detail::Workspace::room(work_.result, n * r.itemsize);
-	}
-
-	static void only_plain(const Options &options)
-	{
-		if (options.algorithm != Algorithm::automatic || options.out || options.sums_residual ||
-		    !options.segments.empty())
-			throw ArgumentError(
-				CODEC_BAD_ARGUMENT,
-				"algorithm, segments, out and sums_residual of Options are for all-reduces only");
-	}
-
-	static void check_blocks(const Options &options, const detail::Reduction &r)
-	{
-		if (!detail::has_trait(r.spec, CODEC_TRAIT_FIXED_RATE))
-			throw SpecError(CODEC_BAD_SPEC,
-					"blocks need a codec of fixed rate: the size of this codec's frames varies");
-		if (options.sums_residual || !options.segments.empty())
-			throw ArgumentError(CODEC_BAD_ARGUMENT,
-					    "Options::segments and Options::sums_residual cannot be used with blocks");
-	}
-
-	/*
-	 * Throw SpecError if CODEC_TOPK has no residual to keep the values that it drops. `sums` is true if the
-	 * algorithm also encodes sums, which need sums_residual.
-	 */
-	static void require_feedback(const detail::Reduction &r, bool sums)
-	{
-		if (r.spec.codec == CODEC_TOPK && r.n && (!r.residual || (sums && !r.sums_residual)))
-			throw SpecError(
-				CODEC_BAD_SPEC,
-				"CODEC_TOPK drops most values: pass Options::residual, which sends them later, and "
-				"Options::sums_residual if this algorithm encodes sums (all_gather does not)");
 	}
 
 	Algorithm chosen(const Options &options, const detail::Reduction &r) const
@@ -366,7 +191,6 @@ private:
 		case Algorithm::all_gather: return std::make_unique<detail::AllGather>(channel_, r);
 		case Algorithm::ring: return std::make_unique<detail::Ring>(channel_, r);
 		case Algorithm::raw: return std::make_unique<detail::Raw>(channel_, r);
-		case Algorithm::blocks: return std::make_unique<detail::OfBlocks>(channel_, r, tag_);
 		default: return std::make_unique<detail::TwoShot>(channel_, r);
 		}
 	}
@@ -390,13 +214,11 @@ private:
 	 * is sent without waiting for the agreement.
 	 */
 	template <class Prepare, class Make>
-	void run(Kind kind, Prepare &&prepare, Make &&make, void *values, size_t n, const Options &options)
+	void run(detail::Kind kind, Prepare &&prepare, Make &&make, void *values, size_t n, const Options &options)
 	{
 		std::optional<detail::Reduction> r;
-		std::optional<Keep> keep;
+		std::optional<detail::Backup> backup;
 		std::exception_ptr error;
-		const bool automatic = kind == Kind::allreduce && options.algorithm == Algorithm::automatic;
-		detail::Choice *choice = nullptr;
 		Algorithm algorithm{};
 		detail::Request mine;
 
@@ -408,25 +230,14 @@ private:
 					"the timeout must be from 1 ms to 10 years, in Options or in the context");
 			r.emplace(prepare());
 			algorithm = chosen(options, *r);
-			mine.signature = signature_of(*r, kind, options.algorithm, algorithm);
-			keep.emplace(work_.residuals, options, *r, channel_);
-			if (automatic) {
-				choice = choices_.find(mine.signature);
-				if (!choice)
-					choice = choices_.add(mine.signature, {});
-				if (choice->begin() && n * r->itemsize > SMALL) {
-					algorithm = Algorithm::raw;
-					mine.signature = signature_of(*r, kind, options.algorithm, algorithm);
-				}
-			}
-			if (const uint64_t *key = keys_.find(mine.signature))
-				mine.key = *key;
+			mine.signature = detail::signature_of(*r, kind, algorithm);
+			backup.emplace(work_.residuals, options, *r, channel_);
+			mine.key = keys_.of(mine.signature);
 			mine.able = true;
 		} catch (const std::exception &) { /* an Error, or std::bad_alloc */
 			error = std::current_exception();
 			mine = {};
 		}
-		const detail::Timer timer(channel_.sent_nbytes);
 		std::unique_ptr<detail::Collective> of;
 
 		counted_on([&] {
@@ -437,11 +248,8 @@ private:
 			}
 			if (mine.key)
 				of->run();
-			if (!channel_.agree()) {
-				choices_.clear();
-				choice = nullptr;
+			if (!channel_.agree())
 				keys_.clear();
-			}
 		});
 		if (error)
 			std::rethrow_exception(error);
@@ -450,29 +258,19 @@ private:
 			if (mine.key && channel_.agree())
 				return;
 			if (mine.key) { /* another rank has no key for this signature: restart the collective */
-				keep->restore();
+				backup->restore();
 				of = make(*r, algorithm);
 				of->prepare();
 			}
-			const uint64_t key = channel_.open();
-			if (algorithm != Algorithm::blocks) { /* gloo::allreduce uses slots of its own */
-				keys_.drop([&](uint64_t other) { return (key - other) % detail::Channel::KEYS == 0; });
-				keys_.add(mine.signature, key);
-			}
+			keys_.add(mine.signature, channel_.open());
 			of->run();
 		});
 		error = of->error();
-		conclude(error, automatic ? timer.stop(raw_nbytes(*r)) : detail::Times(), choice);
-		keep->commit();
+		conclude(error);
+		backup->commit();
 		counted_on([&] { of->deliver(); });
 		if (n && r->result != values)
 			std::memcpy(values, r->result, n * r->itemsize);
-	}
-
-	/* Return the number of bytes that a rank sends in an all-reduce of uncompressed values. */
-	uint64_t raw_nbytes(const detail::Reduction &r) const
-	{
-		return 2 * r.n * r.itemsize * (channel_.size - 1) / channel_.size;
 	}
 
 	/*
@@ -489,54 +287,6 @@ private:
 		}
 	}
 
-	/* Backup of the residuals. The destructor restores the residuals, unless commit() was called after success. */
-	class Keep
-	{
-	public:
-		Keep(std::vector<float> &room, const Options &options, const detail::Reduction &r,
-		     const detail::Channel &channel)
-		    : residual_(options.residual), sums_(options.sums_residual), n_(residual_ ? r.n : 0)
-		{
-			if (sums_) {
-				const auto slices = detail::cut(r.n, channel.size, r.itemsize, r.segments);
-				const detail::Slice &mine = slices[channel.rank];
-
-				sums_ += mine.front().begin;
-				sums_n_ = mine.back().end - mine.front().begin;
-			}
-			copy_ = detail::Workspace::room(room, n_ + sums_n_);
-			if (n_)
-				std::memcpy(copy_, residual_, n_ * sizeof *copy_);
-			if (sums_n_)
-				std::memcpy(copy_ + n_, sums_, sums_n_ * sizeof *copy_);
-		}
-
-		~Keep()
-		{
-			restore();
-		}
-
-		Keep(const Keep &) = delete;
-		Keep &operator=(const Keep &) = delete;
-
-		void restore()
-		{
-			if (n_)
-				std::memcpy(residual_, copy_, n_ * sizeof *copy_);
-			if (sums_n_)
-				std::memcpy(sums_, copy_ + n_, sums_n_ * sizeof *copy_);
-		}
-
-		void commit()
-		{
-			n_ = sums_n_ = 0;
-		}
-
-	private:
-		float *residual_, *sums_, *copy_;
-		uint64_t n_, sums_n_ = 0;
-	};
-
 	/* Throw PeerError unless all ranks have valid arguments, with the same signature. */
 	void check_agreed(uint64_t signature) const
 	{
@@ -552,19 +302,13 @@ private:
 		}
 	}
 
-	/*
-	 * Exchange outcomes with all ranks, and record the largest times of all ranks in `choice`, unless it is null.
-	 * Returns only if all ranks have succeeded.
-	 */
-	void conclude(std::exception_ptr error, const detail::Times &times, detail::Choice *choice)
+	/* Exchange outcomes with all ranks. Returns only if all ranks have succeeded. */
+	void conclude(std::exception_ptr error)
 	{
 		using detail::Outcome;
 		const Outcome mine = outcome_of(error);
-		const detail::Verdict verdict = channel_.verdict(mine, times);
+		const detail::Verdict verdict = channel_.verdict(mine);
 		const std::string who = detail::Channel::name(verdict.rank);
-
-		if (choice)
-			choice->record(verdict.times);
 
 		if (error && mine != Outcome::lost_peer)
 			std::rethrow_exception(error);
@@ -592,56 +336,14 @@ private:
 		return detail::Outcome::success;
 	}
 
-	/* Return a hash of all arguments that must be equal on all ranks. */
-	static uint64_t signature_of(const detail::Reduction &r, Kind kind, Algorithm asked, Algorithm algorithm)
-	{
-		uint64_t hash = 0xcbf29ce484222325; /* FNV-1a */
-		const auto mix = [&](const auto &word) {
-			uint64_t wide = 0;
-
-			static_assert(sizeof word <= sizeof wide);
-			std::memcpy(&wide, &word, sizeof word);
-			for (int i = 0; i < 8; i++)
-				hash = (hash ^ (wide >> 8 * i & 0xff)) * 0x100000001b3;
-		};
-		const codec_spec &s = r.spec;
-
-		mix(PROTOCOL);
-		mix(kind);
-		mix(uint32_t(CODEC_FORMAT_VERSION));
-		for (uint32_t word :
-		     {s.codec, s.max_code_length, s.model, s.variant, s.options, s.bits, s.group_size, s.kept, s.seed})
-			mix(word);
-		mix(s.scale);
-		mix(s.clip);
-		mix(s.guard);
-		mix(r.dtype);
-		mix(r.n);
-		mix(r.op);
-		mix(r.cut_as_torch);
-		mix(asked); /* hashed as well, because an automatic choice may change later */
-		mix(algorithm);
-		mix(uint64_t(r.metric != nullptr));
-		mix(r.codebook ? r.codebook->id : 0);
-		for (const codec_segment &segment : r.segments) {
-			mix(segment.offset);
-			for (uint32_t d = 0; d < segment.rank; d++)
-				mix(segment.shape[d]);
-			mix(segment.rank);
-		}
-		return hash;
-	}
-
 	detail::Channel channel_;
 	detail::Workspace work_;
-	detail::Recent<detail::Choice> choices_; /* by signature: choice between frames and uncompressed values */
-	detail::Recent<uint64_t> keys_;          /* by signature: key, if all ranks have agreed on the signature */
-	const uint32_t tag_;
+	detail::Keys keys_; /* of the signatures on which all ranks have agreed */
 };
 
 /**
- * Perform one all-reduce. For several, a Group is faster: it reuses buffers, sends data before ranks have compared
- * arguments, and chooses between frames and uncompressed values.
+ * Perform one all-reduce. For several, a Group is faster: it reuses buffers, and sends data before ranks have
+ * compared arguments.
  */
 inline void allreduce(const std::shared_ptr<::gloo::Context> &context, void *values, size_t n, uint32_t dtype,
 		      const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)

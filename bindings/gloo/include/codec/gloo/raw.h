@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "algorithms.h"
+#include "collective.h"
 
 namespace codec::gloo::detail
 {
