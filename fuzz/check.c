@@ -169,8 +169,8 @@ static void check_floats(const struct subject *f, const struct result *plain)
 	w.flags |= below(f->s, 2) ? CODEC_NONTEMPORAL : 0;
 	w.weight = below(f->s, 2) ? 1 : round_float((uint32_t)noise(f->s) >> 2);
 	w.divide = one_in(f->s, 3) ? 3 : 0;
-	if (one_in(f->s, 3) && !w.divide)
-		w.flags |= CODEC_UNSCALED | (one_in(f->s, 2) ? CODEC_RESCALE : 0);
+	if (ternary && one_in(f->s, 3) && !w.divide)
+		w.into = CODEC_INTO_CODES + (uint32_t)below(f->s, 3);
 	if (!is_float(f->info.dtype)) {
 		r = decode_in(f, w);
 		CHECK(plain->status == CODEC_OK ? r.status == CODEC_BAD_DTYPE : r.status != CODEC_OK, plain->status,
@@ -184,10 +184,10 @@ static void check_floats(const struct subject *f, const struct result *plain)
 		float y = check_widen(plain->out.p, f->info.dtype, i), got, was = filled(i);
 
 		memcpy(&got, r.out.p + 4 * i, 4);
-		if (ternary && w.flags & CODEC_UNSCALED && !f->info.stored) {
-			if (y == 0 || w.into != CODEC_INTO_FLOAT32)
+		if (w.into >= CODEC_INTO_CODES) {
+			if (y == 0 || w.into != CODEC_INTO_CODES)
 				continue; /* with a scale of 0, values do not show the codes */
-			y = w.flags & CODEC_RESCALE ? y : y > 0 ? 1 : -1;
+			y = y > 0 ? 1 : -1;
 		}
 		if (w.into == CODEC_INTO_ADD) {
 			y = w.weight * y;
@@ -203,13 +203,14 @@ static void check_floats(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
-/* Check that dividing and rescaling need a float32 destination. */
+/* Check that dividing needs a float32 destination that holds values, not codes. */
 static void check_results(const struct subject *f)
 {
-	struct way w = {.steps = below(f->s, 3), .isa = check_some_isa(f->s), .divide = one_in(f->s, 2) ? 3 : 0};
+	static const uint32_t INTO[] = {CODEC_INTO_STORE, CODEC_INTO_CODES, CODEC_INTO_ADD_CODES};
+	struct way w = {
+		.into = INTO[below(f->s, 3)], .steps = below(f->s, 3), .isa = check_some_isa(f->s), .divide = 3};
 	struct result r;
 
-	w.flags = w.divide > 0 ? 0 : CODEC_RESCALE | (one_in(f->s, 2) ? CODEC_UNSCALED : 0);
 	r = decode_in(f, w);
 	CHECK(r.status == CODEC_BAD_ARGUMENT && r.untouched, r.status, w.flags);
 	exact_free(&r.out);

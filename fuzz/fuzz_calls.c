@@ -112,7 +112,7 @@ static void pick(struct source *s, struct memory *m, struct arguments *a)
 	a->with = (codec_context){.struct_nbytes = STRUCT(s, codec_context),
 				  .flags = one_in(s, 2) ? 0 : odd(s, 256),
 				  .isa = odd(s, 4),
-				  .into = one_in(s, 3) ? odd(s, 5) : 0,
+				  .into = one_in(s, 3) ? odd(s, 6) : 0,
 				  .divide = one_in(s, 6) ? round_float(odd(s, 3) << 30) : 0,
 				  .max_nbytes = one_in(s, 12) ? below(s, 100000) : 0,
 				  .metric = one_in(s, 8) ? NULL : &a->metric,

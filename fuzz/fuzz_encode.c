@@ -35,6 +35,7 @@ static struct result begin(struct task *k, size_t capacity, int residual, float 
 	struct result r = {.frame = exact(capacity, &k->s)};
 
 	*at = NULL;
+	k->with.flags = CODEC_VERIFY_FIRST;
 	if (residual == APART) {
 		r.residual = exact(4 * k->n, &k->s);
 		memset(r.residual.p, 0x5a, r.residual.n);
@@ -43,7 +44,7 @@ static struct result begin(struct task *k, size_t capacity, int residual, float 
 		r.residual = exact(4 * k->n, &k->s);
 		memcpy(r.residual.p, k->error.p, r.residual.n);
 		*at = (float *)r.residual.p;
-		k->with.flags = residual == DELTA ? CODEC_DIFFERENCE : CODEC_FEEDBACK;
+		k->with.flags |= residual == DELTA ? CODEC_DIFFERENCE : CODEC_FEEDBACK;
 	} else if (residual == IN_PLACE) {
 		r.residual = exact(k->t.nbytes, &k->s);
 		if (k->t.nbytes)

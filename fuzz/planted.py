@@ -149,7 +149,7 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "fuzz_frames",
         "divides in float32 although results are stored in 16 bits",
-        [("(with->divide > 0 || with->flags & CODEC_RESCALE)", "0")],
+        [("(with->divide > 0 && !divides(with->into))", "0")],
     ),
     (
         "fuzz_frames",

@@ -178,6 +178,7 @@ static void test_divide_and_rescale_need_float32(void **unused)
 {
 	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
 	static const float WRONG[] = {-1, INFINITY, -INFINITY, NAN};
+	static const uint32_t INTO[] = {CODEC_INTO_STORE, CODEC_INTO_CODES, CODEC_INTO_ADD_CODES};
 	const void *frames[] = {frame};
 
 	(void)unused;
@@ -198,8 +199,8 @@ static void test_divide_and_rescale_need_float32(void **unused)
 		to.data = g.p;
 		for (int steps = 0; steps < 2; steps++)
 			for (int how = 0; how < 3; how++) {
-				with.divide = how ? 0 : 2;
-				with.flags = how == 2 ? CODEC_RESCALE : how ? CODEC_UNSCALED | CODEC_RESCALE : 0;
+				with.divide = 2;
+				with.into = INTO[how];
 				memset(g.p, 7, t.nbytes);
 				assert_int_equal(
 					steps ? codec_decode_open(frame, written, &to, &with, scratch, sizeof scratch,

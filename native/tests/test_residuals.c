@@ -79,7 +79,7 @@ static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uin
 	other = malloc(room);
 	scratch = malloc(need);
 	t.data = x;
-	with.flags = flag;
+	with.flags = flag | CODEC_VERIFY_FIRST;
 	memcpy(left, e, 4 * n);
 	assert_int_equal(codec_encode(&spec, &t, frame, bound, &written, left, &with, scratch, need), CODEC_OK);
 	y.data = back;
@@ -197,7 +197,7 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 	enum { N = 5000 };
 	float *x = calloc(N, 4), *e = calloc(N, 4);
 	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {N}, .nbytes = 4 * N};
-	codec_context with = {.struct_nbytes = sizeof with, .flags = CODEC_FEEDBACK};
+	codec_context with = {.struct_nbytes = sizeof with, .flags = CODEC_FEEDBACK | CODEC_VERIFY_FIRST};
 	codec_spec spec = {.struct_nbytes = sizeof spec, .codec = CODEC_LOSSLESS};
 	size_t capacity = 8 * N, need, written;
 	uint8_t *frame = malloc(capacity), *scratch, *job;
@@ -235,7 +235,7 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 	with.flags = CODEC_DIFFERENCE | CODEC_FEEDBACK;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need),
 			 CODEC_BAD_ARGUMENT);
-	with.flags = CODEC_FEEDBACK;
+	with.flags = CODEC_FEEDBACK | CODEC_VERIFY_FIRST;
 	/* all steps of a job must have CODEC_FEEDBACK, or none */
 	spec.scale = 8;
 	with.residual = e;

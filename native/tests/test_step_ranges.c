@@ -181,7 +181,7 @@ static void test_plans_ignore_rounding_mode(void **unused)
 	}
 }
 
-/* With CODEC_NO_VERIFY_FIRST no scan precedes the first block, unless scales are computed from the scan. */
+/* A scan precedes the first block with CODEC_VERIFY_FIRST, or if scales are computed from the scan. */
 static void test_one_pass_saves_scan(void **unused)
 {
 	static const uint32_t codec_ids[] = {CODEC_FLOAT8, CODEC_QUANTIZE, CODEC_SIGN};
@@ -195,8 +195,8 @@ static void test_one_pass_saves_scan(void **unused)
 	for (int i = 0; i < 3; i++) {
 		codec_spec spec = spec_of(codec_ids[i]);
 
-		for (uint32_t flags = 0; flags <= CODEC_NO_VERIFY_FIRST; flags += CODEC_NO_VERIFY_FIRST) {
-			int scans = !flags || spec.codec == CODEC_SIGN; /* SIGN's scale needs the whole tensor */
+		for (uint32_t flags = 0; flags <= CODEC_VERIFY_FIRST; flags += CODEC_VERIFY_FIRST) {
+			int scans = flags || spec.codec == CODEC_SIGN; /* SIGN's scale needs the whole tensor */
 
 			with.flags = flags;
 			assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, scratch,

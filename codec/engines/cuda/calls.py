@@ -109,10 +109,12 @@ def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:
     codes = op != "max" and count > 1 and all(frame.adds_up_with(first) for frame in frames)
     items: list[tuple[Frame, Sink]] = []
     for i, frame in enumerate(frames):
-        into = FLOAT32 if i == 0 else MAX if op == "max" else ADD
         last = i == count - 1
-        flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
-        items.append((frame, Sink(to, into, divide=count if op == "mean" and 1 < count == i + 1 else 0, codes=flags)))
+        if codes:
+            into = lib.CODEC_INTO_SCALE_CODES if last else lib.CODEC_INTO_ADD_CODES if i else lib.CODEC_INTO_CODES
+        else:
+            into = FLOAT32 if i == 0 else MAX if op == "max" else ADD
+        items.append((frame, Sink(to, into, divide=count if op == "mean" and last and count > 1 else 0)))
     if first.summing and all(frame.is_cut_like(first) for frame in frames):
         parts = [items[i : i + _SUMMED] for i in range(0, count, _SUMMED)]
         return [Step(part, summing=len(part)) for part in parts]

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from codec import _call
 from codec._c.library import ITEMSIZE, check, ffi, lib, new_bytes
@@ -35,15 +35,19 @@ class Sink(NamedTuple):
         Device address of the destination; 0: frames are only validated.
     into, weight, divide
         As the fields of the same names in the C struct ``codec_context``.
-    codes : int
-        Flags CODEC_UNSCALED and CODEC_RESCALE, as in a codec_context.
     """
 
     to: int
     into: int = lib.CODEC_INTO_STORE
     weight: float = 1
     divide: float = 0
-    codes: int = 0
+
+    def fields(self) -> tuple[Any, ...]:
+        """Return the fields of the kernels' codec_sink: Ternary's codes are values without their scale."""
+        if self.into < lib.CODEC_INTO_CODES:
+            return *self, False, False
+        into = lib.CODEC_INTO_FLOAT32 if self.into == lib.CODEC_INTO_CODES else lib.CODEC_INTO_ADD
+        return self.to, into, 1.0, self.divide, True, self.into == lib.CODEC_INTO_SCALE_CODES
 
 
 class Frame:
@@ -181,11 +185,10 @@ class Frame:
         checks : bool
             True: also compute the digests of base and result.
         """
-        codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
         addresses = self._base_at or self.preprocessing.exponents, found
         warps = self.kernel.warps * self.grid
         return DECODING.pack(
-            at, at + DATA_AT, self._at, *scratch, *addresses, *sink[:4], *codes, 0, checks, warps, self.lists, 0
+            at, at + DATA_AT, self._at, *scratch, *addresses, *sink.fields(), 0, checks, warps, self.lists, 0
         )
 
     def close(self, found: bytes) -> None:

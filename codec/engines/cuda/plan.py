@@ -156,5 +156,5 @@ def _new_call(r: EncodeRequest) -> Call:
         set_levels(call, r.levels, read=False)
     if r.residual is not None:
         call.context.residual = ffi.cast("float *", r.residual.data)
-        call.context.flags = 0 if r.verify_first else lib.CODEC_NO_VERIFY_FIRST
+        call.context.flags = lib.CODEC_VERIFY_FIRST if r.verify_first else 0
     return call

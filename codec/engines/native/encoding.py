@@ -59,7 +59,7 @@ def fill_context(call: Call, r: EncodeRequest) -> None:
     if residual is not None:
         call.context.residual = ffi.cast("float *", residual.data)
         reads = lib.CODEC_DIFFERENCE if delta else lib.CODEC_FEEDBACK if feedback else 0
-        call.context.flags = reads | (0 if verify_first else lib.CODEC_NO_VERIFY_FIRST)
+        call.context.flags = reads | (lib.CODEC_VERIFY_FIRST if verify_first else 0)
 
 
 def check_host(r: EncodeRequest) -> None:

@@ -119,7 +119,7 @@ def sum_codes_into(call: Call, read: list[tuple[Any, TensorView]], op: int, thre
     call.keep = call.keep, v
     integers = target.view(DTYPE_NAMES[call.tensor.dtype])
     call.fill_tensor(v)
-    context.flags = lib.CODEC_UNSCALED
+    context.flags = 0
     for i, (info, frame) in enumerate(read):
         context.into = loops.into(i, op)
         _decode_one(call, info, frame, threads)

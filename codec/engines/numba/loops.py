@@ -89,17 +89,20 @@ def _with_exponents(j: Job, context: Any, first: int, count: int) -> Iterator[tu
         yield b, n, start, ea
 
 
-def _sink(j: Job, context: Any, dst: Any) -> Sink:
+def _sink(context: Any, dst: Any) -> Sink:
     """Return the destination of decoded values; if ``dst`` is None, blocks are only validated."""
-    unscaled = bool(context.flags & lib.CODEC_UNSCALED) and bool(j.traits & lib.CODEC_TRAIT_SUMS)
-    return Sink(
-        NOWHERE if dst is None else context.into,
-        np.float32(context.weight),
-        np.float32(context.divide),
-        unscaled,
-        unscaled and bool(context.flags & lib.CODEC_RESCALE),
-        NOTHING if dst is None else memory_of(dst.data, dst.nbytes),
-    )
+    if dst is None:
+        return _sink_of(NOWHERE, 1, 0, NOTHING)
+    return _sink_of(context.into, context.weight, context.divide, memory_of(dst.data, dst.nbytes))
+
+
+def _sink_of(into: int, weight: float, divide: float, data: Any) -> Sink:
+    """Return the sink of a CODEC_INTO value: Ternary's codes are values without their scale."""
+    codes = lib.CODEC_INTO_CODES <= into <= lib.CODEC_INTO_SCALE_CODES
+    rescale = into == lib.CODEC_INTO_SCALE_CODES
+    if codes:
+        into, weight = lib.CODEC_INTO_FLOAT32 if into == lib.CODEC_INTO_CODES else lib.CODEC_INTO_ADD, 1
+    return Sink(into, np.float32(weight), np.float32(divide), codes, rescale, data)
 
 
 def codec_decode_check(
@@ -150,7 +153,7 @@ class _Decoding:
 def _step(frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int) -> int:
     """Decode a range of blocks to ``dst``; if ``dst`` is None, only validate the blocks."""
     d = _Decoding(frame, nbytes, context, job)
-    status = d.run(blocks.first, blocks.count, _sink(d.job, context, dst))
+    status = d.run(blocks.first, blocks.count, _sink(context, dst))
     # The cause may be a damaged frame, or a wrong state or base. The C library decodes again to determine the cause.
     again = None
     if status == truncate.OTHER_STATE:
@@ -165,6 +168,8 @@ def _step(frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any
 
 def into(i: int, op: int) -> int:
     """Return the CODEC_INTO value with which frame i of a reduction is combined with the result so far."""
+    if op == lib.CODEC_REDUCE_CODES:
+        return lib.CODEC_INTO_ADD_CODES if i else lib.CODEC_INTO_CODES
     if i == 0:
         return lib.CODEC_INTO_FLOAT32
     return lib.CODEC_INTO_MAX if op == lib.CODEC_REDUCE_MAX else lib.CODEC_INTO_ADD
@@ -185,18 +190,13 @@ def codec_reduce_blocks(
     opened = [_Decoding(reduction.frames[i], reduction.nbytes[i], context, reduction.jobs[i]) for i in range(count)]
     scales = [d.job.row_parts["scale"].tobytes() for d in opened]
     ternary = bool(opened[0].job.traits & lib.CODEC_TRAIT_SUMS)
-    unscaled = ternary and count > 1 and op != lib.CODEC_REDUCE_MAX and all(s == scales[0] for s in scales)
-    sinks = [
-        Sink(
-            into(i, op),
-            np.float32(1),
-            np.float32(count if op == lib.CODEC_REDUCE_MEAN and 1 < count == i + 1 else 0),
-            unscaled,
-            unscaled and i == count - 1,
-            memory_of(dst.data, dst.nbytes),
-        )
-        for i in range(count)
-    ]
+    codes = ternary and count > 1 and op != lib.CODEC_REDUCE_MAX and all(s == scales[0] for s in scales)
+    how = [into(i, lib.CODEC_REDUCE_CODES if codes else op) for i in range(count)]
+    if codes:
+        how[-1] = lib.CODEC_INTO_SCALE_CODES
+    divide = [0] * (count - 1) + [count if op == lib.CODEC_REDUCE_MEAN and count > 1 else 0]
+    data = memory_of(dst.data, dst.nbytes)
+    sinks = [_sink_of(each, 1, by, data) for each, by in zip(how, divide, strict=True)]
     for b in range(blocks.first, end, _BLOCKS_PER_STEP):
         for d, sink in zip(opened, sinks, strict=True):
             status = d.run(b, min(_BLOCKS_PER_STEP, end - b), sink)

@@ -280,17 +280,17 @@ typedef struct codec_fault {
  * Decode or reduce in one call: check checksums, structure and state before the destination is written, so that any
  * error leaves the destination unchanged. Cost: every block is decoded twice; a frame of one block is decoded once, and
  * its values are copied.
+ *
+ * Encode: check the tensor before any of `residual` is written, so that any error leaves `residual` unchanged. Cost:
+ * codecs with one scale per row, group or block search for NaN and Inf in an extra pass.
  */
 #define CODEC_VERIFY_FIRST 2u
-#define CODEC_CHECK_ONLY 64u /**< decode or reduce in one call: check as CODEC_VERIFY_FIRST does, write nothing */
+#define CODEC_CHECK_ONLY 8u /**< decode or reduce in one call: check as CODEC_VERIFY_FIRST does, write nothing */
 /**
  * Decode: skip checksums; the structure is still checked. DELTA: also skip the digests of base and result, so that a
  * base other than the one that the frame was encoded against gives wrong values or CODEC_BAD_REGION.
  */
 #define CODEC_NO_CHECKSUM 4u
-#define CODEC_UNSCALED 8u /**< decode, TERNARY: values are -1, 0 and 1, not scaled */
-/** With CODEC_UNSCALED: multiply the result by the scale, before `divide`. Not with CODEC_INTO_STORE. */
-#define CODEC_RESCALE 16u
 /**
  * Encode: error feedback. Add `residual` to the tensor, encode the sums, and store their encoding error in `residual`.
  * Each sum is rounded to float32. The frame is the one that encoding the sums gives, but has the tensor's dtype:
@@ -298,7 +298,7 @@ typedef struct codec_fault {
  * the residual. A NaN sum becomes 0x7fc00000. `residual` must not be the tensor. LOSSLESS has no error and returns
  * CODEC_BAD_ARGUMENT.
  */
-#define CODEC_FEEDBACK 32u
+#define CODEC_FEEDBACK 16u
 /**
  * Encode: encode the tensor minus `residual`, each difference rounded to float32, and add the decoded values to
  * `residual`, each sum rounded. Receivers store a copy of `residual` and update it by calling codec_accumulate with the
@@ -308,24 +308,19 @@ typedef struct codec_fault {
  * sets. `residual` must not be the tensor. Codecs 2 to 6 accept this flag. Other codecs, and CODEC_FEEDBACK together
  * with this flag, return CODEC_BAD_ARGUMENT.
  */
-#define CODEC_DIFFERENCE 1024u
+#define CODEC_DIFFERENCE 32u
 /**
  * Decode: store values with non-temporal (streaming) stores, which bypass the caches. Set it if the destination is not
  * read soon, for example because it is part of a buffer larger than the caches. Destinations of CODEC_UNCACHED_NBYTES
  * or more always use such stores. The decoded values do not depend on this flag.
  */
-#define CODEC_NONTEMPORAL 128u
+#define CODEC_NONTEMPORAL 64u
 /**
  * Reduce: return CODEC_NONFINITE if a result is NaN or Inf, for example because a sum overflows. Encoding that result
  * would return the same status. The check runs while results are written: dst is then unspecified, even with
  * CODEC_VERIFY_FIRST.
  */
-#define CODEC_FINITE 256u
-/**
- * Encode: leave `residual` unspecified after an error. Codecs with one scale per row, group or block then skip the
- * extra pass that searches for NaN and Inf before any of `residual` is written.
- */
-#define CODEC_NO_VERIFY_FIRST 512u
+#define CODEC_FINITE 128u
 /** @} */
 
 #define CODEC_UNCACHED_NBYTES 8388608u /**< 8 MiB: destinations of this size or more bypass the caches */
@@ -359,20 +354,22 @@ typedef struct codec_metric {
 
 /**
  * @name codec_context.into
- * Operation on decoded values. All operations but CODEC_INTO_STORE require a float32 destination of the frame's shape
- * and a frame of float32, bfloat16 or float16. Results may be divided (`divide`) or rescaled (CODEC_RESCALE).
- * CODEC_BAD_ARGUMENT: `divide` or CODEC_RESCALE with CODEC_INTO_STORE, or a divisor that is negative, infinite or NaN.
+ * Operation on decoded values. All operations but CODEC_INTO_STORE require a destination of the frame's shape, of
+ * float32 unless said otherwise, and a frame of float32, bfloat16 or float16. CODEC_BAD_ARGUMENT: `divide` with
+ * CODEC_INTO_STORE, CODEC_INTO_CODES or CODEC_INTO_ADD_CODES, or a divisor that is negative, infinite or NaN.
  *
- * CODEC_INTO_CODES and CODEC_INTO_ADD_CODES are for TERNARY frames only. They require a destination of int8, int16 or
- * int32, without CODEC_RESCALE and `divide`. The caller ensures that sums do not overflow.
+ * The last three operations are for TERNARY frames only. They use the codes of the values: c is -1, 0 or 1, the value
+ * divided by the scale. CODEC_INTO_CODES and CODEC_INTO_ADD_CODES also accept destinations of int8, int16 and int32;
+ * the caller ensures that sums do not overflow.
  * @{
  */
-#define CODEC_INTO_STORE 0     /**< store, in the frame's dtype */
-#define CODEC_INTO_ADD 1       /**< out = out + weight * value, rounded twice; the payload of a NaN is unspecified */
-#define CODEC_INTO_MAX 2       /**< out = the larger of out and value; NaN if either is NaN */
-#define CODEC_INTO_FLOAT32 3   /**< store, as float32 */
-#define CODEC_INTO_CODES 4     /**< TERNARY: store -1, 0 or 1, the value divided by the scale, as an integer */
-#define CODEC_INTO_ADD_CODES 5 /**< TERNARY: out = out + c, where c is -1, 0 or 1: the value divided by the scale */
+#define CODEC_INTO_STORE 0       /**< store, in the frame's dtype */
+#define CODEC_INTO_ADD 1         /**< out = out + weight * value, rounded twice; the payload of a NaN is unspecified */
+#define CODEC_INTO_MAX 2         /**< out = the larger of out and value; NaN if either is NaN */
+#define CODEC_INTO_FLOAT32 3     /**< store, as float32 */
+#define CODEC_INTO_CODES 4       /**< TERNARY: out = c */
+#define CODEC_INTO_ADD_CODES 5   /**< TERNARY: out = out + c */
+#define CODEC_INTO_SCALE_CODES 6 /**< TERNARY: out = (out + c) * scale, for the last of frames of one scale */
 /** @} */
 
 /** Optional arguments of a call. NULL, or 0 in all fields after struct_nbytes, means defaults. */
@@ -390,7 +387,7 @@ typedef struct codec_context {
 	uint64_t stream; /**< encode: id of the random stream, from rank, step, tensor; ids give independent bits */
 	float *residual; /**< encode: see codec_encode */
 	float weight;    /**< decode, CODEC_INTO_ADD: factor of decoded values */
-	float divide;    /**< decode, not CODEC_INTO_STORE: divisor of results; 0: do not divide */
+	float divide;    /**< decode: divisor of results, for some values of `into`; 0: do not divide */
 	const codec_metric *metric; /**< TRUNCATE: metric for encoding, and for decoding shared levels */
 	const uint8_t *levels;      /**< TRUNCATE, encode: level 0..3 of each value, in place of a metric */
 	const codec_tensor *base;   /**< DELTA: tensor of the frame's dtype and shape that the changes apply to */
@@ -442,8 +439,8 @@ CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor 
  *
  * `residual`, unless NULL, receives the encoding error, src minus the decoded values: n float32 values, at any address.
  * It may be `src` itself or an array of the metric's state. The error of an encoded NaN or Inf is 0. On any status but
- * CODEC_OK `residual` is unchanged, unless another thread changes src during the call. See CODEC_FEEDBACK and
- * CODEC_NO_VERIFY_FIRST.
+ * CODEC_OK `residual` is unspecified or, with CODEC_VERIFY_FIRST, unchanged, unless another thread changes src during
+ * the call. See CODEC_FEEDBACK and CODEC_DIFFERENCE.
  */
 CODEC_API codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 				    size_t *written, float *residual, const codec_context *with, void *scratch,

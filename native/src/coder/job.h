@@ -85,7 +85,7 @@ struct job {
 	struct philox key;
 	float scale, clip;       /* codec_spec.scale and clip; 0: none; scale -1: the caller's scale is 0 */
 	uint8_t residual;        /* codecs of rows: enum residual */
-	uint8_t no_verify_first; /* encode: CODEC_NO_VERIFY_FIRST is set */
+	uint8_t verify_first;    /* encode: CODEC_VERIFY_FIRST is set */
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
 	uint64_t outer_checksum; /* decode: the frame's checksum minus the checksums of its blocks */
 	uint64_t codebook_id;

@@ -71,15 +71,15 @@ static inline const float_any *load_values(const struct kernels *k, const struct
 const void *load_native(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n, void *buffer);
 
 /*
- * Destination of decoded values y. `into` is one of three: a CODEC_INTO_*; SINK_RESIDUAL, which stores the encoding
- * error x - y; or SINK_NONE, which stores nothing and is used to check codes and scales.
+ * Destination of decoded values y. `into` is one of three: a CODEC_INTO_*, as returned by sink_into(); SINK_RESIDUAL,
+ * which stores the encoding error x - y; or SINK_NONE, which stores nothing and is used to check codes and scales.
  */
 struct sink {
 	int into;
 	float weight;
-	float scale, divide; /* scale: factor of CODEC_RESCALE; divide: codec_context.divide */
-	int unscaled, rescale;
-	int nontemporal; /* 1: use non-temporal stores */
+	float scale, divide;   /* scale: factor if `rescale` is set; divide: codec_context.divide */
+	int unscaled, rescale; /* unscaled: y is a code of TERNARY; rescale: CODEC_INTO_SCALE_CODES */
+	int nontemporal;       /* 1: use non-temporal stores */
 	const codec_tensor *dst;
 	const struct source *src; /* SINK_RESIDUAL: source of x */
 };
@@ -102,6 +102,14 @@ static inline float_any *sink_room(const struct sink *s, uint64_t first, int add
 	streams = streams && (uintptr_t)there % 16 == 0 && !(s->divide > 0);
 	adds = adds && s->into == CODEC_INTO_ADD && s->weight == 1;
 	return adds || (stores && (!s->nontemporal || streams)) ? there : NULL;
+}
+
+/* Return codec_context.into for a sink: codes are stored or added in float32 like other values, or as integers. */
+static inline int sink_into(uint32_t into, uint32_t dtype)
+{
+	if (into < CODEC_INTO_CODES || dtype != CODEC_FLOAT32)
+		return (int)into;
+	return into == CODEC_INTO_CODES ? CODEC_INTO_FLOAT32 : CODEC_INTO_ADD;
 }
 
 /* Return 1 if the destination receives TERNARY's codes as integers, by sink_put_codes. */

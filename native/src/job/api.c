@@ -64,9 +64,8 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 	}
 	READ_STRUCT(*copy, with);
 	if (copy->flags & ~(CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY | CODEC_NO_CHECKSUM |
-			    CODEC_UNSCALED | CODEC_RESCALE | CODEC_FEEDBACK | CODEC_NONTEMPORAL | CODEC_FINITE |
-			    CODEC_NO_VERIFY_FIRST | CODEC_DIFFERENCE) ||
-	    copy->into > CODEC_INTO_ADD_CODES || !(copy->divide >= 0 && copy->divide < INFINITY) ||
+			    CODEC_FEEDBACK | CODEC_NONTEMPORAL | CODEC_FINITE | CODEC_DIFFERENCE) ||
+	    copy->into > CODEC_INTO_SCALE_CODES || !(copy->divide >= 0 && copy->divide < INFINITY) ||
 	    (copy->nsegments && !copy->segments) || (copy->ncodebooks && !copy->codebooks) || !kernels_for(copy))
 		return CODEC_BAD_ARGUMENT;
 	return CODEC_OK;

@@ -8,21 +8,32 @@
 #define VERIFY_FLAGS                                                                                                   \
 	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* one-call functions only; callers of steps use codec_decode_check */
 
-/* Return 1 if `into` stores or adds TERNARY's codes as integers. */
-static int takes_codes(uint32_t into)
+/* Return 1 if `into` allows a division: the result is complete, and float32. */
+static int divides(uint32_t into)
 {
-	return into == CODEC_INTO_CODES || into == CODEC_INTO_ADD_CODES;
+	return into != CODEC_INTO_STORE && into != CODEC_INTO_CODES && into != CODEC_INTO_ADD_CODES;
 }
 
-/*
- * Check, without the frame, that the destination is a valid tensor of a dtype that with->into accepts. Division and
- * rescaling need float32.
- */
+/* Return the dtype of the destination that `into` requires for a frame, or 0 if the frame does not allow `into`. */
+static uint32_t dtype_into(const struct header *h, uint32_t into, uint32_t given)
+{
+	const int integer = given == CODEC_INT8 || given == CODEC_INT16 || given == CODEC_INT32;
+
+	if (into == CODEC_INTO_STORE)
+		return h->dtype;
+	if (codec_is_delta(h->codec)) /* frames of DELTA hold changes, which cannot be summed */
+		return 0;
+	if (into < CODEC_INTO_CODES)
+		return CODEC_FLOAT32;
+	if (!(header_traits(h) & CODEC_TRAIT_SUMS) || (given != CODEC_FLOAT32 && !integer))
+		return 0;
+	return into == CODEC_INTO_SCALE_CODES ? CODEC_FLOAT32 : given;
+}
+
+/* Check, without the frame, that the destination is a valid tensor. */
 static codec_status read_destination(const codec_tensor *dst, const codec_context *with, codec_tensor *copy)
 {
-	if (!dst || dst->struct_nbytes < sizeof *dst ||
-	    ((with->into == CODEC_INTO_STORE || takes_codes(with->into)) &&
-	     (with->divide > 0 || with->flags & CODEC_RESCALE)))
+	if (!dst || dst->struct_nbytes < sizeof *dst || (with->divide > 0 && !divides(with->into)))
 		return CODEC_BAD_ARGUMENT;
 	*copy = *dst;
 	return copy->nbytes && !copy->data ? CODEC_BAD_ARGUMENT : CODEC_OK;
@@ -31,12 +42,9 @@ static codec_status read_destination(const codec_tensor *dst, const codec_contex
 /* Check that the destination has the frame's dtype and shape. */
 static codec_status check_destination(const struct header *h, const codec_tensor *dst, uint32_t into, codec_fault *f)
 {
-	uint32_t dtype = into == CODEC_INTO_STORE ? h->dtype : takes_codes(into) ? dst->dtype : CODEC_FLOAT32;
+	uint32_t dtype = dtype_into(h, into, dst->dtype);
 
-	if (into != CODEC_INTO_STORE && codec_is_delta(h->codec))
-		return CODEC_BAD_ARGUMENT; /* frames of DELTA hold changes, which cannot be summed */
-	if (takes_codes(into) && (!(header_traits(h) & CODEC_TRAIT_SUMS) ||
-				  (dtype != CODEC_INT8 && dtype != CODEC_INT16 && dtype != CODEC_INT32)))
+	if (!dtype)
 		return CODEC_BAD_ARGUMENT;
 	if (into != CODEC_INTO_STORE && !codec_takes(CODEC_SIGN, h->dtype))
 		return fault(f, CODEC_BAD_DTYPE, WIRE_AT_DTYPE, h->dtype, CODEC_FLOAT32);

@@ -112,7 +112,7 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
 	*out = j;
 	j->reads_residual = with->flags & READS_RESIDUAL;
-	j->no_verify_first = (with->flags & CODEC_NO_VERIFY_FIRST) != 0;
+	j->verify_first = (with->flags & CODEC_VERIFY_FIRST) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->nscans) {
 		j->state = JOB_SCANNING;

@@ -10,15 +10,14 @@
  */
 static void set_context(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
 {
-	if (op == CODEC_REDUCE_CODES)
-		c->into = i == 0 ? CODEC_INTO_CODES : CODEC_INTO_ADD_CODES;
+	if (op == CODEC_REDUCE_CODES || unscaled)
+		c->into = i == 0                       ? CODEC_INTO_CODES
+			  : unscaled && i == count - 1 ? CODEC_INTO_SCALE_CODES
+						       : CODEC_INTO_ADD_CODES;
 	else
 		c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
 	c->weight = 1;
 	c->divide = op == CODEC_REDUCE_MEAN && count > 1 && i == count - 1 ? (float)count : 0;
-	c->flags &= ~(CODEC_UNSCALED | CODEC_RESCALE);
-	c->flags |= unscaled ? CODEC_UNSCALED : 0;
-	c->flags |= unscaled && i == count - 1 ? CODEC_RESCALE : 0;
 }
 
 static int same_parts(const struct job *a, const struct job *b, int *same_scale)
@@ -43,7 +42,10 @@ static int same_parts(const struct job *a, const struct job *b, int *same_scale)
  */
 static int codes_add_up(const void *const *jobs, size_t count, const codec_tensor *dst)
 {
-	size_t most = dst->dtype == CODEC_INT8 ? INT8_MAX : dst->dtype == CODEC_INT16 ? INT16_MAX : INT32_MAX;
+	size_t most = dst->dtype == CODEC_INT8    ? INT8_MAX
+		      : dst->dtype == CODEC_INT16 ? INT16_MAX
+		      : dst->dtype == CODEC_INT32 ? INT32_MAX
+						  : 0;
 	const struct part *first = NULL;
 
 	for (size_t i = 0; i < count; i++) {

@@ -127,7 +127,7 @@ static codec_status encode_plan(const codec_spec *spec, const codec_tensor *like
 		TRY(family_check_state(&h, with, 1));
 	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
 	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* the engine sets these members */
-	j->no_verify_first = (with->flags & CODEC_NO_VERIFY_FIRST) != 0;
+	j->verify_first = (with->flags & CODEC_VERIFY_FIRST) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->h.layout == WIRE_LAYOUT_BLOCKS && family_of(&h)->cut)
 		family_of(&h)->cut(j, with);

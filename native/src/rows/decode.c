@@ -286,12 +286,12 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const s
 codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				const struct job *j, codec_range *range, struct work *w)
 {
-	int unscaled = j->h.codec == CODEC_TERNARY && with->flags & CODEC_UNSCALED;
-	const struct sink sink = {.into = dst ? (int)with->into : SINK_NONE,
-				  .weight = with->weight,
-				  .rescale = unscaled && with->flags & CODEC_RESCALE,
+	const int codes = dst && with->into >= CODEC_INTO_CODES; /* check_destination allows it for TERNARY only */
+	const struct sink sink = {.into = dst ? sink_into(with->into, dst->dtype) : SINK_NONE,
+				  .weight = codes ? 1 : with->weight,
+				  .rescale = with->into == CODEC_INTO_SCALE_CODES,
 				  .divide = with->divide,
-				  .unscaled = unscaled,
+				  .unscaled = codes,
 				  .nontemporal = dst && is_nontemporal(with, dst),
 				  .dst = dst};
 

@@ -64,7 +64,7 @@ uint64_t rows_scan_count(const struct job *j)
 {
 	int given = j->h.codec == CODEC_TERNARY && j->scale > 0 && !(j->clip > 0);
 
-	if (j->residual && !j->no_verify_first)
+	if (j->residual && j->verify_first)
 		return j->nsums;
 	return row_part_scaled(header_kind(&j->h), job_parts(j)->group_size) && !given ? j->nsums : 0;
 }

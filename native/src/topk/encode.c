@@ -18,7 +18,7 @@ codec_status topk_begin(struct job *j, const codec_spec *s, const codec_context 
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
 	j->key = (struct philox){s->seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
 	TRY(header_derive(&j->h));
-	j->nscans = j->residual && !j->no_verify_first ? j->h.nblocks : 0;
+	j->nscans = j->residual && j->verify_first ? j->h.nblocks : 0;
 	return CODEC_OK;
 }
 

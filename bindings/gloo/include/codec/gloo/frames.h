@@ -312,7 +312,7 @@ private:
 		with.ncodebooks = codebook != nullptr;
 		with.stream = stream * APART + number;
 		if (feedback) { /* encoding overwrites the residual; after an error the caller restores it */
-			with.flags = CODEC_FEEDBACK | CODEC_NO_VERIFY_FIRST;
+			with.flags = CODEC_FEEDBACK;
 			feedback += piece.begin;
 		}
 		check(codec_scratch(&spec, &src, &nbytes));
