@@ -26,9 +26,9 @@ class CallOptions:
     engine: EngineName | None = None
     threads: int | None = None
     verify_first: bool | None = None
-    nontemporal: bool | None = None
     algorithm: Algorithm | None = None
     timeout: timedelta | None = None
+    nontemporal: bool = False  # decode with non-temporal stores; collectives set it for pieces of a large result
 
     def __enter__(self) -> "CallOptions":
         outer = _scope.get()
@@ -63,7 +63,6 @@ def options(
     engine: EngineName | None = None,
     threads: int | None = None,
     verify_first: bool | None = None,
-    nontemporal: bool | None = None,
     algorithm: Algorithm | None = None,
     timeout: float | timedelta | None = None,
 ) -> CallOptions:
@@ -85,9 +84,6 @@ def options(
     verify_first : bool, optional
         True, the default: validate all input before the first byte of `out` or `residual` is written, so that both are
         unchanged after an error. False skips this validation pass; after an error `out` and `residual` are undefined.
-    nontemporal : bool, optional
-        True: decode with non-temporal stores, which do not evict other data from the caches. Use it if `out` is part of
-        a larger tensor and is not read soon. Default: True for tensors of 8 MiB and more, otherwise False.
     algorithm : str, optional
         Algorithm of all-reduces of :mod:`codec.torch`, one of "auto", "two_shot", "all_gather", "ring", "raw" and
         "shared_scale"; see :func:`codec.torch.all_reduce`. Default: "auto", which chooses by measured times, so that
@@ -123,7 +119,6 @@ def options(
         engine,
         None if threads is None else whole("threads", threads, 1),
         None if verify_first is None else truth("verify_first", verify_first),
-        None if nontemporal is None else truth("nontemporal", nontemporal),
         None if algorithm is None else check_algorithm(algorithm),
         check_timeout(timeout),
     )

@@ -91,7 +91,7 @@ def decode(
         memory is allocated. Default: 1 GiB, or 256 times the size of the frame if that is more. The limit applies
         neither to `out` nor to the result of :class:`Delta`, which is as large as `base`.
     options : CallOptions, optional
-        Engine, threads, ``verify_first`` and ``nontemporal``, made by :func:`options`.
+        Engine, threads and ``verify_first``, made by :func:`options`.
 
     Returns
     -------
@@ -159,7 +159,7 @@ def decode_request(
         threads=settings.threads,
         bound=None if spec is None else check_bound(spec),
         verify_first=settings.verify_first is not False,
-        nontemporal=settings.nontemporal is True,
+        nontemporal=settings.nontemporal,
         base=base,
     )
 

@@ -2,7 +2,7 @@
 
 memory      alternating pieces of eight tensors, which together exceed every cache
 cache       one piece repeatedly, as in most benchmarks
-past        with non-temporal stores (``codec.options(nontemporal=True)``); an ordinary store first reads its cache line
+past        with non-temporal stores (``CallOptions(nontemporal=True)``); an ordinary store first reads its cache line
             from memory
 mean of 2   codec.reduce of two frames, as in an all-gather of two ranks: ordinary and non-temporal stores, and
             ``check_finite=True``
@@ -67,12 +67,14 @@ def measure(x: np.ndarray[Any, Any], piece: int) -> list[dict[str, Any]]:
         def decode(i: int, past: bool = False, frames: Any = frames) -> None:
             for cut, frame in zip(cuts, frames, strict=True):
                 codec.decode(
-                    frame, out=targets[i][cut], options=codec.options(threads=1, verify_first=False, nontemporal=past)
+                    frame,
+                    out=targets[i][cut],
+                    options=codec.CallOptions(threads=1, verify_first=False, nontemporal=past),
                 )
 
         def reduce(i: int, past: bool = False, frames: Any = frames) -> None:
             for cut, frame in zip(cuts, frames, strict=True):
-                options = codec.options(threads=1, verify_first=False, nontemporal=past)
+                options = codec.CallOptions(threads=1, verify_first=False, nontemporal=past)
                 codec.reduce([frame, frame], out=targets[i][cut], check_finite=True, options=options)
 
         took = {

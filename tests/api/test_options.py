@@ -21,8 +21,8 @@ def test_inner_contexts_override_field_by_field():
     assert active() == codec.options()
     with codec.options(engine="native", threads=4, verify_first=False, timeout=30.0) as outer:
         assert active() == outer
-        with codec.options(threads=1, verify_first=True, nontemporal=True, algorithm="ring"):
-            assert active() == codec.options("native", 1, True, True, "ring", 30.0)
+        with codec.options(threads=1, verify_first=True, algorithm="ring"):
+            assert active() == codec.options("native", 1, True, "ring", 30.0)
         assert active() == outer
     assert active() == codec.options()
 
@@ -63,7 +63,9 @@ def test_frames_do_not_depend_on_options():
     with codec.options(engine="native", threads=3):
         assert codec.encode(X, "small") == frame
         assert codec.encode_many([X, X[:700]], "small", options=codec.options(threads=1))[0] == frame
-        assert (codec.decode(frame) == codec.decode(frame, options=codec.options(threads=1, nontemporal=True))).all()
+        assert (
+            codec.decode(frame) == codec.decode(frame, options=codec.CallOptions(threads=1, nontemporal=True))
+        ).all()
 
 
 def test_timeout_is_seconds_or_a_timedelta():
@@ -85,7 +87,7 @@ def test_algorithm_is_a_name_of_one():
 
 
 def test_wrong_options_are_rejected():
-    for wrong in ({"threads": 0}, {"threads": 1.5}, {"verify_first": X}, {"nontemporal": X}):
+    for wrong in ({"threads": 0}, {"threads": 1.5}, {"verify_first": X}):
         with pytest.raises(codec.ArgumentError, match="must be"):
             codec.options(**wrong)
     with pytest.raises(codec.EngineError, match="engine must be one of native, numba, cuda, got 'gpu'"):

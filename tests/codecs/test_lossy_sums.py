@@ -76,7 +76,7 @@ def test_reduce_with_nontemporal_stores(spec, isa):
         for count, op, offset in itertools.product((1, 2, 3), ("sum", "mean", "max"), offsets):
             out = room[offset : offset + 4 * n].view(F32)
             room[:] = 0xA5
-            codec.reduce(frames[:count], out=out, op=op, options=codec.options(threads=1, nontemporal=True))
+            codec.reduce(frames[:count], out=out, op=op, options=codec.CallOptions(threads=1, nontemporal=True))
             assert out.tobytes() == codec.reduce(frames[:count], op=op).tobytes()
             assert (room[:offset] == 0xA5).all()
             assert (room[offset + 4 * n :] == 0xA5).all()

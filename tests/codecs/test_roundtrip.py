@@ -42,7 +42,7 @@ def test_decode_with_nontemporal_stores(spec, dtype, isa):
     expected = codec.decode(frame, out=np.empty_like(x))
     for offset in (0, 1, 7, 31):
         room = np.full(n + 64, 7, x.dtype)
-        codec.decode(frame, out=room[offset : offset + n], options=codec.options(nontemporal=True))
+        codec.decode(frame, out=room[offset : offset + n], options=codec.CallOptions(nontemporal=True))
         assert room[offset : offset + n].tobytes() == expected.tobytes()
         assert (np.delete(room, slice(offset, offset + n)) == 7).all()
 

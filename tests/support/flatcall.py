@@ -1,6 +1,6 @@
 """Calls of codec by keywords alone, for parametrized tests that keep the arguments of a call in a dictionary."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -26,7 +26,9 @@ def split(how):
     """Return the keywords of a public call: collect keywords that name options in one ``options=`` argument."""
     options = {name: value for name, value in how.items() if name in _OPTIONS}
     rest = {name: value for name, value in how.items() if name not in _OPTIONS}
-    return {**rest, "options": codec.options(**options)} if options else rest
+    nontemporal = options.pop("nontemporal", False)
+    options = replace(codec.options(**options), nontemporal=nontemporal)
+    return {**rest, "options": options} if len(rest) < len(how) else rest
 
 
 def viewed(x, how):

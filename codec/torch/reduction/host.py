@@ -360,7 +360,7 @@ def square(x: Values) -> float:
 def _options_for(engine: EngineName | None, threads: int | None, large: bool, nontemporal: bool) -> CallOptions:
     if threads is None and not large:
         threads = 1
-    return codec.options(engine=engine, threads=threads, verify_first=False, nontemporal=nontemporal)
+    return CallOptions(engine, threads, verify_first=False, nontemporal=nontemporal)
 
 
 def _codec_of(struct: Any) -> tuple[int, ...]:
