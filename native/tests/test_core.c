@@ -182,13 +182,7 @@ static void *use_no_stack(void *unused)
 static void test_stack_use_is_limited(void **unused)
 {
 	(void)unused;
-#if !defined(__SANITIZE_ADDRESS__)
-	assert_true(stack_of(use_stack) < stack_of(use_no_stack) + 16384);
-#else
-	(void)stack_of;
-	(void)use_stack;
-	(void)use_no_stack;
-#endif
+	check_stack_use(use_stack, use_no_stack);
 }
 
 static void *mixed_calls(void *seed)

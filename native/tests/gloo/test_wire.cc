@@ -75,6 +75,24 @@ std::string damaged(Group &group, const Rank &me, const Way &way, const Flip &fl
 	return raised;
 }
 
+/* Return the errors of each rank, a line for each flip. */
+std::vector<std::istringstream> errors_of(const Way &way, const std::vector<Flip> &flips)
+{
+	std::vector<std::istringstream> said;
+	const auto results = ranks::run(SIZE, [&](Rank &me) {
+		Group group(me.connect());
+		std::string found;
+
+		for (const Flip &flip : flips)
+			found += damaged(group, me, way, flip) + "\n";
+		return found;
+	});
+
+	for (const std::string &each : results)
+		said.emplace_back(each);
+	return said;
+}
+
 } // namespace
 
 TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerError elsewhere")
@@ -89,17 +107,7 @@ TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerE
 		for (int i = 0; i < (way.n == SMALL ? 20 : 3); i++)
 			flips.push_back({random.below(2), 100 + random.below(900), /* zeros follow a frame */
 					 static_cast<uint8_t>(1 << random.below(8))});
-		const auto results = ranks::run(SIZE, [&](Rank &me) {
-			Group group(me.connect());
-			std::string found;
-
-			for (const Flip &flip : flips)
-				found += damaged(group, me, way, flip) + " ";
-			return found;
-		});
-		std::vector<std::istringstream> said;
-		for (const std::string &each : results)
-			said.emplace_back(each);
+		std::vector<std::istringstream> said = errors_of(way, flips);
 		CAPTURE(way.name);
 		for (size_t i = 0; i < flips.size(); i++) {
 			std::string all;
@@ -110,7 +118,7 @@ TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerE
 			for (int rank = 0; rank < SIZE; rank++) {
 				std::string raised;
 
-				said[rank] >> raised;
+				std::getline(said[rank], raised);
 				CHECK(raised != "nothing");
 				frame_errors += raised == "FrameError";
 			}
@@ -125,18 +133,8 @@ TEST_CASE("An impossible length is a FrameError or PeerError, and nothing is rea
 {
 	for (const Way &way : WAYS) {
 		/* flips that change a length by 1, 16 MiB, 255 TiB and 2^63 bytes */
-		const Flip flips[] = {{0, 0, 1}, {0, 3, 1}, {1, 5, 255}, {0, 7, 128}};
-		const auto results = ranks::run(SIZE, [&](Rank &me) {
-			Group group(me.connect());
-			std::string found;
-
-			for (const Flip &flip : flips)
-				found += damaged(group, me, way, flip) + "\n";
-			return found;
-		});
-		std::vector<std::istringstream> said;
-		for (const std::string &each : results)
-			said.emplace_back(each);
+		const std::vector<Flip> flips = {{0, 0, 1}, {0, 3, 1}, {1, 5, 255}, {0, 7, 128}};
+		std::vector<std::istringstream> said = errors_of(way, flips);
 		for (const Flip &flip : flips) {
 			int too_long = 0;
 
