@@ -37,7 +37,7 @@ static void train(int rank, int size, const char *folder)
 			gradient[i] = std::sin(static_cast<float>(i + 1) * 0.37f) * static_cast<float>(rank + 1);
 
 		codec::gloo::Options options;
-		options.algorithm = codec::gloo::Algorithm::two_shot; /* the default may send raw values */
+		options.algorithm = codec::gloo::Algorithm::two_shot;
 		options.stream = static_cast<uint64_t>(step);
 		options.residual = residual.data(); /* encoding errors are sent in the next step */
 		options.sums_residual = sums_residual.data();
