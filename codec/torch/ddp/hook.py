@@ -27,7 +27,7 @@ from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.table import check_request
 
 
-class Hook:
+class Hook(lifetime.Watched):
     """Communication hook that sends the gradients of a DistributedDataParallel as frames.
 
     :func:`ddp_hook` creates hooks. A hook serves one model. Save its state in checkpoints: it holds the residuals of
@@ -49,11 +49,10 @@ class Hook:
     """
 
     def __init__(self, reducer: Reducer) -> None:
+        super().__init__()
         self.reducer = reducer
-        self.called = False
         self._model: weakref.ref[DistributedDataParallel] | None = None  # model that calls this hook; None: unknown
         self.__name__ = self.__qualname__ = "codec.torch.Hook"  # torch reads both attributes of a hook
-        lifetime.watch(self)
 
     def __repr__(self) -> str:
         on = "not registered" if self.reducer.group is None else f"registered, {self.reducer.state.count} steps"

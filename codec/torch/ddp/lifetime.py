@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 import weakref
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,24 +20,20 @@ from codec.torch.ddp.reducer import Reducer
 logger = logging.getLogger("codec.torch")
 
 
-@runtime_checkable
-class _Hook(Protocol):
-    """Attribute of a Hook that this module reads."""
+class Watched:
+    """Hook for which a warning is logged at the end of the process if it was never called, and compressed nothing."""
 
-    called: bool
+    def __init__(self) -> None:
+        self.called = False
+        _hooks.add(self)
 
 
-_hooks: "weakref.WeakSet[_Hook]" = weakref.WeakSet()  # all hooks of this process
+_hooks: "weakref.WeakSet[Watched]" = weakref.WeakSet()  # all hooks of this process
 _unchecked: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # reducers of hooks whose optimizer is not known yet
 _REDUCER = (
     'torch._dynamo.config.optimize_ddp must be "ddp_optimizer", torch\'s default, got "python_reducer", which passes '
     "single gradients to hooks inside of a compiled graph"
 )
-
-
-def watch(hook: _Hook) -> None:
-    """At the end of the process, log a warning if the hook was never called, because it then compressed no gradient."""
-    _hooks.add(hook)
 
 
 @atexit.register
@@ -60,7 +56,7 @@ def register(model: DistributedDataParallel, hook: Any) -> None:
         The model already has a hook, which DistributedDataParallel cannot replace.
     """
     for former, state in comm_hooks(model):
-        theirs = f"{state!r} of {former!r}" if isinstance(state, _Hook) else repr(former)
+        theirs = f"{state!r} of {former!r}" if isinstance(state, Watched) else repr(former)
         raise ArgumentError(
             f"the model has a communication hook already, {theirs}: to change the codec of that hook, call its "
             "set_spec(); to register another hook, wrap the module in a new DistributedDataParallel"
