@@ -226,10 +226,10 @@ class Plan:
             The policy returned neither a spec nor a preset nor None; or its spec needs error feedback, which the hook
             does not have.
         """
-        spec = self._policys(name, parameter)
+        spec = self._spec_of_policy(name, parameter)
         return self.spec if spec is None else spec
 
-    def _policys(self, name: str, parameter: torch.nn.Parameter) -> Spec | None:
+    def _spec_of_policy(self, name: str, parameter: torch.nn.Parameter) -> Spec | None:
         """Return the policy's spec of a parameter, or None.
 
         Raises
@@ -275,7 +275,7 @@ class Plan:
 
     def _choose(self, name: str, p: torch.nn.Parameter, exact: bool, step: int) -> tuple[Spec, str]:
         """Return the spec of a parameter in a step, and the reason, which is "" for the hook's own spec."""
-        own, uneven = self._policys(name, p), cast(Spec, self.policy.uneven)
+        own, uneven = self._spec_of_policy(name, p), cast(Spec, self.policy.uneven)
         if exact:
             return Lossless(), START if step < self.start_step else MEASURED
         if own is not None:
