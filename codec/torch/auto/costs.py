@@ -30,6 +30,8 @@ class Samples:
     """Samples of the gradients of one step, by parameter name."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    # Norm of the residual divided by the norm of the gradient.
+    ratios: dict[str, float] = field(default_factory=dict[str, float])
     # True if gradients are on a GPU: times of encoding on the host then say nothing about the GPU.
     on_device: bool = False
 

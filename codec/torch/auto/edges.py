@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 from codec import Link
 from codec.advisor.advise import named
 from codec.specs import Quantize, Spec
-from codec.torch.auto.meter import Meter
+from codec.torch.auto.meter import MICRO, PICO, Meter
 from codec.torch.auto.selector import Selector
 from codec.torch.network.info import ConnectionInfo
 
-_PICO, _MICRO = 1e12, 1e6
 # A direction switches to a less lossy level if its wire time is then at most this share of the slowest direction's.
 _SHARE = 0.5
 _KEPT = 0.7  # a direction keeps that level while its wire time is at most this share of the slowest one's
@@ -55,7 +54,7 @@ class Sending:
         """End a step after its messages were sent; return their report."""
         self._meter.end([connection])
         found = self._meter.estimate()
-        picoseconds = -1 if found is None else round(_PICO * found.seconds_per_byte)
+        picoseconds = -1 if found is None else round(PICO * found.seconds_per_byte)
         return Sent(*self._direction, picoseconds, self._values, self._nbytes)
 
 
@@ -101,7 +100,7 @@ class EdgeChoice:
     def report(self, sent: Iterable[Sent]) -> dict[str, Any]:
         """Return this rank's measurements of a step, in types that JSON supports."""
         last, self._last = self._last, time.perf_counter()
-        seconds = round(_MICRO * (self._last - last)) if last else 0
+        seconds = round(MICRO * (self._last - last)) if last else 0
         return {"microseconds": seconds, "sent": [list(each) for each in sent if each.nbytes]}
 
     def learn(self, reports: Sequence[dict[str, Any]], *, logs: bool) -> None:
@@ -123,7 +122,7 @@ class EdgeChoice:
             return
         wires = {each[:2]: self._wires(each) for each in known}
         predicted = [max(column) for column in zip(*wires.values(), strict=True)]
-        switch = self._selector.observe(microseconds / _MICRO, predicted)
+        switch = self._selector.observe(microseconds / MICRO, predicted)
         slowest = predicted[self._selector.level]
         for direction, seconds in wires.items():
             level = self._level_of(direction)
@@ -143,7 +142,7 @@ class EdgeChoice:
 
     def _wires(self, sent: Sent) -> list[float]:
         """Return the seconds that the messages of a direction take on the wire at each level."""
-        seconds = 8 / self._stated.bits_per_second if self._stated else sent.picoseconds / _PICO
+        seconds = 8 / self._stated.bits_per_second if self._stated else sent.picoseconds / PICO
         now = _bits(self.spec(sent.edge, sent.kind))
         changed = (_bits(pair[sent.kind]) - now for pair in self._levels)
         return [max(0.0, sent.nbytes + sent.values * bits / 8) * seconds for bits in changed]

@@ -1,11 +1,16 @@
 """Estimate the rate and the round trip of a link from the kernel's counters of TCP connections."""
 
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from codec import Link
 from codec.torch.network.info import ConnectionInfo
 
+PICO, MICRO = 1e12, 1e6
+STEP = 3  # number of integers of StepMeter.report
 _LEAST_BUSY = 0.02  # seconds of sending that an estimate needs, since the kernel's clock has ticks of up to 4 ms
 _MOST_STEPS = 16  # maximum number of steps that an estimate uses
 _RTT_STEPS = 4  # the shortest round trip of this many last steps is used, since queues lengthen some round trips
@@ -61,12 +66,63 @@ class Meter:
     def _seconds_per_byte(self) -> float:
         """Return the seconds per byte in the last steps; 0 if their sending time is too short."""
         rtt, nbytes, seconds, busy = min(self._rtts), 0, 0.0, 0.0
-        for n, time in reversed(self._steps):
-            nbytes, busy = nbytes + n, busy + time
-            seconds += max(_LEAST_SHARE * time, time - rtt)
+        for n, spent in reversed(self._steps):
+            nbytes, busy = nbytes + n, busy + spent
+            seconds += max(_LEAST_SHARE * spent, spent - rtt)
             if busy >= _LEAST_BUSY:
                 break
         return seconds / nbytes if nbytes and busy >= _LEAST_BUSY / 4 else 0.0
+
+
+class StepMeter:
+    """Measures the duration of a hook's steps and the link, as integers of which all ranks receive the maxima.
+
+    Parameters
+    ----------
+    stated : Link or None
+        Link that the user has stated; None: measure the link.
+
+    Attributes
+    ----------
+    link : Link or None
+        Slowest link of any rank as last measured, or the link that the user stated.
+    """
+
+    def __init__(self, stated: Link | None) -> None:
+        self.stated = stated
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all measurements."""
+        self.link = self.stated
+        self._meter = Meter()
+        self._last = 0.0  # time of the last report (perf_counter, in seconds); 0: no report yet
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for pickle and copy, without the measurements that belong to this process."""
+        return self.__dict__ | {"_meter": Meter(), "_last": 0.0}
+
+    def begin(self, connections: Sequence[ConnectionInfo]) -> None:
+        """Begin a step, given the counters of all connections."""
+        self._meter.begin(connections)
+
+    def report(self, connections: Sequence[ConnectionInfo]) -> list[int]:
+        """Return the microseconds since the last report, picoseconds per byte, and microseconds per round trip.
+
+        Unknown time is 0, an unknown link is -1.
+        """
+        self._meter.end(connections)
+        found = self._meter.estimate()
+        last, self._last = self._last, time.perf_counter()
+        link = [-1, -1] if found is None else [round(PICO * found.seconds_per_byte), round(MICRO * found.rtt)]
+        return [round(MICRO * (self._last - last)) if last else 0, *link]
+
+    def learn(self, largest: Sequence[int]) -> float:
+        """Update the link from the maxima of all ranks' reports; return the seconds of the step, 0 if unknown."""
+        microseconds, picoseconds, rtt = largest
+        if self.stated is None and picoseconds >= 0:
+            self.link = Link(8 * PICO / picoseconds if picoseconds else math.inf, 1e-6 * rtt)
+        return microseconds / MICRO
 
 
 def _busiest(before: Sequence[ConnectionInfo], now: Sequence[ConnectionInfo]) -> float:

@@ -53,6 +53,11 @@ class Bucket:
         parameters = cast(list[torch.nn.Parameter], bucket.parameters())
         return cls(bucket.buffer(), parameters, bucket.index(), bucket.is_last())
 
+    @property
+    def has_frames(self) -> bool:
+        """False if the gradients are sparse or float64, and so cannot be averaged as frames."""
+        return not self.buffer.is_sparse and self.buffer.dtype != torch.float64
+
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradient of each parameter, as views of the buffer."""
         return gradients_in(self.buffer, self.parameters)

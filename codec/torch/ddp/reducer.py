@@ -1,7 +1,7 @@
 """Reduce the buckets of a model's backward passes. A step succeeds for all its buckets or for none."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from typing import Any, cast
@@ -15,12 +15,10 @@ from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward,
 from codec.torch.ddp import uncompressed
 from codec.torch.ddp.buckets import Bucket, Optimizers, Part, check_join, cut, cut_as, n_values, scatter
 from codec.torch.ddp.policy import Plan
-from codec.torch.ddp.step import Step, StepState, fail_after
+from codec.torch.ddp.step import BucketRun, Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
-from codec.torch.group.autotune import Measurement
 from codec.torch.group.communicator import Communicator, close_communicator, communicator_of
 from codec.torch.group.work import Work
-from codec.torch.network.waits import Wait
 from codec.torch.reduction import arguments, execution
 from codec.torch.reduction.execution import Planned, in_way
 from codec.torch.transport.collective import Collective
@@ -100,7 +98,7 @@ class Reducer:
             Module whose layers the policy searches for embeddings and output heads; an empty module if the layers are
             unknown.
         """
-        if self.state.current.in_flight:
+        if self.state.current.outcome.in_flight:
             self.cancel()
         self.state.serve(names, group.rank(), group.size())
         self.plan.serve(module, names)
@@ -150,8 +148,8 @@ class Reducer:
         if backward_pass() is not None:
             call_after_backward(self._end_of(step, last=bucket.last))
         comm = communicator_of(self.group, self.settings.timeout)
-        step.arrived.append(Wait())
-        work = comm.submit(lambda collective: self._run_bucket(comm, collective, bucket, step))
+        step.buckets.append(run := BucketRun(bucket))
+        work = comm.submit(lambda collective: self._run_bucket(comm, collective, run, step))
         work.overlaps = True
         if bucket.last and self.state.codebooks is not None:
             self.state.codebooks.submit(comm, step.over)
@@ -169,7 +167,7 @@ class Reducer:
         step, error = self.state.current, self.state.end()
         if error is None or self._is_overflow(error):
             return
-        step.ended = True
+        step.outcome.ended = True
         model = cast(Any, None if self._module is None else self._module())
         if finalizes_manually(model):  # the caller does not, because this error ends its backward pass
             model.finalize_backward()
@@ -183,87 +181,85 @@ class Reducer:
         step : Step, optional
             Step to cancel, by default the current step. A step that is over, or has failed on all ranks, is left alone.
         """
-        if step is not None and (step is not self.state.current or step.ended):
+        if step is not None and (step is not self.state.current or step.outcome.ended):
             return
         if self.group is not None:
             close_communicator(self.group, cancel=True)
         self.state.cancel()
 
-    async def _run_bucket(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
+    async def _run_bucket(self, comm: Communicator, collective: Collective, run: BucketRun, step: Step) -> torch.Tensor:
         """Reduce a bucket, and wait for the end of the step; return the mean, or the bucket's buffer after an error."""
+        bucket, outcome = run.bucket, step.outcome
         reduced = bucket.buffer
-        step.traffic.append(collective.counters)
-        step.buffers.append(bucket.buffer)
+        run.counters = collective.counters
         try:
             if bucket.number == 0:
                 await self._begin_step(comm, collective, step)
             else:
                 await step.begun
-            if step.succeeded:
-                reduced = await self._reduce(comm, collective, bucket, step)
+            if outcome.succeeded:
+                reduced = await self._reduce(comm, collective, run, step)
             else:
                 fail_after(collective, step)
         except BaseException as e:
             self.state.fail_bucket(collective, bucket, step, e)
         finally:
             step.begun.complete()
-            step.arrived[bucket.number].complete()
+            run.arrived.complete()
         if bucket.last:
             try:
                 await self._agree(comm, collective, bucket.number, step)
             finally:
                 step.over.complete()
-            for wait in step.returned:
-                await wait
+            for other in step.buckets[:-1]:
+                await other.returned
         else:
-            step.returned.append(returned := Wait())
-            returned.complete(await step.over)  # one statement: if it were not reached, the last bucket would hang
-        return reduced if step.succeeded else bucket.buffer
+            run.returned.complete(await step.over)  # one statement: if not reached, the last bucket would hang
+        return reduced if outcome.succeeded else bucket.buffer
 
     async def _begin_step(self, comm: Communicator, collective: Collective, step: Step) -> None:
         """Agree with all ranks on the hook's state if ranks may differ, and choose between frames and raw."""
-        step.waited = comm.channel.counters.copy()
+        step.before = comm.channel.counters.copy()
         await self.state.synchronize(collective, step)
-        step.measured = Measurement(collective.mesh.rtt())
-        step.turn = self.state.turn(self.algorithm, collective.mesh) if collective.size > 1 else None
-        if step.turn is not None:
-            step.way = await step.turn.wait()
+        step.timing = self.state.begin_timing(self.algorithm, comm.channel)
+        await step.timing.wait()
 
     async def _agree(self, comm: Communicator, collective: Collective, number: int, step: Step) -> None:
         """Agree on the outcome of a step, in the collective of its last bucket `number`: all ranks commit, or none."""
-        for wait in step.arrived:
-            await wait
+        for run in step.buckets:
+            await run.arrived
         await self.state.settle(collective, step)
-        trips = max(c.round_trips for c in step.traffic)
+        trips = max(run.counters.round_trips for run in step.buckets)
         before = collective.counters.round_trips
+        outcome, timing = step.outcome, step.timing
         try:
-            if not step.succeeded:
+            if not outcome.succeeded or timing is None:
                 fail_after(collective, step)
             else:
-                report = await collective.agree(step.report(comm.channel, trips))
+                report = await collective.agree(step.report(timing, trips))
                 if self.state.confirm(step):
                     with self.state.changed_by(step), collective.storing():
-                        for store in step.store:
-                            store()
+                        for run in step.buckets:
+                            if run.store is not None:
+                                run.store()
                         self._commit(step)
-                if step.turn is not None:
-                    step.turn.learn(report)
+                timing.learn(report)
         except BaseException as e:
             self.state.fail(step, number, e, collective)
         trips += collective.counters.round_trips - before
-        self.state.stats.add_step(step.total(comm.channel.counters, trips), len(step.traffic))
-        if step.turn is not None:
-            step.turn.end()
-        if step.error is not None:
+        self.state.stats.add_step(step.total(comm.channel.counters, trips), len(step.buckets))
+        if timing is not None:
+            timing.end()
+        if outcome.error is not None:
             self.state.confirm(step)
             with suppress(PeerError), self.state.changed_by(step):
-                self._undo(step, step.error)
+                self._undo(step, outcome.error)
 
     def _undo(self, step: Step, error: BaseException) -> None:
         """Roll a failed step back; after an overflow, fill gradients with NaN, so that all scalers skip the step."""
         if self._is_overflow(error):
-            for buffer in step.buffers:
-                buffer.fill_(torch.nan)
+            for run in step.buckets:
+                run.bucket.buffer.fill_(torch.nan)
         self.state.rollback()
 
     def _commit(self, step: Step) -> None:
@@ -277,26 +273,22 @@ class Reducer:
         scales = self._scaler is not None and self._scaler.is_enabled()
         return scales and getattr(error, "code", None) == Status.NONFINITE
 
-    async def _reduce(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
+    async def _reduce(self, comm: Communicator, collective: Collective, run: BucketRun, step: Step) -> torch.Tensor:
         """Compute the mean of a bucket over all ranks; return the tensor that holds it after the end of the step."""
-        if self.transform is not None or uncompressed.is_other(bucket.buffer):
+        bucket, buffer, counters = run.bucket, run.bucket.buffer, collective.counters
+        if self.transform is not None or not bucket.has_frames:
             collective.device.settle()  # transforms and copies to the host may wait for a GPU: see StepState.may_wait()
         item = self._prepare_bucket(step, bucket)
         step.begun.complete()
-        buffer, counters = bucket.buffer, collective.counters
-        if uncompressed.is_other(buffer):
-            mean = await uncompressed.mean(collective, buffer, item)
-            counters.raw_collectives += 1
-            counters.raw_nbytes += 0 if buffer.is_sparse else buffer.nbytes
-            if buffer.is_sparse:
-                return mean
-
-            def store() -> None:
-                buffer.copy_(mean)
-
-            step.store.append(store)
-            return buffer
-        return await self._reduce_parts(comm, collective, bucket, step, item)
+        if bucket.has_frames:
+            return await self._reduce_parts(comm, collective, run, step, item)
+        mean = await uncompressed.mean(collective, buffer, item)
+        counters.raw_collectives += 1
+        counters.raw_nbytes += 0 if buffer.is_sparse else buffer.nbytes
+        if buffer.is_sparse:
+            return mean
+        run.store = lambda: buffer.copy_(mean)
+        return buffer
 
     def _prepare_bucket(self, step: Step, bucket: Bucket) -> int | str | None:
         """Apply ``transform=`` to a bucket; return its result, which all ranks must agree on.
@@ -308,7 +300,6 @@ class Reducer:
                 check_join(self._module and self._module())
                 if self.state.residuals is not None:
                     self.state.residuals.begin_step(step.number, step.scale)
-                step.exact = self.plan.is_exact(step.number)
                 if self.plan.choose(step.number):
                     self._parts.clear()
         if self.transform is None:
@@ -324,18 +315,18 @@ class Reducer:
         return returned
 
     async def _reduce_parts(
-        self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step, item: int | str | None
+        self, comm: Communicator, collective: Collective, run: BucketRun, step: Step, item: int | str | None
     ) -> torch.Tensor:
         """Compute the mean of a bucket whose dtype frames support; return the tensor that holds it after the step."""
-        buffer = bucket.buffer
+        bucket, buffer = run.bucket, run.bucket.buffer
         with self.state.changed_by(step):
-            parts = self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step)
+            parts = self._parts_of(run)
             if self.state.may_wait(parts):
                 collective.device.settle()
             self.state.sample(bucket)
             planned = [self._prepare(comm, bucket, i, part, step) for i, part in enumerate(parts)]
         results = await execution.run_several(collective, self.algorithm, planned, item)
-        step.launched += [(bucket, r) for r, _ in planned]
+        run.reductions = [r for r, _ in planned]
         out = buffer if parts[0].out is None else parts[0].out
         is_raw = any(algorithm.uncompressed for _, algorithm in planned)
         collective.counters.raw_nbytes += sum(r.x.nbytes for r, _ in planned)
@@ -348,11 +339,12 @@ class Reducer:
                     scatter(result, r, part, out)
             self.plan.measure(out, parts, step.zeros)
 
-        step.store.append(store)
+        run.store = store
         return out
 
-    def _parts_of(self, parameters: Sequence[torch.nn.Parameter], n: int, number: int, step: Step) -> list[Part]:
-        """Return the parts of bucket `number`, which must hold `n` values."""
+    def _parts_of(self, run: BucketRun) -> list[Part]:
+        """Return the parts of a bucket, and set the names of its parameters."""
+        parameters, n = run.bucket.parameters, run.bucket.buffer.numel()
         try:
             names = tuple(self.plan.names[p] for p in parameters)
         except KeyError as e:
@@ -361,13 +353,13 @@ class Reducer:
                 f"a bucket has a parameter of shape {shape} that is not one of the hook's model: register each hook "
                 "with one model only"
             ) from None
-        step.buckets[number] = [*names]
+        run.names = [*names]
         if names not in self._parts:
             chosen, loaded = [self.plan.chosen[p] for p in parameters], self.state.loaded_buckets
             if sorted(names) == sorted(name for bucket in loaded for name in bucket):
                 parts = cut_as(loaded, names, parameters, chosen)
             else:
-                parts = cut(names, parameters, chosen, number)
+                parts = cut(names, parameters, chosen, run.bucket.number)
             self._parts[names] = sum(n_values(p) for p in parameters), parts
         known, parts = self._parts[names]
         if known != n:
@@ -391,9 +383,9 @@ class Reducer:
             part.out = torch.empty_like(buffer) if part.out is None else part.out
             r.out = arguments.values_of(part.out, self.settings)
         algorithm = execution.choose(self.algorithm, r, channel)
-        state = self.state
+        state, way = self.state, "frames" if step.timing is None else step.timing.way
         if state.residuals is not None:
             state.residuals.feed_part(r, part, owned_values(r, algorithm, channel.rank, channel.size), channel.size)
         if state.codebooks is not None:
             state.codebooks.prepare(r)
-        return r, in_way(step.way, r, algorithm, channel) if algorithm.raw_fallback else algorithm
+        return r, in_way(way, r, algorithm, channel) if algorithm.raw_fallback else algorithm

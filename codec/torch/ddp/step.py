@@ -4,13 +4,12 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from codec import ArgumentError, PeerError, Status
 from codec.stateful import CodebookRefresher
-from codec.torch.auto.gradients import GradientChoice
 from codec.torch.ddp import checkpoint
 from codec.torch.ddp.buckets import Bucket, Buffers, Part, n_values, needs_optimizer, shape_of
 from codec.torch.ddp.codebook_sync import CodebookSync
@@ -18,11 +17,10 @@ from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.residuals import Residuals
 from codec.torch.ddp.stats import Stats
 from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
-from codec.torch.group.autotune import Choice, Measurement, Turn, Way
-from codec.torch.network.mesh import Mesh
+from codec.torch.group.autotune import RawFallback, Timing, Tuner
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
-from codec.torch.reduction.execution import settle, wire_seconds
+from codec.torch.reduction.execution import settle
 from codec.torch.reduction.host import Reduction
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
@@ -32,8 +30,49 @@ from codec.torch.transport.messages import Cause
 _changing = threading.Lock()  # guards the residuals and the current step of all hooks
 
 
-NO_BUCKET = 1 << 30  # larger than the index of any bucket
 FAILED_ELSEWHERE = "the step has failed on a rank that holds other shards of the model: nothing was changed"
+_NO_BUCKET = 1 << 30  # larger than the index of any bucket
+
+
+@dataclass
+class Outcome:
+    """Outcome of a step on this rank."""
+
+    in_flight: bool = False  # True from the start of the step until it has ended, or its error was raised
+    ended: bool = False  # True: this rank's program knows the outcome, or is about to receive the step's error
+    error: BaseException | None = None  # error of bucket `failed`
+    failed: int = _NO_BUCKET  # smallest index of a bucket that failed
+    cause: Cause | None = None  # first error of the step, as reported to the other ranks
+    confirmed: bool = False  # True if ranks of other groups were informed of the outcome
+
+    @property
+    def succeeded(self) -> bool:
+        """True if no bucket has failed."""
+        return self.failed == _NO_BUCKET
+
+    def fail(self, bucket: int, error: BaseException, cause: Cause, rank: int) -> None:
+        """Record an error of a bucket, which this rank has reported as `cause`.
+
+        The error of the bucket with the smallest index is kept. Peers abort their other buckets after an error of this
+        rank; the resulting PeerError does not replace that error.
+        """
+        self.cause = self.cause or cause
+        echoed = self.error is not None and isinstance(error, PeerError) and cause.rank == rank
+        if bucket < self.failed and not echoed:
+            self.failed, self.error = bucket, error
+
+
+@dataclass
+class BucketRun:
+    """One bucket of a step, while it is reduced."""
+
+    bucket: Bucket
+    counters: Counters = field(default_factory=Counters)  # bytes and seconds of the collective
+    names: list[str] = field(default_factory=list[str])  # names of the parameters; empty if sent without frames
+    reductions: list[Reduction] = field(default_factory=list[Reduction])  # their kernels may still run on a GPU
+    store: Callable[[], object] | None = None  # writes the mean to the bucket; it is called if the step succeeds
+    arrived: Wait = field(default_factory=Wait)  # completes when the data of the bucket has arrived
+    returned: Wait = field(default_factory=Wait)  # completes when the collective has resumed after `Step.over`
 
 
 def _wait_for_last_bucket() -> Wait:
@@ -48,65 +87,43 @@ class Step:
 
     number: int = 0  # steps that succeeded before this one
     scale: float = 1.0  # factor by which a GradScaler has multiplied all gradients
-    exact: bool = False  # True if all gradients are sent lossless
-    in_flight: bool = False  # True from the start of the step until it has ended, or its error was raised
-    ended: bool = False  # True: this rank's program knows the outcome, or is about to receive the step's error
-    error: BaseException | None = None  # error of bucket `failed`
-    failed: int = NO_BUCKET  # smallest index of a bucket that failed
-    cause: Cause | None = None  # first error of the step, as reported to the other ranks
+    outcome: Outcome = field(default_factory=Outcome)
+    buckets: list[BucketRun] = field(default_factory=list[BucketRun])
     zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # by parameter: True if its gradient is mostly zero
-    buckets: dict[int, list[str]] = field(default_factory=dict[int, list[str]])  # names of the parameters, by bucket
-    traffic: list[Counters] = field(default_factory=list[Counters])  # bytes and seconds of each bucket's collective
+    before: Counters = field(default_factory=Counters)  # totals of the group at the start of the step
+    timing: Timing | None = None  # way and times; None: ranks have not agreed on the hook's state yet
     begun: Wait = field(default_factory=Wait)  # completes when ranks agree on the hook's state and specs are chosen
-    arrived: list[Wait] = field(default_factory=list[Wait])  # each completes when the data of its bucket has arrived
     over: Wait = field(default_factory=_wait_for_last_bucket)  # completes at the end of the step
-    # One for each bucket but the last; completes when the bucket's collective has resumed after `over`.
-    returned: list[Wait] = field(default_factory=list[Wait])
-    # Reductions of each bucket; their kernels may still run on a GPU.
-    launched: list[tuple[Bucket, Reduction]] = field(default_factory=list[tuple[Bucket, Reduction]])
-    # Functions that write the means to the buckets; they are called if the step succeeds.
-    store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-    buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
-    waited: Counters = field(default_factory=Counters)  # totals of the group at the start of the step
-    measured: Measurement | None = None  # timer since the start of the step
-    turn: Turn | GradientChoice | None = None  # chooses between frames and uncompressed values
-    way: Way = "frames"
-    confirmed: bool = False  # True if ranks of other groups were informed of the outcome of the step
 
-    @property
-    def succeeded(self) -> bool:
-        """True if no bucket has failed."""
-        return self.failed == NO_BUCKET
-
-    def report(self, channel: Channel, round_trips: float) -> list[int]:
+    def report(self, timing: Timing, round_trips: float) -> list[int]:
         """Return the measurements of the step that this rank reports to all ranks."""
-        assert self.measured is not None
-        size = channel.size
-        wire_s = wire_seconds([r for _, r in self.launched], channel, self.waited.wire_s)
-        nbytes = sum(2 * c.raw_nbytes * (size - 1) // size for c in self.traffic)
-        times = self.measured.report(sum(c.sent_nbytes for c in self.traffic), nbytes, round_trips, wire_s)
-        return times if self.turn is None else times + self.turn.report(channel)
+        sent = sum(run.counters.sent_nbytes for run in self.buckets)
+        raw = sum(run.counters.raw_nbytes for run in self.buckets)
+        on_device = any(r.on_device for run in self.buckets for r in run.reductions)
+        return timing.report(sent, raw, round_trips, on_device=on_device)
 
     def total(self, now: Counters, round_trips: float) -> Counters:
-        """Return the traffic of the step, given the totals `now` of the group at its end."""
-        total, waited = Counters(), now - self.waited
-        for counters in self.traffic:
-            total.add(counters)
+        """Return the traffic of the step, given the totals `now` of the group."""
+        total, waited = Counters(), now - self.before
+        for run in self.buckets:
+            total.add(run.counters)
         total.wire_s, total.waited_s, total.cpu_s = waited.wire_s, waited.waited_s, waited.cpu_s
         total.round_trips = round_trips
         return total
 
 
-class OtherGroups(Protocol):
-    """Ranks that reduce other shards of the model, in other groups. A step succeeds in all groups or in none."""
+@dataclass(frozen=True)
+class OtherGroups:
+    """Functions that agree with the ranks that reduce other shards of the model, in other groups.
 
-    def confirm(self, succeeded: bool) -> bool:
-        """Return True if the step has succeeded in all groups. Each rank must call this at the end of a step."""
-        ...
+    A step succeeds in all groups or in none.
+    """
 
-    def cancel(self) -> None:
-        """Make the ranks that wait in :meth:`confirm` fail, because this rank cannot end the step."""
-        ...
+    # Given True if the step has succeeded in this group, returns True if it has in all groups. Each rank must call this
+    # at the end of a step.
+    confirm: Callable[[bool], bool]
+    # Makes the ranks that wait in `confirm` fail, because this rank cannot end the step.
+    cancel: Callable[[], None]
 
 
 class StepState:
@@ -131,7 +148,7 @@ class StepState:
         self.stats = Stats()
         self.current = Step()
         self.buffers = Buffers()  # memory for concatenated gradients of the current step
-        self.choice = Choice("gradients")  # chooses between frames and uncompressed values
+        self.fallback = RawFallback("gradients")  # chooses between frames and uncompressed values
         self._plan = plan
         self.other_groups: OtherGroups | None = None
         self.names_nonfinite = True  # name the parameter in errors about NaN and Inf
@@ -144,7 +161,7 @@ class StepState:
             "buffers": Buffers(),
             "current": Step(),
             "other_groups": None,
-            "choice": Choice("gradients"),
+            "fallback": RawFallback("gradients"),
             "_in_sync": False,
         }
 
@@ -156,11 +173,11 @@ class StepState:
         PeerError
             The previous step is in flight: other ranks may wait for its remaining buckets.
         """
-        if self.current.in_flight:
+        if (former := self.current.outcome).in_flight:
             raise PeerError(
                 "the previous backward pass did not end, and other ranks may wait for its buckets: make a new group"
-            ) from self.current.error
-        self.current = Step(self.count, scale, in_flight=True)
+            ) from former.error
+        self.current = Step(self.count, scale, Outcome(in_flight=True))
         return self.current
 
     async def synchronize(self, collective: Collective, step: Step) -> None:
@@ -179,25 +196,25 @@ class StepState:
                 self._plan.zeros, self.loaded_buckets = {}, []
             if auto is not None:
                 auto.synchronize(equal=equal)
-            self._in_sync, self.choice = True, Choice("gradients")
+            self._in_sync, self.fallback = True, RawFallback("gradients")
         step.number = self.count
 
-    def turn(self, algorithm: str, mesh: Mesh) -> Turn | GradientChoice | None:
-        """Return the object that chooses between frames and raw for a step; None if `algorithm` fixes the choice."""
-        if self._plan.auto is not None:
-            return self._plan.auto.begin(mesh)
-        return self.choice.begin() if algorithm == "auto" else None
+    def begin_timing(self, algorithm: str, channel: Channel) -> Timing:
+        """Return the way and the timer of a step with the argument ``algorithm=`` of the hook."""
+        auto: Tuner | None = self._plan.auto
+        tuner = Tuner() if channel.size == 1 else auto or (self.fallback if algorithm == "auto" else Tuner())
+        return tuner.begin(channel)
 
     def sample(self, bucket: Bucket) -> None:
         """Sample the gradients of a bucket, if the automatic choice measures gradients in this step."""
         auto = self._plan.auto
         if auto is None or not auto.is_due:
             return
-        auto.note_residuals({} if self.residuals is None else self.residuals.ratios)
+        ratios = {} if self.residuals is None else self.residuals.ratios
         begin = 0
         for p in bucket.parameters:
-            end = begin + n_values(p)
-            auto.sample(self._plan.names.get(p, ""), bucket.buffer[begin:end], shape_of(p))
+            end, name = begin + n_values(p), self._plan.names.get(p, "")
+            auto.sample(name, bucket.buffer[begin:end], shape_of(p), ratios.get(name, 0.0))
             begin = end
 
     @contextmanager
@@ -215,16 +232,8 @@ class StepState:
             yield
 
     def fail(self, step: Step, bucket: int, error: BaseException, collective: Collective) -> None:
-        """Record an error of a bucket, and report it to the other ranks. The next step compares the ranks' states.
-
-        The error of the bucket with the smallest index is kept. Peers abort their other buckets after an error of this
-        rank; the resulting PeerError does not replace that error.
-        """
-        cause = collective.fail(error)
-        step.cause = step.cause or cause
-        echoed = step.error is not None and isinstance(error, PeerError) and cause.rank == collective.rank
-        if bucket < step.failed and not echoed:
-            step.failed, step.error = bucket, error
+        """Record an error of a bucket, and report it to the other ranks. The next step compares the ranks' states."""
+        step.outcome.fail(bucket, error, collective.fail(error), collective.rank)
         self._in_sync = False
         if self.codebooks is not None:
             self.codebooks.require_sync()
@@ -237,11 +246,12 @@ class StepState:
 
     async def settle(self, collective: Collective, step: Step) -> None:
         """Wait once until GPUs have reduced all buckets, and record the errors that their kernels report."""
-        if not step.succeeded:
+        if not step.outcome.succeeded:
             return
-        for _, r in step.launched:
+        launched = [(run.bucket, r) for run in step.buckets for r in run.reductions]
+        for _, r in launched:
             r.request_verdicts()
-        for bucket, r in step.launched:
+        for bucket, r in launched:
             try:
                 await settle(collective, r)
             except BaseException as e:
@@ -267,18 +277,20 @@ class StepState:
         PeerError
             The step has succeeded in this group, but a rank of another group is lost.
         """
-        if self.other_groups is not None and not step.confirmed:
-            step.confirmed = True
-            if not self.other_groups.confirm(step.succeeded) and step.succeeded:
-                step.failed, step.error = 0, PeerError(FAILED_ELSEWHERE)
-        return step.succeeded
+        outcome = step.outcome
+        if self.other_groups is not None and not outcome.confirmed:
+            outcome.confirmed = True
+            if not self.other_groups.confirm(outcome.succeeded) and outcome.succeeded:
+                outcome.failed, outcome.error = 0, PeerError(FAILED_ELSEWHERE)
+        return outcome.succeeded
 
     def commit(self, step: Step) -> None:
         """Commit the state of a step that has succeeded on all ranks."""
         self.stats.steps += 1
         self.count += 1
-        if not self.loaded_buckets or len(step.buckets) > 1:
-            self.buckets = [step.buckets[number] for number in sorted(step.buckets)]
+        buckets = [run.names for run in step.buckets if run.names]
+        if not self.loaded_buckets or len(buckets) > 1:
+            self.buckets = buckets
         if self.loaded_buckets:
             self.loaded_buckets = []
             self.buffers = Buffers()  # free the old buffers: the single bucket of the first step held all gradients
@@ -296,8 +308,8 @@ class StepState:
 
     def end(self) -> BaseException | None:
         """End the current step; return the error of the first bucket that failed, or None."""
-        error, self.current.error = self.current.error, None
-        self.current.in_flight = False
+        outcome = self.current.outcome
+        error, outcome.error, outcome.in_flight = outcome.error, None, False
         self.stats.failed_steps += error is not None
         return error
 
@@ -375,4 +387,4 @@ class StepState:
 
 def fail_after(collective: Collective, step: Step) -> None:
     """Abort the collective of a bucket after another bucket has failed, and report the first error to all ranks."""
-    collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.cause)
+    collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.outcome.cause)

@@ -21,11 +21,6 @@ logger = logging.getLogger("codec.torch")
 _logged: set[str] = set()  # kinds of gradients, such as "float64" or "sparse", that were already logged
 
 
-def is_other(buffer: torch.Tensor) -> bool:
-    """Return True if a bucket is sparse or float64, and so cannot be averaged as frames."""
-    return buffer.is_sparse or buffer.dtype == torch.float64
-
-
 async def mean(collective: Collective, buffer: torch.Tensor, item: int | str | None) -> torch.Tensor:
     """Return the mean of a bucket over all ranks; float64 is summed in float64.
 

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections import defaultdict
-from typing import Any, Literal
+from typing import Literal
 
 from codec.torch.network.waits import Turns, Wait
+from codec.torch.transport.channel import Channel
 
 Way = Literal["frames", "values"]
 
@@ -21,22 +22,77 @@ _BUSY = 4  # uncompressed values are tried only if a rank computes for at least 
 _log = logging.getLogger("codec.torch")
 
 Report = list[int]
+TIMES = 3  # number of integers at the start of each report: duration, load and wait, see Timing.report
 
 
-class Measurement:
-    """Timer of one collective; it starts when this object is created.
+class Tuner:
+    """Chooses the way of collectives or of a hook's steps. This class always chooses frames; subclasses measure.
+
+    All ranks choose alike, because they learn from the same numbers: the maxima of all ranks' reports.
+    """
+
+    def begin(self, channel: Channel) -> "Timing":
+        """Begin a collective or step."""
+        return Timing(self, channel)
+
+    def way(self, index: int) -> Way:
+        """Return the way of a collective: "frames" or "values" (uncompressed). :meth:`begin` assigns the index."""
+        return "frames"
+
+    def report(self, channel: Channel) -> Report:
+        """Return the numbers that this rank reports in addition to its times."""
+        return []
+
+    def learn(self, index: int, way: Way, largest: Report) -> None:
+        """Record a collective that has succeeded.
+
+        Parameters
+        ----------
+        index : int
+            Index of the collective.
+        way : str
+            Way that the collective has used.
+        largest : list of int
+            Maximum over all ranks of each number of their reports.
+        """
+
+
+class Timing:
+    """Way and times of one collective or step.
+
+    Await :meth:`wait`, then pass the maxima of all ranks' :meth:`report` to :meth:`learn`. Call :meth:`end` also after
+    errors.
 
     Parameters
     ----------
-    rtt : float
-        Round-trip time between ranks, in seconds.
+    tuner : Tuner
+        Chooses the way, and learns from the times.
+    channel : Channel
+        Channel of the group.
+    index : int
+        Index of the collective.
+    before : Wait, optional
+        Event at the end of the collectives on which the way depends.
+    after : Wait, optional
+        Event to complete at the end of this collective.
     """
 
-    def __init__(self, rtt: float) -> None:
-        self._rtt = rtt
-        self._started = time.perf_counter(), time.thread_time()
+    def __init__(
+        self, tuner: Tuner, channel: Channel, index: int = 0, before: Wait | None = None, after: Wait | None = None
+    ) -> None:
+        self._tuner, self._channel, self._index, self._before, self._after = tuner, channel, index, before, after
+        self.way: Way = "frames"
 
-    def report(self, sent_nbytes: int, raw_nbytes: int, round_trips: float, wire_s: float | None = None) -> Report:
+    async def wait(self) -> Way:
+        """Wait for the collectives on which the way depends, start the timer, and return the way."""
+        if self._before is not None:
+            await self._before
+        self.way = self._tuner.way(self._index)
+        self._rtt, self._wire_s = self._channel.mesh.rtt(), self._channel.counters.wire_s
+        self._started = time.perf_counter(), time.thread_time()
+        return self.way
+
+    def report(self, sent_nbytes: int, raw_nbytes: int, round_trips: float, *, on_device: bool) -> Report:
         """Return the measurements of this rank.
 
         Parameters
@@ -44,37 +100,51 @@ class Measurement:
         sent_nbytes : int
             Bytes that this rank has sent.
         raw_nbytes : int
-            Bytes that this rank would have sent uncompressed.
+            Bytes of the tensors.
         round_trips : float
             Number of round trips in the collective.
-        wire_s : float, optional
-            For tensors on GPUs: seconds in which this rank only waited for other ranks. GPUs compute while this thread
-            waits, so the rest of the time counts as computing. Default: the time in which this thread used no CPU.
+        on_device : bool
+            True if a tensor is on a GPU, which computes while this thread waits.
 
         Returns
         -------
         list of int
             Duration of the collective in microseconds; share of it in which this rank computed, in thousandths; and
             estimated wait for uncompressed values in microseconds. In the estimate, the latency of round trips stays
-            the same, and the remaining wait grows in proportion to the bytes.
+            the same, and the remaining wait grows in proportion to the bytes. The numbers of the tuner follow.
         """
+        channel = self._channel
         wall, busy = time.perf_counter() - self._started[0], time.thread_time() - self._started[1]
-        if wire_s is not None:
+        if on_device:
+            # With NCCL, waits for messages and for kernels cannot be separated: uncompressed values are always tried.
+            wire_s = 0.0 if channel.device.connected else channel.counters.wire_s - self._wire_s
             busy = max(0.0, wall - wire_s)
         latency = min(max(0.0, wall - busy), round_trips * self._rtt)
-        waited = latency + (wall - busy - latency) * raw_nbytes / max(1, sent_nbytes)
-        return [round(wall * 1e6), round(busy / wall * 1e3), round(waited * 1e6)]
+        uncompressed_nbytes = 2 * raw_nbytes * (channel.size - 1) // channel.size
+        waited = latency + (wall - busy - latency) * uncompressed_nbytes / max(1, sent_nbytes)
+        times = [round(wall * 1e6), round(busy / wall * 1e3), round(waited * 1e6)]
+        return times + self._tuner.report(channel)
+
+    def learn(self, largest: Report) -> None:
+        """Record that the collective has succeeded; see :meth:`Tuner.learn`."""
+        self._tuner.learn(self._index, self.way, largest)
+
+    def end(self) -> None:
+        """Let the next collective begin."""
+        if self._after is not None:
+            self._after.complete()
 
 
-class Choice:
-    """Choice between frames and uncompressed values, for the collectives of one signature or for the steps of a hook.
+class RawFallback(Tuner):
+    """Chooses between frames and uncompressed values, for the collectives of one signature or for the steps of a hook.
 
-    All ranks use the same reports, and so choose the same way. Frames are timed first. If ranks were busy computing,
-    uncompressed values are timed, too, and the faster way is then used. On a slow link, uncompressed values are not
-    tried. Their time is estimated as the time in which ranks did not compute, times the ratio of the bytes. This
-    estimate is too high if ranks wait for each other, so it is compared with a multiple of the time with frames.
+    Frames are timed first. If ranks were busy computing, uncompressed values are timed, too, and the faster way is then
+    used. On a slow link, uncompressed values are not tried. Their time is estimated as the time in which ranks did not
+    compute, times the ratio of the bytes. This estimate is too high if ranks wait for each other, so it is compared
+    with a multiple of the time with frames.
 
     During the trials, collectives of this signature do not overlap, so that they do not distort each other's times.
+    Later ones overlap, so their way must not depend on the times of collectives that may still be in flight.
 
     Parameters
     ----------
@@ -90,12 +160,12 @@ class Choice:
         self._worth_trying = False  # True: uncompressed values may be faster
         self._turns = Turns()
 
-    def begin(self) -> "Turn":
-        """Begin a collective. On the returned Turn, await ``wait()`` for the way to use; call ``end()`` at the end."""
+    def begin(self, channel: Channel) -> Timing:
+        """Begin a collective, which waits for the previous one during the trials."""
         index = self._count % _PERIOD
         self._count += 1
         before, after = self._turns.ask()
-        return Turn(self, index, before if index <= TRIALS else None, after)
+        return Timing(self, channel, index, before if index <= TRIALS else None, after)
 
     def way(self, index: int) -> Way:
         """Return the way, "frames" or "values" (uncompressed), for the `index`-th collective of a period."""
@@ -107,17 +177,7 @@ class Choice:
         return "frames" if slower or not self._times["values"] else "values"
 
     def learn(self, index: int, way: Way, largest: Report) -> None:
-        """Record a collective that has succeeded.
-
-        Parameters
-        ----------
-        index : int
-            Number of the collective in the period.
-        way : str
-            Way that the collective has used.
-        largest : list of int
-            Maximum over all ranks of each number of :meth:`Measurement.report`.
-        """
+        """Record the times of the `index`-th collective of a period; see :meth:`Tuner.learn`."""
         wall, load, waited = largest
         if index < _WARMUP:
             self._times.clear()
@@ -138,30 +198,3 @@ class Choice:
         _log.info(
             "all-reduces of %s are sent %s from now on; measured times: %s", self._description, how, ", ".join(times)
         )
-
-
-class Turn:
-    """One collective of a :class:`Choice`: waits until frames or uncompressed values are chosen, and times them."""
-
-    def __init__(self, choice: Choice, index: int, before: Wait | None, after: Wait) -> None:
-        self._choice, self._index, self._before, self._after = choice, index, before, after
-        self.way: Way = "frames"
-
-    async def wait(self) -> Way:
-        """Wait for earlier collectives, if the choice depends on them; return "frames" or "values" (uncompressed)."""
-        if self._before is not None:
-            await self._before
-        self.way = self._choice.way(self._index)
-        return self.way
-
-    def report(self, channel: Any) -> Report:
-        """Return numbers to report in addition to :meth:`Measurement.report`; there are none."""
-        return []
-
-    def learn(self, largest: Report) -> None:
-        """Record that the collective has succeeded; see :meth:`Choice.learn`."""
-        self._choice.learn(self._index, self.way, largest)
-
-    def end(self) -> None:
-        """Let the next collective begin."""
-        self._after.complete()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from codec import ArgumentError
 from codec.arguments import check_timeout, shown
 from codec.torch._compat import rank_not_in_group, warn_not_in_group
-from codec.torch.group.autotune import Choice
+from codec.torch.group.autotune import RawFallback
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.network.timeouts import Timeout
@@ -43,8 +43,8 @@ class Communicator:
         # Create the channel in the worker, so that Ctrl-C can interrupt this thread while it waits.
         channel: Channel = worker.submit(lambda: Channel(group, timeout)).result()
         self.channel = channel
-        # Choice of frames or uncompressed values, by signature; most recently used last.
-        self.choices: dict[int, Choice] = {}
+        # Tuners of all-reduces, by signature; most recently used last.
+        self.tuners: dict[int, RawFallback] = {}
         worker.timeout = channel.timeout.total_seconds()
         worker.on_timeout, worker.on_wait = channel.close, channel.counters.add_wait
         if channel.size > 1 and uses_nccl(group):

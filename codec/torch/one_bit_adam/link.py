@@ -22,7 +22,7 @@ from codec.torch.ddp.make import ddp_hook
 from codec.torch.ddp.policy import Policy
 from codec.torch.ddp.reducer import Transform
 from codec.torch.ddp.stats import Stats
-from codec.torch.ddp.step import FAILED_ELSEWHERE
+from codec.torch.ddp.step import FAILED_ELSEWHERE, OtherGroups
 from codec.torch.group.work import Work
 from codec.torch.one_bit_adam import arithmetic
 from codec.torch.one_bit_adam.backward import Backward
@@ -179,7 +179,7 @@ class Link:
                 hook.reducer.check(model.names, self.group)
                 hook.reducer.serve(model.names, self.group, model.module)
             if model.shards is not None:
-                hook.reducer.state.other_groups = self.shards
+                hook.reducer.state.other_groups = OtherGroups(self.shards.confirm, self.shards.cancel)
         hooks["momenta"].called = True  # no warning if a run ends before the freeze, and never sends momenta
         return hooks
 

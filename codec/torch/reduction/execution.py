@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from codec import CallOptions
 from codec.specs import Ternary
 from codec.tensors.segments import Records, unpack
-from codec.torch.group.autotune import Choice, Measurement, Turn, Way
+from codec.torch.group.autotune import RawFallback, Tuner, Way
 from codec.torch.group.communicator import Communicator
 from codec.torch.group.tasks import Together
 from codec.torch.network.version import hash64
@@ -99,24 +99,16 @@ async def run_all_reduce(
         errors on all ranks.
     """
     r, algorithm = prepare()
-    turn: Turn | None = None
+    tunes = requested == "auto" and collective.size > 1 and algorithm.raw_fallback
+    timing = (_tuner(comm, r, algorithm) if tunes else Tuner()).begin(comm.channel)
     try:
-        if requested == "auto" and collective.size > 1 and algorithm.raw_fallback:
-            turn = _choice(comm, r, algorithm).begin()
-            algorithm = in_way(await turn.wait(), r, algorithm, comm.channel)
-        measured = Measurement(collective.mesh.rtt())
-        waited = comm.channel.counters.wire_s
+        algorithm = in_way(await timing.wait(), r, algorithm, comm.channel)
         [result] = await run_several(collective, requested, [(r, algorithm)])
         await settle(collective, r)
-        sent = collective.counters.sent_nbytes
-        nbytes = 2 * r.x.nbytes * (collective.size - 1) // collective.size
-        wire_s = wire_seconds([r], comm.channel, waited)
-        report = await collective.agree(measured.report(sent, nbytes, collective.counters.round_trips, wire_s))
-        if turn is not None:
-            turn.learn(report)
+        sent, trips = collective.counters.sent_nbytes, collective.counters.round_trips
+        timing.learn(await collective.agree(timing.report(sent, r.x.nbytes, trips, on_device=r.on_device)))
     finally:
-        if turn is not None:
-            turn.end()
+        timing.end()
     _count(collective, [r], raw=algorithm.uncompressed)
     with collective.storing():
         store(result, r)
@@ -177,25 +169,14 @@ async def settle(collective: Collective, r: Reduction) -> None:
         raise
 
 
-def wire_seconds(reductions: Sequence[Reduction], channel: Channel, before: float) -> float | None:
-    """Return the seconds of waiting for other ranks, the argument `wire_s` of :meth:`Measurement.report`.
-
-    `before` is the total wait of the group, in seconds, at the start of the collective. With NCCL, waits for messages
-    and for kernels cannot be separated; the result is then 0, so that uncompressed values are always tried.
-    """
-    if not any(r.on_device for r in reductions):
-        return None
-    return 0.0 if channel.device.connected else channel.counters.wire_s - before
-
-
-def _choice(comm: Communicator, r: Reduction, algorithm: Algorithm) -> Choice:
-    """Return the Choice for all-reduces with the same arguments."""
+def _tuner(comm: Communicator, r: Reduction, algorithm: Algorithm) -> RawFallback:
+    """Return the tuner of all-reduces with the same arguments."""
     number = hash64(*signed(r, algorithm.name, "auto").items())
-    choice = comm.choices.pop(number, None) or Choice(_describe([r]))
-    comm.choices[number] = choice
-    if len(comm.choices) > _CHOICES:  # drop the least recently used one, which is the same on all ranks
-        del comm.choices[next(iter(comm.choices))]
-    return choice
+    tuner = comm.tuners.pop(number, None) or RawFallback(_describe([r]))
+    comm.tuners[number] = tuner
+    if len(comm.tuners) > _CHOICES:  # drop the least recently used one, which is the same on all ranks
+        del comm.tuners[next(iter(comm.tuners))]
+    return tuner
 
 
 def _describe(reductions: list[Reduction]) -> str:

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch.auto import gradients
+from codec.torch.auto import costs
 from codec.torch.feedback.checkpoint import signed
 from support.ddp_training import (
     hook_state_bytes,
@@ -92,14 +92,14 @@ def test_errors_of_tensors_limit_their_specs_equally_on_all_ranks(ranks):
 
 def _slowed(rank, size):
     """If ranks measure different times, their choices are still equal, and within the quality floor."""
-    real = gradients.costs.numbers_of
-    gradients.costs.numbers_of = lambda *a: [n * (3 + rank) // 3 for n in real(*a)]
+    real = costs.numbers_of
+    costs.numbers_of = lambda *a: [n * (3 + rank) // 3 for n in real(*a)]
     try:
         model, hook = hooked(auto=Auto("balanced"), feedback=True)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         train(model, optimizer, rank, 30)
     finally:
-        gradients.costs.numbers_of = real
+        costs.numbers_of = real
     stats = hook.stats()
     assert set(stats.choices) <= {"raw", "Lossless()", "Float8(group_size=128)"}
     return stats.choices, parameter_bytes(model)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch.ddp import codebook_sync
-from codec.torch.group.autotune import Choice
+from codec.torch.group.autotune import RawFallback
 from codec.torch.reduction import execution
 from support import flatcall
 from support.ddp_training import ENCODE_ALL, data, hook_state_bytes, parameter_bytes, wrapped
@@ -270,7 +270,7 @@ CHANGES = [
 
 def _change_algorithm(rank, size):
     left = []
-    way, small = Choice.way, execution._SMALL
+    way, small = RawFallback.way, execution._SMALL
     for spec, before, after in CHANGES:
         model, hook = hook_with_feedback(spec, before)
         train_and_sum(model, rank, [0, 1])
@@ -282,12 +282,12 @@ def _change_algorithm(rank, size):
         for step in (2, 3, 4):  # in step 2 all parameters are in a single bucket
             if after == "auto":
                 execution._SMALL = 100
-                Choice.way = lambda choice, index, step=step: "values" if step > 2 else "frames"
+                RawFallback.way = lambda tuner, index, step=step: "values" if step > 2 else "frames"
             mean, sent = train_and_sum(model, rank, [step])
             now = residual_sum(hook, model)
             torch.testing.assert_close(sent + now, mean + was, atol=1e-5, rtol=1e-4)
             was = now
-        Choice.way, execution._SMALL = way, small
+        RawFallback.way, execution._SMALL = way, small
         left.append((bool(now.any()), len(hook.state_dict()["server"].keys() - {"version", "role"})))
     return left
 
@@ -387,12 +387,3 @@ def test_residuals_survive_a_change_of_the_number_of_ranks():
     for size, algorithm in ((2, "two_shot"), (4, "two_shot"), (1, "auto")):
         states = codec.torch.Hook.reshard([state for state, _ in old], size)
         assert all(run_ranks(size, _train_with_other_ranks, states, old[0][1], algorithm))
-
-
-def test_buckets_are_saved_by_number_whichever_is_reduced_first():
-    state = codec.torch.ddp_hook(codec.Quantize(4)).reducer.state
-    step = state.begin(1.0)
-    for number in (1, 2, 0):
-        step.buckets[number] = [f"parameter of bucket {number}"]
-    state.commit(step)
-    assert state.buckets == [[f"parameter of bucket {number}"] for number in range(3)]

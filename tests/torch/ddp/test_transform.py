@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec import PeerError
+from codec.torch.ddp.buckets import Bucket
 from codec.torch.ddp.policy import Plan
-from codec.torch.ddp.step import StepState
+from codec.torch.ddp.step import BucketRun, StepState
 from codec.torch.transport.messages import ERROR, Cause
 from support.collective_values import sum_in_order, tensor_bytes
 from support.ddp_training import data, hook_state_bytes, net, parameter_bytes, small_forward, small_net, wrapped
@@ -138,10 +139,10 @@ def test_peers_that_give_up_do_not_replace_the_error_of_this_rank():
     step = state.begin(1.0)
     state.fail(step, 3, own, collective)
     state.fail(step, 2, echo, collective)
-    assert (step.failed, step.error) == (3, own)
+    assert (step.outcome.failed, step.outcome.error) == (3, own)
     # This PeerError is due to rank 2's own error in an earlier bucket, so it replaces this rank's error
     state.fail(step, 1, echo, collective)
-    assert (step.failed, step.error) == (1, echo)
+    assert (step.outcome.failed, step.outcome.error) == (1, echo)
 
 
 class _TwoDtypes(nn.Module):
@@ -310,3 +311,13 @@ def _group(rank, size):
 
 def test_register_takes_another_group():
     run_ranks(2, _group)
+
+
+def test_buckets_are_saved_by_number_whichever_is_reduced_first():
+    state = codec.torch.ddp_hook(codec.Quantize(4)).reducer.state
+    step = state.begin(1.0)
+    step.buckets += [BucketRun(Bucket(torch.ones(1), [], number, number == 2)) for number in range(3)]
+    for number in (1, 2, 0):
+        step.buckets[number].names = [f"parameter of bucket {number}"]
+    state.commit(step)
+    assert state.buckets == [[f"parameter of bucket {number}"] for number in range(3)]

@@ -1,24 +1,37 @@
 """Choice between frames and raw values by measured times, equal on all ranks."""
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import codec
 import codec.torch
 from codec.torch.group import communicator
-from codec.torch.group.autotune import TRIALS, Choice, Measurement
+from codec.torch.group.autotune import TRIALS, RawFallback, Timing, Tuner
 from codec.torch.reduction import execution
+from codec.torch.transport.counters import Counters
 from support.collective_values import rank_values, sum_in_order
 from support.ranks import run_ranks
 
 
+class IdleChannel:
+    """Channel of two ranks in host memory, which sends nothing."""
+
+    size = 2
+
+    def __init__(self, rtt=0.0):
+        self.mesh, self.counters = SimpleNamespace(rtt=lambda: rtt), Counters()
+
+
 def choices_of(frames, values, load, n, smaller=1):
     """Simulate n collectives, which take `frames` or `values` seconds each; return the choices of two ranks."""
-    choices = [Choice() for _ in range(2)]
+    tuners = [RawFallback() for _ in range(2)]
     ways = []
     for i in range(n):
-        turns = [choice.begin() for choice in choices]
-        way, other = (way_of(turn) for turn in turns)
+        timings = [tuner.begin(IdleChannel()) for tuner in tuners]
+        way, other = (way_of(timing) for timing in timings)
         assert way == other  # ranks choose alike although their measured times differ
         ways.append(way)
         reports = []
@@ -26,16 +39,16 @@ def choices_of(frames, values, load, n, smaller=1):
             wall = {"frames": frames, "values": values}[way] * (5 if i % 200 == 0 else 1 + rank / 10)
             larger = smaller if way == "frames" else 1
             reports.append([round(wall * 1e6), round(load * 1e3), round((1 - load) * wall * larger * 1e6)])
-        for turn in turns:
-            turn.learn(list(map(max, zip(*reports, strict=True))))
-            turn.end()
+        for timing in timings:
+            timing.learn(list(map(max, zip(*reports, strict=True))))
+            timing.end()
     return ways
 
 
-def way_of(turn):
+def way_of(timing):
     """Return the choice of a collective, and check that it need not wait for earlier ones."""
     with pytest.raises(StopIteration) as end:
-        turn.wait().send(None)
+        timing.wait().send(None)
     return end.value.value
 
 
@@ -57,8 +70,8 @@ def test_autotune_sends_what_is_faster():
 
 def test_collectives_wait_for_those_before_them_while_ways_are_tried():
     """During trials a collective waits for earlier ones, so that ranks choose only once they have all measurements."""
-    choice = Choice()
-    first, second = choice.begin(), choice.begin()
+    tuner = RawFallback()
+    first, second = tuner.begin(IdleChannel()), tuner.begin(IdleChannel())
     assert way_of(first) == "frames"
     waiting = second.wait()
     wait = waiting.send(None)
@@ -70,12 +83,30 @@ def test_collectives_wait_for_those_before_them_while_ways_are_tried():
         waiting.send(None)
 
 
+def test_switch_between_frames_and_raw_is_logged_once(caplog):
+    caplog.set_level(logging.INFO, logger="codec.torch")
+    tuner, ways = RawFallback("400000 bytes (float32 by Lossless())"), []
+    for i in range(450):
+        frames = 1000 if i < 200 else 300  # microseconds of a frame collective: faster than raw from number 200 on
+        timing = tuner.begin(IdleChannel())
+        ways.append(way_of(timing))
+        timing.learn([frames if ways[-1] == "frames" else 500, 800, 0])
+        timing.end()
+    assert set(ways[5:200]) == {"values"}
+    assert set(ways[205:400]) == {"frames"}
+    to_raw, to_frames = [record.getMessage() for record in caplog.records]
+    assert "400000 bytes (float32 by Lossless()) are sent uncompressed from now on" in to_raw
+    assert "frames 1.00 ms, uncompressed 0.50 ms" in to_raw
+    assert "sent as frames from now on" in to_frames
+
+
 def test_waiting_for_other_ranks_by_latency_does_not_grow_with_the_bytes(monkeypatch):
     """Waiting time due to latency is not extrapolated with the bytes, neither for raw values nor for frames."""
     for rtt, most in ((0.0, 10.0), (0.1, 1.5)):
-        measured = Measurement(rtt)
-        measured._started = measured._started[0] - 0.1, measured._started[1]  # as if 0.1 s had passed without computing
-        wall, load, waited = measured.report(1000, 10_000, 1)
+        timing = Timing(Tuner(), IdleChannel(rtt))
+        assert way_of(timing) == "frames"
+        timing._started = timing._started[0] - 0.1, timing._started[1]  # as if 0.1 s had passed without computing
+        wall, load, waited = timing.report(1000, 10_000, 1, on_device=False)
         assert 90_000 < wall < 200_000
         assert load < 500
         assert waited < most * wall
@@ -88,14 +119,14 @@ def _chosen(rank, size):
         t = every[rank].clone()
         codec.torch.all_reduce(t, op="mean")
         assert torch.equal(t, want)
-    ways = [c.way(TRIALS) for c in communicator.communicator_of(None).choices.values()]
+    ways = [c.way(TRIALS) for c in communicator.communicator_of(None).tuners.values()]
     execution._CHOICES = 3
     with pytest.raises(codec.PeerError):
         # sizes differ by rank
         codec.torch.all_reduce(torch.ones(5 + rank))
     for n in (1, 2, 3, 1, 4):
         codec.torch.all_reduce(torch.ones(n))
-    choices = communicator.communicator_of(None).choices
+    choices = communicator.communicator_of(None).tuners
     assert [c._count for c in choices.values()] == [1, 2, 1]
     return [*ways, *choices]
 

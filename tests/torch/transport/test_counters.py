@@ -1,16 +1,13 @@
-"""Counters of a channel (bytes, seconds, numbers of collectives), and the log line of the switch to raw."""
+"""Counters of a channel (bytes, seconds, numbers of collectives)."""
 
-import logging
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import codec
 import codec.torch
 from codec.torch.group import communicator
-from codec.torch.group.autotune import Choice
 from codec.torch.transport.counters import Counters, Stopwatch
 from support.ranks import run_ranks
 
@@ -79,30 +76,6 @@ def test_waits_are_added_to_the_rank_that_ended_them():
     assert before.waited_s == {2: 1.0}
     assert (counters.wire_s, counters.waited_s) == (1.75, {2: 1.5})
     assert (counters - before).waited_s == {2: 0.5}
-
-
-def _way(choice, learn):
-    """Simulate a successful collective with the measured report learn(way); return the way that was chosen."""
-    turn = choice.begin()
-    with pytest.raises(StopIteration) as end:
-        turn.wait().send(None)
-    turn.learn(learn(end.value.value))
-    turn.end()
-    return end.value.value
-
-
-def test_switch_between_frames_and_raw_is_logged_once(caplog):
-    caplog.set_level(logging.INFO, logger="codec.torch")
-    choice, ways = Choice("400000 bytes (float32 by Lossless())"), []
-    for i in range(450):
-        frames = 1000 if i < 200 else 300  # microseconds of a frame collective: faster than raw from number 200 on
-        ways.append(_way(choice, lambda way, frames=frames: [frames if way == "frames" else 500, 800, 0]))
-    assert set(ways[5:200]) == {"values"}
-    assert set(ways[205:400]) == {"frames"}
-    to_raw, to_frames = [record.getMessage() for record in caplog.records]
-    assert "400000 bytes (float32 by Lossless()) are sent uncompressed from now on" in to_raw
-    assert "frames 1.00 ms, uncompressed 0.50 ms" in to_raw
-    assert "sent as frames from now on" in to_frames
 
 
 def _of_backend(rank, size):
