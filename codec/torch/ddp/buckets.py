@@ -27,6 +27,11 @@ from codec.torch.reduction.host import Reduction, Values
 # bucket's values.
 _MAX_OTHERS = 1 / 32
 
+PYTHON_REDUCER = (
+    'torch._dynamo.config.optimize_ddp must be "ddp_optimizer", torch\'s default, got "python_reducer", which passes '
+    "single gradients to hooks inside of a compiled graph"
+)
+
 
 def n_values(parameter: torch.Tensor) -> int:
     """Return the number of values of a parameter, or of its shard, in a bucket; a complex value counts as two."""
@@ -49,7 +54,15 @@ class Bucket:
 
     @classmethod
     def of(cls, bucket: dist.GradBucket) -> "Bucket":  # pyright: ignore[reportPrivateImportUsage]
-        """Return the bucket that DistributedDataParallel passed to the hook, with its parameters and its index."""
+        """Return the bucket that DistributedDataParallel passed to the hook, with its parameters and its index.
+
+        Raises
+        ------
+        ArgumentError
+            The bucket is a tuple: torch.compile's Python reducer has called the hook.
+        """
+        if isinstance(bucket, tuple):
+            raise ArgumentError(PYTHON_REDUCER)
         parameters = cast(list[torch.nn.Parameter], bucket.parameters())
         return cls(bucket.buffer(), parameters, bucket.index(), bucket.is_last())
 

@@ -108,15 +108,15 @@ class Hook(lifetime.Watched):
         >>> model.register_comm_hook(codec.torch.ddp_hook(codec.Float8()), clipped)
         >>> model(torch.ones(8, 100)).sum().backward()
         """
-        lifetime.check_bucket(bucket)
+        given = Bucket.of(bucket)
         self.called = True
         if self._model is None or self._model() is None:  # registered by torch's own register_comm_hook
             try:
-                self.serve(lifetime.model_of(self, bucket.parameters()[0]))
+                self.serve(lifetime.model_of(self, given.parameters[0]))
             except BaseException:
                 self.reducer.cancel()
                 raise
-        return self.reducer.reduce(Bucket.of(bucket)).get_future()
+        return self.reducer.reduce(given).get_future()
 
     def register(self, model: Any, *, group: Any = None) -> "Hook":
         """Send the gradients of a model through this hook.

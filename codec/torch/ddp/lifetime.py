@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from codec import ArgumentError
 from codec.specs import Sign, Spec, Ternary
 from codec.torch._compat import comm_hooks
+from codec.torch.ddp.buckets import PYTHON_REDUCER
 from codec.torch.ddp.reducer import Reducer
 
 logger = logging.getLogger("codec.torch")
@@ -30,10 +31,6 @@ class Watched:
 
 _hooks: "weakref.WeakSet[Watched]" = weakref.WeakSet()  # all hooks of this process
 _unchecked: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # reducers of hooks whose optimizer is not known yet
-_REDUCER = (
-    'torch._dynamo.config.optimize_ddp must be "ddp_optimizer", torch\'s default, got "python_reducer", which passes '
-    "single gradients to hooks inside of a compiled graph"
-)
 
 
 @atexit.register
@@ -74,13 +71,7 @@ def register(model: DistributedDataParallel, hook: Any) -> None:
 def check_reducer(model: DistributedDataParallel) -> None:
     """Raise ArgumentError if a model's gradients are reduced by torch.compile's Python reducer."""
     if getattr(model, "_use_python_reducer", False):
-        raise ArgumentError(_REDUCER)
-
-
-def check_bucket(bucket: Any) -> None:
-    """Raise ArgumentError for the tuple that torch.compile's Python reducer passes instead of a bucket."""
-    if isinstance(bucket, tuple):
-        raise ArgumentError(_REDUCER)
+        raise ArgumentError(PYTHON_REDUCER)
 
 
 def model_with(parameter: torch.Tensor, hook: object) -> DistributedDataParallel:

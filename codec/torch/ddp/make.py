@@ -19,7 +19,7 @@ from codec.stateful import CodebookRefresher
 from codec.torch.auto.gradients import GradientChoice
 from codec.torch.auto.quality import Auto, auto_of, quality_of
 from codec.torch.ddp import lifetime
-from codec.torch.ddp.buckets import Optimizers
+from codec.torch.ddp.buckets import Bucket, Optimizers
 from codec.torch.ddp.hook import Hook, check, check_feedback
 from codec.torch.ddp.policy import Chooser, Plan, Policy, default_policy, policy_of
 from codec.torch.ddp.reducer import Reducer, Transform
@@ -195,8 +195,7 @@ def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
 def _hook_of(state: Any, bucket: Any) -> Hook:
     """Return the hook of the model to which a bucket belongs; create the hook at the first bucket of the model."""
-    lifetime.check_bucket(bucket)
-    parameter = bucket.parameters()[0]
+    parameter = Bucket.of(bucket).parameters[0]
     for hook in _hooks.values():
         if parameter in hook.reducer.plan.names:
             return hook
