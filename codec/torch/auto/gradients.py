@@ -4,8 +4,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from codec import CallOptions, Link, predict_seconds
 from codec.advisor.advise import CHUNK_NBYTES, MAX_CHUNKS, named
 from codec.advisor.cost_model import Algorithm, Cost
@@ -52,6 +50,8 @@ class GradientChoice(Tuner):
         True if the current step sends all gradients lossless, regardless of the level.
     steps : dict of str to int
         Number of successful steps, by the name of the level's spec, or "raw".
+    measurements : Measurements
+        Receives samples of gradients in the steps in which :attr:`is_due` is True.
     """
 
     def __init__(self, quality: Quality, link: Link | None, *, raw: bool, options: CallOptions) -> None:
@@ -59,7 +59,7 @@ class GradientChoice(Tuner):
         self.version, self.paused = 0, False
         self.steps: dict[str, int] = {}
         self._raw = int(raw)  # level of lossless frames: 1 if level 0 is raw, else 0
-        self._meter, self._measurements = StepMeter(link), Measurements(quality, options)
+        self._meter, self.measurements = StepMeter(link), Measurements(quality, options)
         self._rank, self._world_size = 0, 1
         self._reset()
 
@@ -67,7 +67,7 @@ class GradientChoice(Tuner):
         """Drop all measurements, and return to lossless frames."""
         self._count = 0  # steps since this reset
         self._begun = False  # True after the first choice
-        self._measurements.adopt([])
+        self.measurements.adopt([])
         self._meter.reset()
         self._selector = Selector(self._raw)
         self.version += 1
@@ -96,13 +96,13 @@ class GradientChoice(Tuner):
 
     def spec_of(self, name: str) -> Spec:
         """Return the spec of a tensor: that of the current level, or a less lossy one if its error is too large."""
-        return self.quality.specs[self._measurements.allowed(name, self._index(self._selector.level))]
+        return self.quality.specs[self.measurements.allowed(name, self._index(self._selector.level))]
 
     def serve(self, sizes: Mapping[str, int], nbytes: int) -> None:
         """Set the tensors whose specs are chosen: their numbers of values by name, and their total size in bytes."""
-        if self._measurements.numbers and list(sizes) != list(self._measurements.sizes):
+        if self.measurements.numbers and list(sizes) != list(self.measurements.sizes):
             self._reset()
-        self._measurements.serve(sizes, nbytes)
+        self.measurements.serve(sizes, nbytes)
         self.version += 1
 
     # A step
@@ -111,7 +111,7 @@ class GradientChoice(Tuner):
         """Begin a step: start to measure the connections of the group."""
         self._rank, self._world_size = channel.rank, channel.size
         self._meter.begin(channel.mesh.connections())
-        self._measurements.begin()
+        self.measurements.begin()
         return super().begin(channel)
 
     def way(self, index: int) -> Way:
@@ -123,15 +123,11 @@ class GradientChoice(Tuner):
         """True if the gradients of this step are measured."""
         return self._count in (0, _SECOND) or self._count % _PERIOD == 0
 
-    def sample(self, name: str, gradient: torch.Tensor, shape: tuple[int, ...], ratio: float) -> None:
-        """Store a sample of a gradient, in a step in which :attr:`is_due` is True; see :meth:`Measurements.sample`."""
-        self._measurements.sample(name, gradient, shape, ratio)
-
     def report(self, channel: Channel) -> list[int]:
         """Return the numbers of the link, and the measurements of gradients if they are due."""
         numbers = self._meter.report(channel.mesh.connections())
         if self.is_due:
-            numbers += self._measurements.report(channel.size, self._index(self._selector.level))
+            numbers += self.measurements.report(channel.size, self._index(self._selector.level))
         return numbers
 
     def learn(self, index: int, way: Way, largest: list[int]) -> None:
@@ -141,10 +137,10 @@ class GradientChoice(Tuner):
         self.steps[name] = self.steps.get(name, 0) + 1
         seconds = self._meter.learn(numbers[:STEP])
         if self.is_due:
-            self._measurements.adopt(numbers[STEP:])
+            self.measurements.adopt(numbers[STEP:])
             self.version += 1
         self._count += 1
-        if self.link is None or not self._measurements.sizes:
+        if self.link is None or not self.measurements.sizes:
             return
         first, self._begun = not self._begun, True
         predicted = self._predicted(self.link)
@@ -159,19 +155,19 @@ class GradientChoice(Tuner):
 
     def _predicted(self, link: Link) -> list[float]:
         """Return the predicted seconds of a step at each level."""
-        size, nbytes = self._world_size, self._measurements.nbytes
+        size, nbytes = self._world_size, self.measurements.nbytes
         frames: Algorithm = "all_gather" if size == 2 else "two_shot"
         chunks = max(1, min(MAX_CHUNKS, nbytes // size // CHUNK_NBYTES))
         raw = [predict_seconds(Cost(nbytes, nbytes), link, size, algorithm="two_shot", chunks=chunks)] * self._raw
-        costs = self._measurements.costs
+        costs = self.measurements.costs
         return raw + [predict_seconds(cost, link, size, algorithm=frames, chunks=chunks) for cost in costs]
 
     def _name(self, level: int) -> str:
         return named(None if level < self._raw else self.quality.specs[self._index(level)])
 
     def _log(self, switch: Switch, *, measured: bool) -> None:
-        names, most = self._measurements.sizes, self._index(switch.level)
-        others = sum(self._measurements.allowed(name, most) != most for name in names)
+        names, most = self.measurements.sizes, self._index(switch.level)
+        others = sum(self.measurements.allowed(name, most) != most for name in names)
         logger.info(
             "auto, step %d: gradients are sent by %s from now on, not by %s: %.3g ms a step expected after %.3g ms %s; "
             "%s%s",
@@ -190,7 +186,7 @@ class GradientChoice(Tuner):
     @property
     def key(self) -> int:
         """Hash of the state that must be equal on all ranks, so that they choose alike."""
-        return hash64(self._count, self._selector.level, self._measurements.numbers)
+        return hash64(self._count, self._selector.level, self.measurements.numbers)
 
     def synchronize(self, *, equal: bool) -> None:
         """Keep the level if :attr:`key` is equal on all ranks, else reset to lossless frames.
@@ -204,7 +200,7 @@ class GradientChoice(Tuner):
 
     def state_dict(self) -> str:
         """Return the choice for a checkpoint, as JSON."""
-        found = self._measurements
+        found = self.measurements
         saved = SavedChoice(self._count, self._selector.level, list(found.sizes), found.numbers)
         return saved.text(self.quality.name, self._raw)
 
@@ -217,7 +213,7 @@ class GradientChoice(Tuner):
         self._reset()
         if saved is None or not saved.numbers:
             return
-        found = self._measurements
+        found = self.measurements
         if not found.sizes:
             found.serve(dict.fromkeys(saved.names, 0), 0)
         if list(found.sizes) == saved.names:

@@ -214,7 +214,7 @@ class StepState:
         begin = 0
         for p in bucket.parameters:
             end, name = begin + n_values(p), self._plan.names.get(p, "")
-            auto.sample(name, bucket.buffer[begin:end], shape_of(p), ratios.get(name, 0.0))
+            auto.measurements.sample(name, bucket.buffer[begin:end], shape_of(p), ratios.get(name, 0.0))
             begin = end
 
     @contextmanager

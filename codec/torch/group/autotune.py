@@ -44,17 +44,7 @@ class Tuner:
         return []
 
     def learn(self, index: int, way: Way, largest: Report) -> None:
-        """Record a collective that has succeeded.
-
-        Parameters
-        ----------
-        index : int
-            Index of the collective.
-        way : str
-            Way that the collective has used.
-        largest : list of int
-            Maximum over all ranks of each number of their reports.
-        """
+        """Record a collective that has succeeded, given the maximum over all ranks of each number of their reports."""
 
 
 class Timing:
@@ -65,16 +55,10 @@ class Timing:
 
     Parameters
     ----------
-    tuner : Tuner
-        Chooses the way, and learns from the times.
-    channel : Channel
-        Channel of the group.
-    index : int
-        Index of the collective.
-    before : Wait, optional
-        Event at the end of the collectives on which the way depends.
-    after : Wait, optional
-        Event to complete at the end of this collective.
+    tuner, channel, index
+        Tuner that chooses the way, channel of the group, and index of the collective.
+    before, after : Wait, optional
+        Events at the end of the collectives on which the way depends, and at the end of this collective.
     """
 
     def __init__(
