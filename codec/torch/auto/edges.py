@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from codec import Link
 from codec.advisor.advise import named
+from codec.advisor.cost_model import Link
 from codec.specs import Quantize, Spec
 from codec.torch.auto.meter import MICRO, PICO, Meter
 from codec.torch.auto.selector import Selector

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from codec import CallOptions, Link, predict_seconds
+from codec import CallOptions
 from codec.advisor.advise import CHUNK_NBYTES, MAX_CHUNKS, named
-from codec.advisor.cost_model import Algorithm, Cost
+from codec.advisor.cost_model import Algorithm, Cost, Link, predict_seconds
 from codec.specs import Lossless, Spec
 from codec.torch.auto.measurements import Measurements
 from codec.torch.auto.meter import STEP, StepMeter

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from codec import Link
+from codec.advisor.cost_model import Link
 from codec.torch.network.info import ConnectionInfo
 
 PICO, MICRO = 1e12, 1e6
