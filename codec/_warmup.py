@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE
+from codec._c.library import UNSIGNED
 from codec._options import CallOptions, settings_of
 from codec._ownership import writable_by_others
 from codec.arguments import truth
@@ -115,7 +115,7 @@ def _try(spec: Spec, given: BoundSpec | None, dtype: str, settings: CallOptions)
         custom = given.optimizer if given is not None and isinstance(given.optimizer, Custom) else None
         names = ("theta",) if custom is None else custom.names
         bound = spec.bind(custom or SGD(1.0), **{name: np.ones(_N, np.float32) for name in names})
-    x = np.zeros(_N, f"u{ITEMSIZE[dtype]}")
+    x = np.zeros(_N, UNSIGNED[dtype])
     base = x ^ x.dtype.type(1) if isinstance(spec, Delta) else None
     viewed = None if base is None else view(base, dtype)
     try:

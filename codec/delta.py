@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from codec import _call
-from codec._c.library import DTYPE_NAMES, ITEMSIZE, check, ffi, lib
+from codec._c.library import DTYPE_NAMES, ITEMSIZE, UNSIGNED, check, ffi, lib
 from codec._c.spec_structs import spec_of
 from codec._call import new_tensor
 from codec._options import CallOptions
@@ -70,7 +70,7 @@ def compose(
     if not views:
         raise ArgumentError("frames is empty: pass at least one frame")
     info = inspect(frames[0])
-    kind = np.dtype(f"u{ITEMSIZE[info.dtype]}")
+    kind = np.dtype(UNSIGNED[info.dtype])
     old = fetch("base=", view_base(base, info.dtype))
     bits = old.array(kind).reshape(old.shape)
     result, now = np.empty_like(bits), bits

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from codec import _call
-from codec._c.library import DTYPES, ITEMSIZE, ffi, lib
+from codec._c.library import DTYPES, UNSIGNED, ffi, lib
 from codec._c.spec_structs import spec_struct
 from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, CodecError, SpecError, Status
@@ -81,7 +81,7 @@ def overflow_message(x: TensorView, terms: str) -> str:
 def bits_of(v: TensorView) -> Array:
     """Return the values of a tensor as a flat array of unsigned integers in host memory."""
     host = fetch("x", v)
-    return host.array(f"u{ITEMSIZE[v.dtype]}")
+    return host.array(UNSIGNED[v.dtype])
 
 
 def count_nonfinite(bits: Array, dtype: str, shape: tuple[int, ...]) -> str | None:

@@ -19,17 +19,13 @@ from typing import Any
 import numpy as np
 
 import codec
+from codec.tensors.floats import widen
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from family import FAMILY, SPARSE, TRUNCATE, optimizer_state, step_of
 from gradients import SAMPLE, segments, tensors
 
 Array = np.ndarray[Any, Any]
-
-
-def wide(x: Array, dtype: str) -> Array:
-    """Convert values to float32; `x` has the bits of values if `dtype` is "bfloat16"."""
-    return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x.astype(np.float32)
 
 
 def errors(x: Array, y: Array) -> dict[str, float]:
@@ -48,11 +44,11 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     for name, x, dtype, shapes in tensors(path):
         if ":grad" not in name or not shapes:
             continue
-        real, inside = wide(x, dtype), segments(shapes)
+        real, inside = widen(x, dtype), segments(shapes)
         for codec_name, spec in {**FAMILY, **SPARSE}.items():
             frame = codec.encode(codec.view(x, dtype, segments=inside), spec)
             y = codec.decode(frame, like=x)
-            y = wide(y, dtype) if y.dtype == np.uint16 else np.asarray(y)
+            y = widen(y, dtype) if y.dtype == np.uint16 else np.asarray(y)
             rows.append({"tensor": name, "codec": codec_name, "bits": 8 * len(frame) / x.size, **errors(real, y)})
         few = int(np.load(path)["param"].size) if "param" in np.load(path).files else 0
         given = optimizer_state(path, few)

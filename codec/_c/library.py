@@ -23,6 +23,7 @@ DTYPES: dict[str, int] = {
 }
 DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 ITEMSIZE: dict[str, int] = {name: lib.codec_dtype_nbytes(number) for name, number in DTYPES.items()}
+UNSIGNED = {name: f"u{nbytes}" for name, nbytes in ITEMSIZE.items()}  # NumPy dtypes of the values' bits
 MANTISSA_BITS: dict[str, int] = {  # number of mantissa bits, for dtypes that Truncate accepts
     name: bits for name, number in DTYPES.items() if (bits := lib.codec_mantissa_bits(number))
 }

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from codec import optimizers
-from codec._c.library import ITEMSIZE, MANTISSA_BITS
+from codec._c.library import ITEMSIZE, MANTISSA_BITS, UNSIGNED
 from codec.errors import ArgumentError, CodecError
 from codec.specs import BoundSpec, Truncate
+from codec.tensors.floats import narrow, widen
 from codec.tensors.segments import Records, Segments, unpack
 from codec.tensors.view import Array, TensorView, on_host, view
 from codec.tensors.wrapper import View
@@ -224,17 +225,12 @@ def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floa
             "all tensors"
         )
     parts = [_part(v, offset, (n,)) for _, offset, n in starts]
-    return np.concatenate([_floats(part, v.dtype) for part in parts] if floats else parts)
+    return np.concatenate([widen(part, v.dtype) for part in parts] if floats else parts)
 
 
 def _part(v: TensorView, offset: int, shape: tuple[int, ...]) -> Array:
     """Return the bits of a tensor's values from index `offset` on as a flat array, with as many values as `shape`."""
-    return v.array(f"u{ITEMSIZE[v.dtype]}")[offset : offset + prod(shape)]
-
-
-def _floats(x: Array, dtype: str) -> Array:
-    """Convert the bits of values of `dtype` to float32 values."""
-    return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x.view(dtype).astype(np.float32)
+    return v.array(UNSIGNED[v.dtype])[offset : offset + prod(shape)]
 
 
 def _mean(x: Array, dtype: str, world_size: int) -> Array:
@@ -244,15 +240,14 @@ def _mean(x: Array, dtype: str, world_size: int) -> Array:
     exponents and different mantissas.
     """
     with np.errstate(all="ignore"):
-        values = _floats(x, dtype)
+        values = widen(x, dtype)
         total = values.copy()
         for k in range(1, min(world_size, MOST_RANKS)):
             total += np.roll(values, k)
         total /= np.float32(world_size)
-        if dtype == "bfloat16":
-            bits = total.view(np.uint32)
-            return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # round to nearest even
-        return total.astype(dtype).view(x.dtype)
+    mean = np.empty_like(x)
+    narrow(total, dtype, mean)
+    return mean
 
 
 def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[tuple[int, optimizers.Optimizer]]:
@@ -283,6 +278,6 @@ def _state(optimizer: Any, cuts: Sequence[Cut]) -> dict[str, Array]:
         parts: list[Array] = []
         for s, (_, offset, shape) in zip(states, cuts, strict=True):
             v = on_host(f"state's {name}", view(s[name]))
-            parts.append(_floats(_part(v, offset, shape), v.dtype))
+            parts.append(widen(_part(v, offset, shape), v.dtype))
         found[name] = np.concatenate(parts)
     return found

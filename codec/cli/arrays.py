@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from codec import readable
-from codec._c.library import ITEMSIZE
+from codec._c.library import ITEMSIZE, UNSIGNED
 from codec._options import options
 from codec.cli.console import (
     EXIT_CODES,
@@ -36,7 +36,6 @@ _SUFFIX = ".codec"
 _BLOCK = 1 << 26  # uncompressed bytes per frame, for a stream without --shape
 _HEADER, _CHUNK = 112, 1 << 20  # bytes per read: a frame's header first, then chunks of the frame
 _NPY_HEADER = 128  # bytes reserved for a .npy file's header, which is written last, with the array's length
-_BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 def add_commands(commands: Any) -> None:
@@ -102,7 +101,7 @@ def run_decompress(args: argparse.Namespace) -> int:
         for frame in _frames(source, args.input):
             info = inspect(frame)
             values = np.empty(info.tensor_nbytes, np.uint8)
-            decode(frame, out=values.view(_BITS[ITEMSIZE[info.dtype]]).reshape(info.shape), options=given)
+            decode(frame, out=values.view(UNSIGNED[info.dtype]).reshape(info.shape), options=given)
             file.write(memoryview(cast(Any, values)))
             whole = _joined(whole, info.dtype, info.shape) if npy else None
             before, after = before + len(frame), after + len(values)
@@ -156,12 +155,12 @@ def _arrays(source: BufferedReader, args: argparse.Namespace) -> Iterator[Any]:
         values = source.read(min(need, 1 << 62)) if need <= _available(source) else b""
         if len(values) != need or source.read(1):
             raise ArgumentError(f"the input does not have the {need} bytes of --dtype {dtype} --shape {args.shape}")
-        yield view(np.frombuffer(values, _BITS[size]).reshape(shape), dtype)
+        yield view(np.frombuffer(values, UNSIGNED[dtype]).reshape(shape), dtype)
         return
     while values := source.read(_BLOCK):
         if len(values) % size:
             raise ArgumentError(f"the input must be a multiple of {size} bytes long for --dtype {dtype}")
-        yield view(np.frombuffer(values, _BITS[size]), dtype)
+        yield view(np.frombuffer(values, UNSIGNED[dtype]), dtype)
 
 
 def _available(source: BufferedReader) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE
+from codec._c.library import ITEMSIZE, UNSIGNED
 from codec._options import options
 from codec.decoding import decode
 from codec.encoding import bound, encode
@@ -19,6 +19,7 @@ from codec.errors import EngineError
 from codec.files.index import damaged
 from codec.inspection import digest_of, inspect
 from codec.specs import Lossless
+from codec.tensors.floats import widen
 from codec.tensors.view import view as as_tensor
 from codec.tensors.wrapper import view
 
@@ -31,7 +32,6 @@ ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES = "zstd", "zstd-planes", "deflate", "
 CODINGS = (FRAME, *NARROW, ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES)
 
 _ONE = options(threads=1)
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SMALL = 1 << 20  # bytes; parts up to this size are compressed with higher levels
 _WINDOW, _WINDOWS = 1 << 13, 4  # bytes per window, and number of windows, that the test for repetition compresses
 _PICKED, _TWICE = 4096, 0.03  # number of sampled values; if a larger fraction of them is equal, the compressor is tried
@@ -88,7 +88,7 @@ def encode_part(
     total = digest_of(as_tensor(values), threads=1)
     narrow = _narrowed(values) if dtype == "float32" else None
     if narrow is None:
-        coding, bits = FRAME, values.view(_BITS[ITEMSIZE[dtype]])
+        coding, bits = FRAME, values.view(UNSIGNED[dtype])
     else:
         coding, dtype, bits = narrow
     tensor = view(bits.reshape(shape), dtype) if segments is None else view(bits, dtype, segments)
@@ -145,7 +145,7 @@ def decode_part(coding: str, data: Bytes, out: Bytes, dtype: str, total: int) ->
     elif coding in NARROW and dtype == "float32":
         narrow = np.empty(len(out) // 2, np.uint8)
         _decode_frame(data, narrow, NARROW[coding])
-        _widen(narrow, out, NARROW[coding])
+        widen(narrow.view(np.uint16), NARROW[coding], out.view(np.float32))
     elif coding in (ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES):
         inflate = _unzstd if coding in (ZSTD, ZSTD_PLANES) else _inflate
         plain = np.frombuffer(inflate(data, len(out)), np.uint8)
@@ -163,7 +163,7 @@ def _decode_frame(data: Bytes, out: Bytes, dtype: str) -> None:
         raise damaged(
             f"a frame holds {info.tensor_nbytes} bytes of {info.dtype}, but the index names {len(out)} of {dtype}"
         )
-    decode(data, out=out.view(_BITS[ITEMSIZE[dtype]]).reshape(info.shape), options=_ONE)
+    decode(data, out=out.view(UNSIGNED[dtype]).reshape(info.shape), options=_ONE)
 
 
 def _narrowed(values: Bytes) -> tuple[str, str, Any] | None:
@@ -190,14 +190,6 @@ def _half(values: Bytes) -> Any:
         half = bits.view(np.float32).astype(np.float16)
         same = not np.isnan(half).any() and (half.astype(np.float32).view(np.uint32) == bits).all()
     return half.view(np.uint16) if same else None
-
-
-def _widen(narrow: Bytes, out: Bytes, dtype: str) -> None:
-    """Convert values of a 2-byte dtype to float32, into `out`."""
-    if dtype == "bfloat16":
-        np.left_shift(narrow.view(np.uint16), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
-    else:
-        out.view(np.float32)[:] = narrow.view(np.float16)
 
 
 def _may_repeat(values: Any, ratio: float) -> bool:

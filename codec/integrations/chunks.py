@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 import codec
-from codec._c.library import ITEMSIZE, lib
+from codec._c.library import ITEMSIZE, UNSIGNED, lib
 from codec.errors import ArgumentError, CodecError, FrameError
 from codec.spec_config import Config, config_of, self_contained, spec_of_config
 from codec.specs import Spec
@@ -73,7 +73,7 @@ def values_of(x: Array, dtype: str | None) -> tuple[Array, str]:
             x = x.reshape(-1)  # items are single bytes of values
         elif x.itemsize != size:
             raise ArgumentError(f"items of {x.dtype} have {x.itemsize} bytes, those of dtype={dtype!r} have {size}")
-        return x.view(f"u{size}"), dtype
+        return x.view(UNSIGNED[dtype]), dtype
     kind, size = x.dtype.kind, x.itemsize
     if kind == "c":
         return x.reshape(-1).view(f"f{size // 2}"), f"float{4 * size}"

@@ -9,6 +9,7 @@ from numcodecs.abc import Codec
 from numcodecs.compat import ensure_contiguous_ndarray, ensure_contiguous_ndarray_like
 
 import codec
+from codec._c.library import UNSIGNED
 from codec.errors import FrameError
 from codec.integrations.chunks import CODEC_NAME, checked, configuration, configured, decode, encode
 from codec.specs import SpecLike
@@ -81,7 +82,7 @@ class FrameCodec(Codec):
         """
         frame = ensure_contiguous_ndarray(buf).view(np.uint8)
         info = codec.inspect(frame)
-        bits = f"u{info.tensor_nbytes // info.n}" if info.n else "u1"
+        bits = UNSIGNED[info.dtype]
         if out is None:
             return decode(frame, like=np.empty(0, bits)).reshape(-1).view(np.uint8)
         memory = ensure_contiguous_ndarray(out).view(np.uint8)

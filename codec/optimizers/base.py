@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS
+from codec._c.library import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS, UNSIGNED
 from codec.arguments import plain, shown
 from codec.errors import ArgumentError
 from codec.specs import Guard, Truncate
+from codec.tensors.floats import widen
 from codec.tensors.view import TensorView, on_host, view
 
 F32 = np.float32
@@ -149,7 +150,7 @@ class Optimizer(ABC):
         ea = np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(int)
         mbits = MANTISSA_BITS[x.dtype]
         last = (1 << 8 * ITEMSIZE[x.dtype] - 1 - mbits) - 1  # biased exponent of NaN and Inf
-        bits = x.array(f"u{ITEMSIZE[x.dtype]}").astype(np.int64)
+        bits = x.array(UNSIGNED[x.dtype]).astype(np.int64)
         e = bits >> mbits & last
         slack = ea - 127 - (e - last // 2) - spec.guard_bits - (MANTISSA_BITS[view(theta).dtype] - mbits)
         slack = np.where(ea == 255, 1000, slack)
@@ -200,6 +201,4 @@ def _floats(name: str, x: Any) -> np.ndarray[Any, Any]:
 
 def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
     """Return a copy of a state array, of float32, bfloat16 or float16, as float32."""
-    if v.dtype == "bfloat16":
-        return (v.array(np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)
-    return v.array(v.dtype).astype(F32).reshape(v.shape)
+    return widen(v.array(UNSIGNED[v.dtype]), v.dtype, np.empty(v.shape, F32).reshape(-1)).reshape(v.shape)

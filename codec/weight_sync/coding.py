@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE
+from codec._c.library import UNSIGNED
 from codec._options import CallOptions
 from codec.batch import encode_many
 from codec.decoding import decode
@@ -16,8 +16,6 @@ from codec.specs import Delta, Lossless, Spec
 from codec.tensors.wrapper import View, view
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def digest_of(piece: Bytes) -> bytes:
@@ -77,7 +75,7 @@ def _check(info: Info, spec: type[Spec], dtype: str, nbytes: int) -> None:
 
 def _bits(piece: Bytes, dtype: str) -> Any:
     """Return a view of a piece as unsigned integers of the dtype's size."""
-    return piece.view(_BITS[ITEMSIZE[dtype]])
+    return piece.view(UNSIGNED[dtype])
 
 
 def _values(piece: Bytes, dtype: str) -> View:

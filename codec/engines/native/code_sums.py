@@ -7,7 +7,7 @@ import numpy as np
 
 from codec import _call
 from codec._c import pool
-from codec._c.library import DTYPE_NAMES, ITEMSIZE, lib
+from codec._c.library import DTYPE_NAMES, ITEMSIZE, UNSIGNED, lib
 from codec._c.spec_structs import spec_of
 from codec._c.traits import sums_codes
 from codec.engines.native.decoding import decode, read_whole
@@ -84,5 +84,5 @@ def _check_values(r: DecodeRequest, info: Any, frame: TensorView) -> None:
     check_frame(frame)
     if sums_codes(info.spec) and r.allows(info.tensor_nbytes):
         # nothing is written to this array, so the operating system does not allocate its pages
-        bits = np.empty(_shape(info), f"u{ITEMSIZE[DTYPE_NAMES[info.dtype]]}")
+        bits = np.empty(_shape(info), UNSIGNED[DTYPE_NAMES[info.dtype]])
         decode(r._replace(frames=(frame,), out=bits, check_only=True))

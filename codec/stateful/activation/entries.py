@@ -1,4 +1,4 @@
-"""Convert activations and entries of the store (stored m) to and from float32."""
+"""Convert entries of the store (stored m) to and from float32."""
 
 from typing import Any, NamedTuple
 
@@ -10,9 +10,8 @@ from codec.errors import ArgumentError
 from codec.frame_size import frame_nbytes
 from codec.inspection import inspect, verify
 from codec.specs import Quantize
+from codec.tensors.floats import Floats, narrow, widen
 
-Bits = np.ndarray[Any, Any]
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 EIGHT_BIT = Quantize(8, rounding="nearest")  # codec for entries of dtype "8bit", and default for raw samples
@@ -25,49 +24,6 @@ class Entry(NamedTuple):
     check: int  # hash that identifies m, never 0
     n: int  # number of values of m
     visits: int  # number of deltas since m was last sent raw
-
-
-def widen(bits: Bits, dtype: str, out: Floats | None = None) -> Floats:
-    """Convert values to float32, which is exact. float32 values are not copied unless `out` is given.
-
-    Parameters
-    ----------
-    bits : numpy.ndarray
-        Values as float32, float16, or uint16 with the bits of bfloat16.
-    dtype : {"float32", "bfloat16", "float16"}
-        Dtype of the values.
-    out : numpy.ndarray of float32, optional
-        Array of the same shape for the result.
-    """
-    if dtype == "float32" and out is None:
-        return bits
-    if out is None:
-        out = np.empty(bits.shape, np.float32)
-    if dtype == "bfloat16":
-        words = out.view(np.uint32)
-        np.copyto(words, bits)
-        np.left_shift(words, 16, out=words)
-    else:
-        np.copyto(out, bits)
-    return out
-
-
-def narrow(x: Floats, dtype: str, out: Bits) -> None:
-    """Convert float32 values to `dtype`, rounded to nearest even, and write them to `out`. NaN remains NaN."""
-    if dtype != "bfloat16":
-        with np.errstate(over="ignore"):
-            np.copyto(out, x, casting="same_kind")
-        return
-    words = x.view(np.uint32)
-    rounded = words >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += words  # may overflow for NaN, which is handled below
-    rounded >>= 16
-    np.copyto(out, rounded, casting="unsafe")
-    nan = np.isnan(x)
-    if nan.any():
-        out[nan] = (words[nan] >> 16).astype(np.uint16) | 0x40
 
 
 def largest_nbytes(dtype: str, n: int) -> int:

@@ -10,7 +10,7 @@ from codec.decoding import decode
 from codec.errors import ArgumentError, FrameError, LimitError, StateError, Status
 from codec.inspection import Info, inspect
 from codec.stateful.activation.coding import add_delta
-from codec.stateful.activation.entries import BITS, Bits, Floats, narrow, widen
+from codec.stateful.activation.entries import BITS
 from codec.stateful.activation.ledger import Ledger, Staging
 from codec.stateful.activation.message import Message, next_checks
 from codec.stateful.activation.values import (
@@ -21,6 +21,7 @@ from codec.stateful.activation.values import (
     output_values,
     shown_samples,
 )
+from codec.tensors.floats import Bits, Floats, narrow, widen
 from codec.tensors.view import empty
 
 

@@ -12,10 +12,11 @@ from codec.inspection import inspect
 from codec.specs import Lossless, Spec
 from codec.stateful.activation.change import Change
 from codec.stateful.activation.coding import difference, encode_delta
-from codec.stateful.activation.entries import BITS, Bits, Floats, widen
+from codec.stateful.activation.entries import BITS
 from codec.stateful.activation.ledger import Ledger, Staging
 from codec.stateful.activation.message import Checks, Head, Ids, Kind, build, next_checks
 from codec.stateful.activation.values import Values, as_rows
+from codec.tensors.floats import Bits, Floats, widen
 from codec.tensors.wrapper import View
 
 LOSSLESS = Lossless()

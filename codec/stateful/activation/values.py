@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, cast
 from codec._c.library import ITEMSIZE
 from codec.arguments import shown, whole
 from codec.errors import ArgumentError
-from codec.stateful.activation.entries import BITS, Bits
+from codec.stateful.activation.entries import BITS
 from codec.stateful.activation.message import DTYPE_CODES
+from codec.tensors.floats import Bits
 from codec.tensors.view import TensorView, mark_written, on_host, view, view_output
 from codec.tensors.wrapper import View
 

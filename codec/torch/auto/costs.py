@@ -16,6 +16,7 @@ from codec.advisor.sampling import Sample, samples, tensors_of
 from codec.decoding import decode
 from codec.encoding import encode
 from codec.specs import Spec
+from codec.tensors.floats import widen
 from codec.tensors.wrapper import view
 
 MILLION = 1_000_000
@@ -142,7 +143,7 @@ def _errors(s: Sample, spec: Spec, options: CallOptions) -> list[int]:
         back = decode(frame, out=np.empty_like(s.x), options=options)
     except CodecError:
         return [UNKNOWN] * len(s.segments)
-    x, y = _floats(s.x, s.dtype), _floats(cast(Any, back), s.dtype)
+    x, y = widen(s.x, s.dtype), widen(cast(Any, back), s.dtype)
     found: list[int] = []
     for start, shape in s.segments:
         here = slice(start, start + prod(shape))
@@ -150,8 +151,3 @@ def _errors(s: Sample, spec: Spec, options: CallOptions) -> list[int]:
         lost = float(np.linalg.norm(x[here].astype(np.float64) - y[here]))
         found.append(UNKNOWN if norm == 0 else min(math.ceil(MILLION * lost / norm), 1 << 30))
     return found
-
-
-def _floats(bits: Any, dtype: str) -> Any:
-    """Convert values, given as the bits of float32, bfloat16 or float16, to floats; bfloat16 becomes float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits.view(dtype).astype("f4")

@@ -14,17 +14,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 import codec
 from codec import ArgumentError, CodecError, FrameError, LimitError
+from codec._c.library import UNSIGNED
 
 _CHUNK = 4 << 20  # maximum uncompressed bytes in a frame
 _SAMPLE = 1 << 16  # bytes of the sample by which the dtype is chosen
-# Dtypes to try, and NumPy's unsigned integer of the same size.
-_UNITS = {"float32": "u4", "bfloat16": "u2", "float16": "u2", "float64": "u8", "uint8": "u1"}
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "uint8")  # dtypes to try
 _LARGEST_FRAME = codec.bound(_CHUNK, "uint8") + 4096  # bytes; larger frames are rejected
 _VERSION = "1"
 
 
 def _frame(piece: memoryview, dtype: str) -> bytes:
-    return codec.encode(codec.view(np.frombuffer(piece, _UNITS[dtype]), dtype))
+    return codec.encode(codec.view(np.frombuffer(piece, UNSIGNED[dtype]), dtype))
 
 
 def _encode(piece: memoryview) -> bytes:
@@ -33,7 +33,7 @@ def _encode(piece: memoryview) -> bytes:
         return _frame(piece, "uint8")
     begin = max(0, len(piece) - _SAMPLE) // 2 & ~7
     sample = piece[begin : begin + _SAMPLE]
-    return _frame(piece, min(_UNITS, key=lambda dtype: len(_frame(sample, dtype))))
+    return _frame(piece, min(_DTYPES, key=lambda dtype: len(_frame(sample, dtype))))
 
 
 _END = codec.encode(np.empty(0, np.uint8))  # last frame of a stream
@@ -120,7 +120,7 @@ class _Reader(io.RawIOBase):
                 f"a frame of a checkpoint must hold a vector of at most {_CHUNK} bytes, got shape {info.shape}"
             )
         frame += self._read(info.nbytes - len(frame))
-        values: Any = np.empty(info.shape, f"u{info.tensor_nbytes // info.n}" if info.n else "u1")
+        values: Any = np.empty(info.shape, UNSIGNED[info.dtype])
         try:
             codec.decode(frame, out=values)
         except FrameError:
