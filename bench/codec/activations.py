@@ -4,7 +4,7 @@
     python bench/codec/activations.py hidden.npz           # arrays of files, read as in bench/codec/peers.py
 
 codec       Lossless frames
-openzl      OpenZL frames, whose exponents are coded by FSE (bench/codec/peers.py), if OpenZL is installed
+openzl      OpenZL frames, whose exponents are coded by FSE (codec/cli/compressors.py), if OpenZL is installed
 entropy     entropy of the exponents, plus 8 bits for sign and mantissa: the limit of any coder of exponents only
 exponent    prefix codes of at most 8 bits for exponents, plus 8 bits: a frame without its overhead
 +1, +2      as `exponent`, with symbols of the exponent and the highest 1 or 2 mantissa bits; 7 or 6 bits are uncoded
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import openzl
 
 import codec
+from codec.cli.compressors import openzl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gradients import tensors
@@ -91,7 +91,7 @@ def study(x: Array) -> dict[str, float | None]:
     flat = x.reshape(-1).astype(np.int64)
     exponent, mantissa = flat >> 7 & 255, flat & 127
     try:
-        peer = 8 * len(openzl("bfloat16")[0](x.reshape(-1))) / x.size
+        peer = 8 * len(openzl().compress(x.reshape(-1).view(np.uint8), "bfloat16")) / x.size
     except ImportError:
         peer = None
     return {

@@ -9,7 +9,6 @@ and the maximum of all layers. Speeds are those of one thread, in GB of bfloat16
 
 import argparse
 import importlib.util
-import math
 from collections.abc import Callable
 from pathlib import Path
 from time import process_time
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 import codec
+from codec.cli.compressors import Compressor, best, blosc2, zstd
 from codec.kv import PageCodec
 
 ROOT = Path(__file__).parents[2]
@@ -92,32 +92,24 @@ def fp8() -> Coder:
     )
 
 
-def generic(compress: Callable[[Any], Any], decompress: Callable[[Any], Any]) -> Coder:
+def generic(peer: Compressor) -> Coder:
     """Return a coder that applies a byte compressor to the contiguous values of each page."""
+
+    def encode(pages: Pages) -> list[Any]:
+        return [peer.compress(page.contiguous().view(torch.uint8).numpy().reshape(-1), "bfloat16") for page in pages]
 
     def decode(data: list[Any], out: Pages) -> None:
         for d, o in zip(data, out, strict=True):
-            o.copy_(torch.frombuffer(bytearray(decompress(d)), dtype=torch.bfloat16).view(o.shape))
+            values = bytearray(peer.decompress(d, "bfloat16"))
+            o.copy_(torch.frombuffer(values, dtype=torch.bfloat16).view(o.shape))
 
-    return Coder(lambda pages: [compress(page.contiguous().view(torch.uint16).numpy()) for page in pages], decode)
+    return Coder(encode, decode)
 
 
 def peers() -> dict[str, Coder]:
-    import blosc2
-    import zstandard
-
-    z, d = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
-    found = {"zstd -3": generic(lambda x: z.compress(x.data), d.decompress)}
-    kinds = {"LZ4": (blosc2.Codec.LZ4, blosc2.Filter.NOFILTER), "bytes apart, LZ4": (blosc2.Codec.LZ4, None)}
-    for name, (kind, filter_) in (kinds | {"bytes apart, zstd -3": (blosc2.Codec.ZSTD, None)}).items():
-        filters = [blosc2.Filter.SHUFFLE if filter_ is None else filter_]
-        found[name] = generic(
-            lambda x, kind=kind, filters=filters: blosc2.compress2(
-                x, codec=kind, clevel=3, filters=filters, typesize=2, nthreads=1
-            ),
-            lambda data: blosc2.decompress2(data, nthreads=1),
-        )
-    return found
+    found = {"LZ4": blosc2("lz4", "nofilter", 3), "bytes apart, LZ4": blosc2("lz4", level=3)}
+    found |= {"zstd -3": zstd(3), "bytes apart, zstd -3": blosc2(level=3)}
+    return {name: generic(peer) for name, peer in found.items()}
 
 
 def with_codebooks(pages: Pages) -> int:
@@ -126,15 +118,6 @@ def with_codebooks(pages: Pages) -> int:
     books = [codec.Codebook.from_tensors(*frames[::4]) for frames in kinds]
     frames = [codec.encode(x, codebook=book) for book, tensors in zip(books, kinds, strict=True) for x in tensors]
     return sum(map(len, frames))
-
-
-def best(run: Callable[[], Any]) -> float:
-    seconds = math.inf
-    for _ in range(5):
-        start = process_time()
-        run()
-        seconds = min(seconds, process_time() - start)
-    return seconds
 
 
 def row(name: str, coder: Coder, kv: torch.Tensor, tokens: int, q: torch.Tensor) -> None:
@@ -146,7 +129,10 @@ def row(name: str, coder: Coder, kv: torch.Tensor, tokens: int, q: torch.Tensor)
     size = sum(memoryview(d).nbytes for d in data) * 8 / kv.numel()
     errors = (attention(q, joined(out)) - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
     wrong = "none" if torch.equal(joined(out), kv) else f"{errors.mean():.4f} ({errors.max():.4f})"
-    rates = [kv.nbytes / 1e9 / best(run) for run in (lambda: coder.encode(pages), lambda: coder.decode(data, out))]
+    rates = [
+        kv.nbytes / 1e9 / best(run, 0, 5, process_time)[0]
+        for run in (lambda: coder.encode(pages), lambda: coder.decode(data, out))
+    ]
     print(f"| {name} | {size:.2f} | {wrong} | {rates[0]:.2f} | {rates[1]:.2f} |", flush=True)
 
 

@@ -9,17 +9,18 @@ rows and columns have different scales, and one matrix without its shape.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import codec
+from codec.cli.compressors import Compressor, best, blosc2, openzl, pcodec, zipnn, zstd
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gradients import SAMPLE, block_entropy, exponent_nbytes, exponents, segments, tensors
-from measure import best, tensor
+from measure import tensor
 
 
 def made() -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...]]]]:
@@ -30,60 +31,8 @@ def made() -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...
     yield "flat", x.reshape(-1), dtype, []
 
 
-def openzl(dtype: str) -> tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]:
-    """Return (compress, decompress) of OpenZL's smallest graph for floats: exponents by FSE, other bytes by planes.
-
-    Generic backends (Compress, Zstd, FieldLz) gave larger frames, or frames 0.3% smaller at a tenth of the speed.
-    """
-    import openzl.ext as z
-
-    compressor = z.Compressor()
-    exponents, rest = z.graphs.Fse()(compressor), z.graphs.Entropy()(compressor)
-    if dtype == "float32":
-        lanes = z.nodes.TransposeSplit()(compressor, rest)
-        graph = z.nodes.Float32Deconstruct()(compressor, lanes, exponents)
-    else:
-        graph = z.nodes.BFloat16Deconstruct()(compressor, rest, exponents)
-    compressor.set_parameter(z.CParam.FormatVersion, z.MAX_FORMAT_VERSION)
-    compressor.select_starting_graph(graph)
-
-    def compress(x: np.ndarray[Any, Any]) -> bytes:
-        context = z.CCtx()
-        context.ref_compressor(compressor)
-        return context.compress([z.Input(z.Type.Numeric, x.view(f"u{x.itemsize}"))])
-
-    return compress, lambda frame: z.DCtx().decompress(frame)[0].content.as_nparray()
-
-
-def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]]:
-    """Return (compress, decompress) by name. Imports are local, since only this function needs these packages."""
-    import blosc2
-    import zipnn
-    import zstandard
-    from pcodec import ChunkConfig, standalone
-
-    found: dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]] = {}
-    zip_nn = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
-    # ZipNN overwrites its input, so the caller passes a copy, and the copying is not timed
-    found["zipnn"] = (lambda x: zip_nn.compress(x), lambda f: zip_nn.decompress(f))
-    found["openzl"] = openzl(dtype)
-    z, d = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
-    found["zstd -1"] = (lambda x: z.compress(x.data), lambda f: d.decompress(f))
-    for name, level, filter_, cname in (
-        ("blosc2 shuffle+zstd", 1, blosc2.Filter.SHUFFLE, blosc2.Codec.ZSTD),
-        ("blosc2 bitshuffle+lz4", 1, blosc2.Filter.BITSHUFFLE, blosc2.Codec.LZ4),
-    ):
-        found[name] = (
-            lambda x, level=level, f=filter_, c=cname: blosc2.compress2(
-                x, codec=c, clevel=level, filters=[f], typesize=x.itemsize, nthreads=1
-            ),
-            lambda f: blosc2.decompress2(f, nthreads=1),
-        )
-    found["pcodec"] = (
-        lambda x: standalone.simple_compress(x, ChunkConfig()),
-        lambda f: standalone.simple_decompress(f),
-    )
-    return found
+def peers() -> list[Compressor]:
+    return [zipnn(), openzl(), zstd(1), blosc2("zstd", level=1), blosc2("lz4", "bitshuffle", 1), pcodec()]
 
 
 def measure(
@@ -129,18 +78,12 @@ def measure(
         "decode_new_gbps": x.nbytes / dec_new / 1e9,
         "peers": {},
     }
-    for peer, (compress, decompress) in peers(dtype).items():
-        if peer == "pcodec" and dtype == "bfloat16":
-            given: Any = x.view(np.uint16)
-        elif peer == "zipnn":
-            given = bytes(x.tobytes())
-        else:
-            given = x
-        enc, packed = best(lambda c=compress, g=given: c(g), seconds)
-        dec, back = best(lambda d=decompress, p=packed: d(p), seconds)
-        if peer == "openzl":
-            assert back.tobytes() == x.tobytes()
-        row["peers"][peer] = {
+    values = x.view(np.uint8)
+    for peer in peers():
+        enc, packed = best(lambda p=peer: p.compress(values, dtype), seconds)
+        dec, back = best(lambda p=peer, f=packed: p.decompress(f, dtype), seconds)
+        assert np.array_equal(np.frombuffer(back, np.uint8)[: x.nbytes], values), peer.name
+        row["peers"][peer.name] = {
             "ratio": len(packed) / x.nbytes,
             "encode_gbps": x.nbytes / enc / 1e9,
             "decode_gbps": x.nbytes / dec / 1e9,

@@ -14,12 +14,14 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from codec.cli.compressors import best, lmzip, zipnn, zstd
 from codec.files.opening import MemoryBytes
 from codec.files.packing import pack
 from codec.files.reading import open_bytes, read_header
@@ -27,18 +29,7 @@ from codec.files.restoring import read_all
 from codec.files.sources import MemorySource
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-REPEATS = 3
-
-
-def best(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the least CPU time of a few calls in seconds, and the result."""
-    least, result = float("inf"), None
-    for _ in range(REPEATS):
-        result = None
-        start = time.process_time()
-        result = call()
-        least = min(least, time.process_time() - start)
-    return least, result
+cpu = partial(best, seconds=0, times=3, clock=time.process_time)  # least CPU time of three calls, and the result
 
 
 class Memory:
@@ -72,9 +63,9 @@ def packed(data: bytes) -> dict[str, float]:
         return file
 
     rooms = {t.name: np.zeros(t.nbytes, np.uint8) for t in header.tensors}
-    seconds, file = best(compress)
+    seconds, file = cpu(compress)
     model = open_bytes(room[: file.nbytes])
-    back, _ = best(lambda: read_all(model, lambda t: (None, rooms[t.name]), 1))
+    back, _ = cpu(lambda: read_all(model, lambda t: (None, rooms[t.name]), 1))
     assert all(np.array_equal(rooms[name], x) for name, *_, x in tensors)
     size = len(data)
     return {"codec": file.nbytes / size, "pack": size / seconds / 1e9, "unpack": size / back / 1e9}
@@ -82,22 +73,18 @@ def packed(data: bytes) -> dict[str, float]:
 
 def others(path: Path, data: bytes) -> Iterator[tuple[str, float]]:
     """Yield the name of each other compressor, and the size of its output relative to the file's size."""
-    import lmz
-    import zipnn
-    import zstandard
-
-    yield "zstd -19", len(zstandard.ZstdCompressor(level=19, threads=-1).compress(data)) / len(data)
+    values = np.frombuffer(data, np.uint8)
+    yield "zstd -19", len(zstd(19).compress(values, "uint8")) / len(data)
     header = read_header(MemoryBytes(data))
     counts = Counter[str]()
     for t in header.tensors:
         counts[t.dtype] += t.nbytes
-    dtype = DTYPES.get(counts.most_common(1)[0][0], "float32")
-    zip_nn = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=2)
-    yield "zipnn", len(zip_nn.compress(bytearray(data))) / len(data)  # a copy: ZipNN overwrites its input
+    yield "zipnn", len(zipnn().compress(values, DTYPES.get(counts.most_common(1)[0][0], "float32"))) / len(data)
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder) / "model.lmz"
-        lmz.compress(str(path), str(archive))
-        yield "lmzip", archive.stat().st_size / len(data)
+        if calls := lmzip(str(path), str(archive), ""):
+            calls[0]()
+            yield "lmzip", archive.stat().st_size / len(data)
 
 
 def main() -> None:
@@ -114,7 +101,7 @@ def main() -> None:
     for path in (
         p for given in args.models for p in ([given] if given.is_file() else sorted(given.glob("*.safetensors")))
     ):
-        read, data = best(path.read_bytes)
+        read, data = cpu(path.read_bytes)
         row = {"nbytes": len(data), "read": len(data) / read / 1e9} | packed(data)
         row |= {} if args.alone else dict(others(path, data))
         rows.append({"file": path.name} | row)

@@ -1,22 +1,12 @@
 """Clock and generated tensors for benchmarks."""
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from codec.cli.compressors import best
 
-def best(f: Callable[[], Any], seconds: float = 0.4) -> tuple[float, Any]:
-    """Repeat a call for `seconds`; return the shortest time of a call in seconds, and its result."""
-    result = f()
-    shortest, end = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.perf_counter()
-        result = f()
-        shortest = min(shortest, time.perf_counter() - start)
-        if time.perf_counter() > end:
-            return shortest, result
+__all__ = ["best", "tensor"]
 
 
 def tensor(dtype: str, n: int, cols: int = 1024) -> np.ndarray[Any, Any]:

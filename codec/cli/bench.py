@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec import readable
-from codec._c.library import ITEMSIZE, MANTISSA_BITS
+from codec._c.library import MANTISSA_BITS, UNSIGNED
 from codec._options import options
 from codec.batch import decode_many, encode_many
-from codec.cli.compressors import compressors, lmzip, missing
+from codec.cli.compressors import best, compressors, lmzip, missing
 from codec.cli.console import (
     EXIT_CODES,
     STANDARD,
@@ -30,12 +29,12 @@ from codec.cli.console import (
 )
 from codec.errors import ArgumentError, CodecError, EngineError
 from codec.files.opening import printable
+from codec.tensors.floats import widen
 from codec.tensors.wrapper import view
 
 _PRESETS = ("lossless", "balanced", "small", "smallest")  # without "near", which needs an optimizer
 _SECONDS = 0.3  # time in seconds for which a measurement is repeated
 _SLOW_MB = 16  # MB; on larger inputs, slow compressors run only with --slow
-_BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 class Row(NamedTuple):
@@ -140,10 +139,9 @@ def _rows(tensors: Tensors, path: str, slow: bool) -> Iterator[Row]:
     for c in compressors():
         if c.slow and not slow:
             continue
-        once = c.slow
         try:
-            seconds, data = _best(lambda c=c: {d: c.compress(x, d) for d, x in together.items()}, once)
-            back, restored = _best(lambda c=c, f=data: {d: c.decompress(x, d) for d, x in f.items()}, once)
+            seconds, data = _best(lambda c=c: {d: c.compress(x, d) for d, x in together.items()}, c.slow)
+            back, restored = _best(lambda c=c, f=data: {d: c.decompress(x, d) for d, x in f.items()}, c.slow)
         except Exception as e:  # a third-party compressor may raise anything
             print_error(f"{c.name} failed: {e}")
             continue
@@ -201,8 +199,8 @@ def _packed(tensors: Tensors) -> Row:
 def _preset(tensors: Tensors, preset: str) -> Row:
     """Measure a preset. Tensors that it does not accept, such as integers, are encoded lossless."""
     one = options(threads=1)
-    xs = [view(values.view(_BITS[ITEMSIZE[d]]).reshape(shape), d) for _, d, shape, values in tensors]
-    lossy = [d in MANTISSA_BITS and d != "float64" for _, d, _, _ in tensors]
+    xs = [view(values.view(UNSIGNED[d]).reshape(shape), d) for _, d, shape, values in tensors]
+    lossy = [d in MANTISSA_BITS for _, d, _, _ in tensors]
     specs: Any = [preset if fits else "lossless" for fits in lossy]
     seconds, frames = _best(lambda: encode_many(xs, specs, options=one))
     outs = [np.empty_like(x.tensor) for x in xs]
@@ -217,27 +215,13 @@ def _error(xs: list[Any], outs: list[Any], lossy: list[bool]) -> float:
     squares = norms = 0.0
     for x, out, fits in zip(xs, outs, lossy, strict=True):
         if fits:
-            a, b = (_float64(bits, x.dtype) for bits in (x.tensor, out))
+            a, b = (widen(bits, x.dtype).astype(np.float64) for bits in (x.tensor, out))
             squares, norms = squares + float(((a - b) ** 2).sum()), norms + float((a**2).sum())
     return (squares / norms) ** 0.5 if norms else 0.0
 
 
-def _float64(bits: Any, dtype: str) -> Any:
-    if dtype == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return bits.view(dtype).astype(np.float64)
-
-
 def _best(call: Callable[[], Any], once: bool = False) -> tuple[float, Any]:
-    """Repeat a call for about 0.3 s; return its shortest time in seconds, and its last result."""
-    least, began, result = float("inf"), time.perf_counter(), None
-    while True:
-        start = time.perf_counter()
-        result = call()
-        end = time.perf_counter()
-        least = min(least, end - start)
-        if once or end - began > _SECONDS:
-            return least, result
+    return best(call, 0 if once else _SECONDS, times=1)
 
 
 def _matplotlib() -> Any:
