@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from codec.arguments import shown
-from codec.errors import ArgumentError
+from codec.errors import ArgumentError, StateError
 from codec.specs import Preset, Spec
 from codec.torch import Hook, ddp_hook
 from codec.torch._compat import comm_hooks
@@ -35,6 +35,26 @@ def host(*modules: str) -> Any:
                 raise
     package = modules[0].split(".")[0]
     raise ImportError(f"codec.integrations.{package} needs {package}, which is not installed: pip install {package}")
+
+
+class WithHook:
+    """Callback of a trainer that makes a hook when training begins. A subclass names the method that trains."""
+
+    _train = "trainer.fit()"
+    _hook: Hook | None = None
+
+    @property
+    def hook(self) -> Hook:
+        """Hook of the model; available once training has begun.
+
+        Raises
+        ------
+        StateError
+            Training has not begun.
+        """
+        if self._hook is None:
+            raise StateError(f"the hook is made when training begins: call {self._train} first")
+        return self._hook
 
 
 def hook_of(given: Given, how: Mapping[str, Any], optimizers: Sequence[Any] = (), scaler: Any = None) -> Hook:

@@ -3,15 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from codec.errors import StateError
-from codec.integrations.attach import Given, attach, hook_of, host, restore, state_of
+from codec.integrations.attach import Given, WithHook, attach, hook_of, host, restore, state_of
 from codec.specs import Lossless
-from codec.torch import Hook
 
 _Callback: Any = host("lightning.pytorch", "pytorch_lightning").Callback
 
 
-class Compression(_Callback):
+class Compression(WithHook, _Callback):
     """Callback that compresses the gradients of a Trainer with ``strategy="ddp"``.
 
     The hook is registered when training begins. Checkpoints of the trainer contain the hook states of all ranks, which
@@ -44,21 +42,7 @@ class Compression(_Callback):
     def __init__(self, spec: Given = Lossless(), **how: Any) -> None:  # noqa: B008 - immutable
         self._given: Given = spec
         self._how = how
-        self._hook: Hook | None = None
         self._saved: Mapping[str, Any] | None = None
-
-    @property
-    def hook(self) -> Hook:
-        """Hook of the model; available once training has begun.
-
-        Raises
-        ------
-        StateError
-            Training has not begun.
-        """
-        if self._hook is None:
-            raise StateError("the hook is made when training begins: call trainer.fit() first")
-        return self._hook
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Register the hook, and restore its state if the trainer has loaded a checkpoint."""

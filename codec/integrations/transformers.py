@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from codec.errors import StateError
 from codec.integrations import safetensors
-from codec.integrations.attach import Given, attach, hook_of, host, restore, state_of, wrapper_of
+from codec.integrations.attach import Given, WithHook, attach, hook_of, host, restore, state_of, wrapper_of
 from codec.specs import Lossless
-from codec.torch import Hook
 
 _TrainerCallback: Any = host("transformers").TrainerCallback
 _FILE = "codec.pt"  # name of the file for hook states in the folder of a checkpoint
@@ -24,7 +22,7 @@ _FILE = "codec.pt"  # name of the file for hook states in the folder of a checkp
 logger = logging.getLogger("codec.torch")
 
 
-class Compression(_TrainerCallback):
+class Compression(WithHook, _TrainerCallback):
     """Callback that compresses the gradients of a Trainer that runs several processes.
 
     The hook is registered when training begins. Its states on all ranks are saved to a file ``codec.pt`` in each
@@ -56,23 +54,11 @@ class Compression(_TrainerCallback):
     >>> print(compression.hook.stats())  # doctest: +SKIP
     """
 
+    _train = "trainer.train()"
+
     def __init__(self, spec: Given = Lossless(), *, resume: Any = None, **how: Any) -> None:  # noqa: B008 - immutable
         self._given: Given = spec
         self._how, self._resume = how, resume
-        self._hook: Hook | None = None
-
-    @property
-    def hook(self) -> Hook:
-        """Hook of the model; available once training has begun.
-
-        Raises
-        ------
-        StateError
-            Training has not begun.
-        """
-        if self._hook is None:
-            raise StateError("the hook is made when training begins: call trainer.train() first")
-        return self._hook
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Register the hook, and restore its state if the Trainer resumes."""
