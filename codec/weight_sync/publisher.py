@@ -3,11 +3,11 @@
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import CodecError, FrameError, StateError
+from codec.weight_sync.closing import Closing
 from codec.weight_sync.identity import Identity, other_run
 from codec.weight_sync.listing import chain
 from codec.weight_sync.sender import WeightSender
@@ -18,7 +18,7 @@ from codec.weight_sync.update import Update
 from codec.weight_sync.weights import Given
 
 
-class Publisher:
+class Publisher(Closing):
     """Trainer side of weight synchronization through a folder, with a two-phase commit.
 
     :meth:`stage` writes the file of an update, which receivers can check if the caller sends them its name.
@@ -195,9 +195,3 @@ class Publisher:
             self._server.close()
         if self._sender is not None:
             self._sender.close()
-
-    def __enter__(self) -> "Publisher":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()

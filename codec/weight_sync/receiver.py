@@ -6,6 +6,7 @@ from typing import Any
 
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
+from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import Identity
 from codec.weight_sync.served import Served
@@ -16,7 +17,7 @@ from codec.weight_sync.weights import Given
 Load = Callable[[Iterator[tuple[str, Any]]], object]
 
 
-class WeightReceiver:
+class WeightReceiver(Closing):
     """Server side of weight synchronization: stores the weights of one version, and applies updates to them.
 
     An update is staged, passed to the program that serves the weights, and committed. It is applied to all tensors or
@@ -354,12 +355,6 @@ class WeightReceiver:
     def close(self) -> None:
         """Unlock the folder, so that another object may open it."""
         self._base.close()
-
-    def __enter__(self) -> "WeightReceiver":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<codec.WeightReceiver version {self._base.version}, {len(self._base.weights)} tensors>"

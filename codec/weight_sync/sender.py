@@ -7,6 +7,7 @@ from typing import Any
 from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
+from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import MAX_VERSION, RUN_NBYTES, Identity
 from codec.weight_sync.update import Update
@@ -14,7 +15,7 @@ from codec.weight_sync.weights import Given
 from codec.weight_sync.writing import Progress, write_update
 
 
-class WeightSender:
+class WeightSender(Closing):
     """Trainer side of weight synchronization: stores the base, a copy of the receivers' weights, and encodes updates.
 
     A sender that begins with new weights begins a *run*, which has a random identity. Updates and receivers have the
@@ -241,12 +242,6 @@ class WeightSender:
     def close(self) -> None:
         """Unlock the folder, so that another object may open it."""
         self._base.close()
-
-    def __enter__(self) -> "WeightSender":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<codec.WeightSender version {self._base.version}, {len(self._base.weights)} tensors>"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from codec.arguments import whole
 from codec.errors import ArgumentError
+from codec.weight_sync.closing import Closing
 
 if TYPE_CHECKING:
     from codec.weight_sync.handler import Server
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
-class UpdateServer:
+class UpdateServer(Closing):
     """HTTP server for the files of a store, in threads of this process; created by :func:`serve`.
 
     Attributes
@@ -39,12 +40,6 @@ class UpdateServer:
         """Stop the server, and close its connections. A forked process cannot stop the server of its parent."""
         self._server.stop()
         self._thread.join()
-
-    def __enter__(self) -> "UpdateServer":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -> UpdateServer:

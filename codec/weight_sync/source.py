@@ -7,6 +7,7 @@ from pathlib import Path
 
 from codec.arguments import check_timeout
 from codec.errors import ArgumentError, CodecError, FrameError
+from codec.weight_sync.closing import Closing
 from codec.weight_sync.http import Connection
 from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
 from codec.weight_sync.update import Update, mapped, regular
@@ -15,7 +16,7 @@ TIMEOUT = 60.0  # default of the maximum time without data from a server, in sec
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
-class Source:
+class Source(Closing):
     """Reader of a store.
 
     Parameters
@@ -103,12 +104,6 @@ class Source:
         """Close the connection to the server."""
         if self._connection is not None:
             self._connection.close()
-
-    def __enter__(self) -> "Source":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def read_head(source: str | PathLike[str], timeout: float = TIMEOUT) -> Listing:
