@@ -395,9 +395,8 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
 
 def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callable[[int, str], None]) -> list[Any]:
     """Start `ranks` ranks that measure, and return the reports of each rank."""
-    threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
     how = {"both_ways": args.both_ways, "congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
-    command = [sys.executable, __file__, "--worker", json.dumps(plan)]
+    command, threads = netns.worker_of(__file__, plan, ranks)
     with netns.Network(ranks, **how) as network:
         return network.run(command, timeout=args.timeout, environment=threads, on_line=tick, bind=not args.unbound)
 
@@ -417,9 +416,7 @@ def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], li
             wrong.append(f"{where}: replicas differ")
         if not first["error"] <= first["limit"]:  # `not <=` is also True for NaN
             wrong.append(f"{where}: wrong values, error {first['error']:.3g} is above {first['limit']:.3g}")
-        # from the first rank's start to the last rank's end, since all ranks share a clock
-        spans = zip(*(e["times"] for e in events), strict=True)
-        seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
+        seconds = durations(events)
         row = {k: first[k] for k in ("name", "source", "nbytes", "ratios", "error", "limit")}
         row |= {"seconds": seconds} | {k: statistics.mean(e[k] for e in events) for k in ("sent", "cpu")}
         if row["name"] in tables[-1]["rows"]:
@@ -429,6 +426,12 @@ def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], li
     for table in tables:
         finish(table)
     return tables, wrong
+
+
+def durations(events: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the seconds from the first rank's start to the last rank's end, since all ranks share a clock."""
+    spans = zip(*(e["times"] for e in events), strict=True)
+    return [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
 
 
 def finish(table: dict[str, Any]) -> None:
@@ -443,28 +446,35 @@ def finish(table: dict[str, Any]) -> None:
     table["rows"] = list(table["rows"].values())
 
 
-def report(table: dict[str, Any]) -> None:
+HEADINGS = {"name": "", "speedup": "x raw"}
+FORMATS: dict[str, Callable[[float], str]] = {
+    "sent": lambda x: f"{x / 1e6:.2f} MB",
+    "frames": lambda x: f"{x / 1e6:.2f} MB",
+    "less": lambda x: f"{100 * x:.1f}%",
+    "median": lambda x: f"{1e3 * x:,.1f} ms",
+    "best": lambda x: f"{1e3 * x:,.1f} ms",
+    "cpu": lambda x: f"{1e3 * x:,.1f} ms",
+    "speedup": lambda x: f"{x:.2f}",
+    "allowed": lambda x: f"{x:.2f}",
+    "normalised": lambda x: f"{x:.3f}",
+    "reached": lambda x: f"{100 * x:.0f}%",
+    "error": lambda x: f"{x:.2g}",
+}
+
+
+def report(table: dict[str, Any], columns: Sequence[str]) -> None:
+    """Print columns of a table; those without an entry in FORMATS are texts."""
     from rich.console import Console
     from rich.table import Table
 
     low, high = min(table["rates"]) / 1e6, max(table["rates"]) / 1e6
     title = f"{table['ranks']} ranks, {netns.shown(table['link'])} (TCP payload {low:,.0f} - {high:,.0f} Mbit/s a rank)"
     grid = Table(title=title, title_justify="left")
-    for column in ("", "sent", "frames", "median", "best", "cpu", "x raw", "allowed", "reached", "error"):
-        grid.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for column in columns:
+        justify = "right" if column in FORMATS else "left"
+        grid.add_column(HEADINGS.get(column, column), justify=justify, no_wrap=True)
     for r in table["rows"]:
-        grid.add_row(
-            r["name"],
-            f"{r['sent'] / 1e6:.2f} MB",
-            f"{r['frames'] / 1e6:.2f} MB",
-            f"{1e3 * r['median']:,.1f} ms",
-            f"{1e3 * r['best']:,.1f} ms",
-            f"{1e3 * r['cpu']:,.1f} ms",
-            f"{r['speedup']:.2f}",
-            f"{r['allowed']:.2f}",
-            f"{100 * r['reached']:.0f}%",
-            f"{r['error']:.2g}",
-        )
+        grid.add_row(*(FORMATS.get(column, str)(r[column]) for column in columns))
     Console(width=max(132, Console().width)).print(grid)
 
 
@@ -513,15 +523,33 @@ def chosen(asked: Sequence[str]) -> list[str]:
     return found
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that the benchmarks of all-reduces share."""
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
-    links = " ".join(netns.LINKS)
-    parser.add_argument("--links", nargs="+", default=list(netns.LINKS), help=f"what a rank may send ({links})")
     parser.add_argument("--codecs", nargs="+", help="beginnings of names of codecs; none: no codec (all)")
     parser.add_argument("--mib", type=float, help="MiB of float32 on each rank (25)")
     parser.add_argument("--repeat", type=int, help="minimum number of timed repetitions (5)")
     parser.add_argument("--seconds", type=float, help="minimum time for the repetitions of a row (0.5)")
+    parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
+    parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
+    parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
+    parser.add_argument("--quick", action="store_true", help="a few codecs, 2 MiB, 2 repetitions: under two minutes")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements")
+    parser.add_argument("--plot", metavar="FILE", help="draw a plot (.png; needs matplotlib)")
+
+
+def set_defaults(args: argparse.Namespace) -> None:
+    """Set sizes and repetitions that were not given."""
+    args.mib = args.mib or (2 if args.quick else 25)
+    args.repeat = args.repeat or (2 if args.quick else 5)
+    args.seconds = args.seconds or (0.1 if args.quick else 0.5)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    links = " ".join(netns.LINKS)
+    parser.add_argument("--links", nargs="+", default=list(netns.LINKS), help=f"what a rank may send ({links})")
     parser.add_argument(
         "--pause", type=float, default=0, help="seconds before each repetition, as backward() would take"
     )
@@ -529,19 +557,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--algorithm", default="two_shot", help="algorithm of codec.torch.all_reduce (two_shot)")
     parser.add_argument("--in-place", action="store_true", help="also measure codecs that write to the tensor itself")
     parser.add_argument("--threads", type=int, help="threads of each rank (cores / ranks, at least 1)")
-    parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
     parser.add_argument("--both-ways", action="store_true", help="also limit what a rank receives")
-    parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
-    parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
     parser.add_argument("--timeout", type=float, default=3600, help="maximum seconds for a number of ranks (3,600)")
-    parser.add_argument("--quick", action="store_true", help="a few codecs, 2 MiB, 2 repetitions: under two minutes")
-    parser.add_argument("--json", metavar="FILE", help="write all measurements")
-    parser.add_argument("--plot", metavar="FILE", help="draw a plot (.png; needs matplotlib)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.mib = args.mib or (2 if args.quick else 25)
-    args.repeat = args.repeat or (2 if args.quick else 5)
-    args.seconds = args.seconds or (0.1 if args.quick else 0.5)
+    set_defaults(args)
     return args
 
 
@@ -554,11 +574,7 @@ def check(args: argparse.Namespace) -> list[str]:
         raise SystemExit("an all-reduce needs two ranks")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("--plot needs matplotlib")
-    names = chosen(args.codecs or (QUICK if args.quick else list(SPECS)))
-    if names:
-        import codec.torch  # noqa: F401
-    kinds(args.data)
-    return names
+    return chosen(args.codecs or (QUICK if args.quick else list(SPECS)))
 
 
 def main() -> None:
@@ -566,13 +582,12 @@ def main() -> None:
     if args.worker:
         worker(json.loads(args.worker))
         return
-    netns.end_on_sigterm()
-    try:
-        measure(args, check(args))
-    except netns.NetworkError as e:
-        raise SystemExit(f"bench/network/allreduce.py: {e}") from None
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with netns.ending(__file__):
+        names = check(args)
+        if names:
+            import codec.torch  # noqa: F401
+        kinds(args.data)
+        measure(args, names)
 
 
 def measure(args: argparse.Namespace, names: list[str]) -> None:
@@ -624,7 +639,7 @@ def show(tables: list[dict[str, Any]], args: argparse.Namespace, about: dict[str
     print(f"{args.mib:g} MiB of float32 a rank: {', '.join(sources)}")
     print(", ".join(f"{k} {v}" for k, v in about.items()))
     for table in tables:
-        report(table)
+        report(table, ("name", "sent", "frames", "median", "best", "cpu", "speedup", "allowed", "reached", "error"))
     if args.json:
         Path(args.json).write_text(json.dumps({"mib": args.mib, **about, "tables": tables}, indent=1))
     if args.plot:

@@ -117,25 +117,18 @@ def run(script: str, plan: Cell, ranks: int, *, bind: bool = True) -> list[Cell]
 
     A line "rtt 20" of rank 0 sets the round-trip time in milliseconds; lines that begin with # are printed.
     """
-    netns.end_on_sigterm()
-    plan |= {"threads": max(1, len(os.sched_getaffinity(0)) // ranks)}
-    threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
-    command = [sys.executable, script, "--worker", json.dumps(plan)]
+    command, threads = netns.worker_of(script, plan, ranks)
     delayed = any(float(link.split(",")[1]) for link in plan["links"])
-    try:
-        with netns.Network(ranks, rtt=LEAST_RTT if delayed else 0) as network:
+    with netns.ending(script), netns.Network(ranks, rtt=LEAST_RTT if delayed else 0) as network:
 
-            def on_line(rank: int, line: str) -> None:
-                if rank == 0 and line.startswith("rtt ") and network.delay is not None:
-                    network.delay.set(float(line.split()[1]) / 2000)
-                elif line.startswith("#"):
-                    print(line, flush=True)
+        def on_line(rank: int, line: str) -> None:
+            if rank == 0 and line.startswith("rtt ") and network.delay is not None:
+                network.delay.set(float(line.split()[1]) / 2000)
+            elif line.startswith("#"):
+                print(line, flush=True)
 
-            return network.run(command, environment=threads, timeout=900, on_line=on_line, bind=bind)[0]
-    except netns.NetworkError as e:
-        raise SystemExit(f"{Path(script).name}: {e}") from None
-    except KeyboardInterrupt:
-        sys.exit(130)
+        return network.run(command, environment=threads, timeout=900, on_line=on_line, bind=bind)[0]
+    raise AssertionError  # `ending` does not suppress exceptions
 
 
 def show(rows: list[Cell], unit: str) -> None:

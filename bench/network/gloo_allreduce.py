@@ -20,7 +20,6 @@ The run fails if ranks end with different bits, or if an error is far above that
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -127,11 +126,8 @@ def table_of(plan: Plan, said: list[list[dict[str, Any]]], link: str, rates: lis
             wrong.append(f"{where}: replicas differ")
         if not first["error"] <= plan.limits[first["name"]]:  # `not <=` is also True for NaN
             wrong.append(f"{where}: error {first['error']:.3g} is above {plan.limits[first['name']]:.3g}")
-        # from the first rank's start to the last rank's end, since all ranks share a clock
-        spans = zip(*(e["times"] for e in events), strict=True)
-        seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
         row = rows.setdefault((name, algorithm), {"name": name, "algorithm": algorithm, "seconds": []})
-        row["seconds"] += seconds
+        row["seconds"] += allreduce.durations(events)
         row["error"] = first["error"]
         row |= {k: statistics.mean(e[k] for e in events) for k in ("sent", "cpu")}
     base = rows[STOCK, "ring"]
@@ -147,29 +143,7 @@ def table_of(plan: Plan, said: list[list[dict[str, Any]]], link: str, rates: lis
     return {"ranks": plan.ranks, "link": link, "rates": rates, "rows": list(rows.values())}, wrong
 
 
-def report(table: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    low, high = min(table["rates"]) / 1e6, max(table["rates"]) / 1e6
-    title = f"{table['ranks']} ranks, {netns.shown(table['link'])} (TCP payload {low:,.0f} - {high:,.0f} Mbit/s a rank)"
-    grid = Table(title=title, title_justify="left")
-    for column in ("", "algorithm", "sent", "less", "median", "best", "cpu", "normalised", "reached", "error"):
-        grid.add_column(column, justify="left" if column in ("", "algorithm") else "right", no_wrap=True)
-    for r in table["rows"]:
-        grid.add_row(
-            r["name"],
-            r["algorithm"],
-            f"{r['sent'] / 1e6:.2f} MB",
-            f"{100 * r['less']:.1f}%",
-            f"{1e3 * r['median']:,.1f} ms",
-            f"{1e3 * r['best']:,.1f} ms",
-            f"{1e3 * r['cpu']:,.1f} ms",
-            f"{r['normalised']:.3f}",
-            f"{100 * r['reached']:.0f}%",
-            f"{r['error']:.2g}",
-        )
-    Console(width=max(132, Console().width)).print(grid)
+COLUMNS = ("name", "algorithm", "sent", "less", "median", "best", "cpu", "normalised", "reached", "error")
 
 
 def plot(tables: list[dict[str, Any]], path: str) -> None:
@@ -232,7 +206,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
             }
             print(", ".join(f"{k} {v}" for k, v in about.items()))
             for table in tables:
-                report(table)
+                allreduce.report(table, COLUMNS)
             if args.json:
                 Path(args.json).write_text(json.dumps({**about, "tables": tables}, indent=1))
             if args.plot:
@@ -244,59 +218,31 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
+    allreduce.add_arguments(parser)
     parser.add_argument("--links", nargs="+", default=list(LINKS), help=f"what a rank may send ({' '.join(LINKS)})")
-    parser.add_argument("--codecs", nargs="+", help="beginnings of names of codecs; none: no codec (all)")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="two_shot ring auto")
     parser.add_argument("--bcube", action="store_true", help="also measure Gloo's algorithm bcube")
     parser.add_argument("--rtt", type=float, default=0, help="round-trip time in milliseconds (0)")
-    parser.add_argument("--mib", type=float, help="MiB of float32 on each rank (25)")
-    parser.add_argument("--repeat", type=int, help="minimum number of timed repetitions (5)")
-    parser.add_argument("--seconds", type=float, help="minimum time for the repetitions of a row (0.5)")
     parser.add_argument("--pause", type=float, default=0, help="seconds before each repetition")
     parser.add_argument(
         "--data", type=Path, default=HERE.parent / "data", help="capture (.npz), or a folder of captures"
     )
     parser.add_argument("--program", type=Path, default=PROGRAM, help="program that each rank runs")
-    parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
-    parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
-    parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
     parser.add_argument("--timeout", type=float, default=3600, help="maximum seconds for a link (3,600)")
-    parser.add_argument("--quick", action="store_true", help="a few codecs, 2 MiB, 2 repetitions: under two minutes")
-    parser.add_argument("--json", metavar="FILE", help="write all measurements")
-    parser.add_argument("--plot", metavar="FILE", help="draw a plot (.png; needs matplotlib)")
     args = parser.parse_args()
-    args.mib = args.mib or (2 if args.quick else 25)
-    args.repeat = args.repeat or (2 if args.quick else 5)
-    args.seconds = args.seconds or (0.1 if args.quick else 0.5)
+    allreduce.set_defaults(args)
     args.algorithms = args.algorithms or (["two_shot"] if args.quick else ["two_shot", "ring", "auto"])
     return args
 
 
-def check(args: argparse.Namespace) -> list[str]:
-    """Reject arguments that would fail later; return the names of the codecs."""
-    netns.require()
-    for link in args.links:
-        netns.bits(link)
-    if min(args.ranks) < 2:
-        raise SystemExit("an all-reduce needs two ranks")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("--plot needs matplotlib")
-    if not args.program.exists():
-        raise SystemExit(f"{args.program} is missing: make gloo")
-    args.kinds = allreduce.kinds(args.data)
-    return allreduce.chosen(args.codecs or (allreduce.QUICK if args.quick else list(allreduce.SPECS)))
-
-
 def main() -> None:
     args = arguments()
-    netns.end_on_sigterm()
-    try:
-        measure(args, check(args))
-    except netns.NetworkError as e:
-        raise SystemExit(f"bench/network/gloo_allreduce.py: {e}") from None
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with netns.ending(__file__):
+        names = allreduce.check(args)
+        if not args.program.exists():
+            raise SystemExit(f"{args.program} is missing: make gloo")
+        args.kinds = allreduce.kinds(args.data)
+        measure(args, names)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,8 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import netns
@@ -160,18 +158,9 @@ def measured(method: str, plan: Cell, buckets: int) -> Cell:
 
 def worker(plan: Cell) -> None:
     """Measure all methods and buckets of a link on one rank; rank 0 prints the rows."""
-    import logging
-    import warnings
-
-    import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(plan["threads"])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    rtt = netns.tcp_round_trip(rank)
-    dist.init_process_group("gloo", "env://", timedelta(seconds=300), world, rank)
+    rank, rtt = netns.join(plan["threads"], 300)
     for buckets in plan["buckets"]:
         for method in plan["methods"]:
             if method == "powersgd" and buckets > 1:
@@ -260,39 +249,31 @@ def main() -> None:
         return
     from rich.progress import Progress
 
-    netns.end_on_sigterm()
     plan = {
         k: getattr(args, k) for k in ("buckets", "methods", "width", "layers", "batch", "pause", "steps", "seconds")
     }
-    plan["threads"] = max(1, len(os.sched_getaffinity(0)) // args.ranks)
-    threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
-    command = [sys.executable, __file__, "--worker", json.dumps(plan)]
+    command, threads = netns.worker_of(__file__, plan, args.ranks)
     links = [(rate, rtt) for rate in args.rates for rtt in args.rtt]
     each = sum(method != "powersgd" or buckets == 1 for method in args.methods for buckets in args.buckets)
     how = {"congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
     rows: list[Cell] = []
-    try:
-        with Progress(transient=True) as bar:
-            task = bar.add_task("cells", total=len(links) * each)
+    with netns.ending(__file__), Progress(transient=True) as bar:
+        task = bar.add_task("cells", total=len(links) * each)
 
-            def tick(rank: int, line: str) -> None:
-                if rank == 0 and line.startswith("{"):
-                    bar.update(task, advance=1)
+        def tick(rank: int, line: str) -> None:
+            if rank == 0 and line.startswith("{"):
+                bar.update(task, advance=1)
 
-            for rate, rtt in links:
-                bar.update(task, description=f"{netns.shown(rate)}, {rtt:g} ms")
-                with netns.Network(args.ranks, rate, rtt=rtt, **how) as network:
-                    run = {"environment": threads, "timeout": 3600, "on_line": tick, "bind": not args.unbound}
-                    found = network.run(command, **run)[0]
-                rows += [{"rate": rate, "rtt": rtt, **row} for row in found]
-                if args.json:  # written after each link, so that an interruption loses no complete link
-                    models(rows)
-                    with open(args.json, "w") as f:
-                        json.dump(rows, f, indent=1)
-    except netns.NetworkError as e:
-        raise SystemExit(f"bench/network/latency.py: {e}") from None
-    except KeyboardInterrupt:
-        sys.exit(130)
+        for rate, rtt in links:
+            bar.update(task, description=f"{netns.shown(rate)}, {rtt:g} ms")
+            with netns.Network(args.ranks, rate, rtt=rtt, **how) as network:
+                run = {"environment": threads, "timeout": 3600, "on_line": tick, "bind": not args.unbound}
+                found = network.run(command, **run)[0]
+            rows += [{"rate": rate, "rtt": rtt, **row} for row in found]
+            if args.json:  # written after each link, so that an interruption loses no complete link
+                models(rows)
+                with open(args.json, "w") as f:
+                    json.dump(rows, f, indent=1)
     models(rows)
     show(rows, args.ranks)
 

@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -32,7 +33,9 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -523,6 +526,39 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
+@contextlib.contextmanager
+def ending(script: str) -> Iterator[None]:
+    """In the block, exit on SIGTERM and Ctrl-C, and with the message of a NetworkError."""
+    end_on_sigterm()
+    try:
+        yield
+    except NetworkError as e:
+        raise SystemExit(f"{Path(script).name}: {e}") from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def worker_of(script: str, plan: dict[str, Any], ranks: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command ``script --worker PLAN``, and the environment that gives each rank its share of the cores."""
+    plan["threads"] = plan.get("threads") or max(1, len(os.sched_getaffinity(0)) // ranks)
+    environment = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
+    return [sys.executable, script, "--worker", json.dumps(plan)], environment
+
+
+def join(threads: int, seconds: float) -> tuple[int, float]:
+    """Join the process group of all ranks, without warnings; return the rank, and the round-trip time in seconds."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(threads)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rtt = tcp_round_trip(rank)
+    dist.init_process_group("gloo", "env://", timedelta(seconds=seconds), world, rank)
+    return rank, rtt
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -538,22 +574,18 @@ def main() -> None:
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="after --: command that each rank runs")
     args = parser.parse_args()
-    end_on_sigterm()
     if args.probe:
+        end_on_sigterm()
         probe(args.links)
         return
     how: dict[str, Any] = {"both_ways": args.both_ways, "congestion": args.congestion, "rtt": args.rtt}
     how["slow_start_after_idle"] = not args.no_restart
-    try:
+    with ending(__file__):
         if not args.command:
             report_rates(args.ranks or [2, 4], args.links, **how)
             return
         with Network((args.ranks or [2])[0], args.rate, **how) as network:
             network.run(args.command, timeout=args.timeout, on_line=lambda rank, line: print(f"[{rank}] {line}"))
-    except NetworkError as e:
-        raise SystemExit(f"bench/network/netns.py: {e}") from None
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

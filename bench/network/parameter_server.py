@@ -128,9 +128,7 @@ def main() -> None:
     netns.require()
     ranks = args.servers + args.workers
     plan = {k: getattr(args, k) for k in ("servers", "steps", "width", "layers", "codecs")}
-    plan["threads"] = max(1, len(os.sched_getaffinity(0)) // ranks)
-    threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
-    command = [sys.executable, __file__, "--worker", json.dumps(plan)]
+    command, threads = netns.worker_of(__file__, plan, ranks)
     with netns.Network(ranks, args.rate, both_ways=True) as network, Progress(transient=True) as bar:
         task = bar.add_task("codecs", total=len(args.codecs))
 

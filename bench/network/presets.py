@@ -30,7 +30,6 @@ import os
 import statistics
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,19 +176,10 @@ class Training:
 
 def worker(plan: Row) -> None:
     """Measure the links and losses of all methods on one rank; rank 0 prints the rows."""
-    import logging
-    import warnings
-
-    import torch
     import torch.distributed as dist
     from models import text
 
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(plan["threads"])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    rtt = netns.tcp_round_trip(rank)
-    dist.init_process_group("gloo", "env://", timedelta(seconds=900), world, rank)
+    rank, rtt = netns.join(plan["threads"], 900)
     source = text()
     kept, held = source[: len(source) // 10 * 9], source[len(source) // 10 * 9 :]
     windows = held[: len(held) // 65 * 65].view(-1, 65)

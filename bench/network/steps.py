@@ -175,9 +175,7 @@ def main() -> None:
 
     netns.require()
     plan = {k: getattr(args, k) for k in ("links", "codecs", "steps", "width", "layers", "batch")}
-    plan["threads"] = max(1, len(os.sched_getaffinity(0)) // args.ranks)
-    threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
-    command = [sys.executable, __file__, "--worker", json.dumps(plan)]
+    command, threads = netns.worker_of(__file__, plan, args.ranks)
     with netns.Network(args.ranks, congestion=args.congestion) as network, Progress(transient=True) as bar:
         task = bar.add_task("steps", total=len(args.links) * (1 + len(args.codecs)))
 
