@@ -84,9 +84,9 @@ _WITHOUT_EFFECT = (
 # Known keys of each section: a function that checks and returns a value; or _Refused; or, for a key that is ignored,
 # advice on how to get the same effect ("" if no advice is needed). "optimizer.params" has the keys of its type, too.
 _Entry = Callable[[str, Any], Any] | _Refused | str
-_KEYS: dict[str, dict[str, _Entry]] = {
-    "": dict.fromkeys(_WITHOUT_EFFECT, "")
-    | {
+_KEYS: Mapping[str, Mapping[str, _Entry]] = {
+    "": {
+        **dict.fromkeys(_WITHOUT_EFFECT, ""),
         "optimizer": _section,
         "fp16": _section,
         "zero_optimization": _section,
@@ -214,12 +214,13 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
         raise ArgumentError("the DeepSpeed configuration has no 'optimizer': it must be OneBitAdam or ZeroOneAdam")
     optimizer = _take("optimizer", _KEYS["optimizer"], top["optimizer"], ignored)
     kind = optimizer.get("type") or _kind("optimizer.type", None)
-    known = _KEYS["optimizer.params"] | _KEYS[kind]
+    known = {**_KEYS["optimizer.params"], **_KEYS[kind]}
     arguments = _arguments(kind, _take("optimizer.params", known, optimizer.get("params", {}), ignored))
     stage = {"stage": top.get("zero_optimization", {}).get("stage")}
     _take("zero_optimization", _KEYS["zero_optimization"], stage, ignored)
     scaler = None
-    if _is_on(given := top.get("fp16")):
+    given = top.get("fp16", {"enabled": False})
+    if _is_on(given):
         schedule = arguments["freeze_step"]
         if isinstance(schedule, ZeroOneSchedule) and schedule.max_interval > 1:
             raise ArgumentError(
