@@ -18,7 +18,7 @@ from codec.engines.cuda.kernels import KERNELS
 from codec.engines.cuda.upload import aligned
 from codec.engines.cuda.workspace import Work
 from support import cuda_c
-from support.device import Emulated, build, use
+from support.device import Unlaunched, build, use
 from support.specs import SPECS
 from support.tiers import every
 
@@ -30,28 +30,13 @@ PROCESSORS = 2, 132
 STREAM, MADE = 7, 1 << 20  # number of the random stream; fake address of arrays that kernels would fill
 
 
-class Dry(Emulated):
+class Dry(Unlaunched):
     """Device that records grids and launches nothing."""
 
     def __init__(self, library, processors):
         super().__init__(library, processors)
         self.name = f"cuda:{processors}"  # the key under which plans cache grids
         self.grids = []
-
-    def allocate(self, nbytes, like):
-        return 1 << 20, None
-
-    def upload(self, to, data):
-        return None
-
-    def download(self, at, nbytes):
-        return bytearray(nbytes)
-
-    def clear(self, at, nbytes):
-        pass
-
-    def copy(self, to, at, nbytes):
-        pass
 
     def launch(self, kernel, grid, *args):
         self.grids.append((kernel, *grid))

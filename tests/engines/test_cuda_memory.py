@@ -14,7 +14,7 @@ from codec.engines.cuda.workspace import Work
 from codec.tensors.view import view
 from support import flatcall
 from support.cuda_calls import BUCKET, both_outcomes, bytes_of, encode, like, on_cpu
-from support.device import DeviceArray, Emulated, build, use
+from support.device import DeviceArray, Emulated, Unlaunched, build, use
 from support.engine_comparison import level_arguments, sample_bits
 from support.sample_frames import FRAMES_TO_DAMAGE
 from support.tensors import gradient, random_bits
@@ -75,7 +75,7 @@ def test_warps_wait_for_scratch_memory(nbytes, workers, monkeypatch):
             assert flatcall.encode(device.put(x), spec, **levels).get().tobytes() == frame
 
 
-class Counted(Emulated):
+class Counted(Unlaunched):
     """Device that launches nothing, and counts allocated bytes that have not been released."""
 
     live = peak = 0
@@ -89,21 +89,6 @@ class Counted(Emulated):
 
     def release(self, nbytes):
         self.live -= nbytes
-
-    def upload(self, to, data):
-        return None
-
-    def download(self, at, nbytes):
-        return bytearray(nbytes)
-
-    def clear(self, at, nbytes):
-        pass
-
-    def copy(self, to, at, nbytes):
-        pass
-
-    def launch(self, kernel, grid, *args):
-        pass
 
 
 _NOWHERE = 1 << 20  # fake address, which is never accessed

@@ -1,5 +1,6 @@
 """Small models and data for tests of DistributedDataParallel hooks."""
 
+import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -50,6 +51,19 @@ def change_error(found, expected, initial):
 def hook_state_bytes(hook):
     """Return the state of a hook with tensors as bytes, so that states can be compared with ==."""
     return checkpoint.packed(hook.state_dict())
+
+
+def check_failed_step(model, hook, optimizer, rank, step):
+    """Check that a step in which rank 1 has a NaN raises on all ranks, and changes neither parameters nor the hook."""
+    before, state = parameter_bytes(model), hook_state_bytes(hook)
+    x, y = data(rank, step)
+    if rank == 1:
+        x[3, 4] = float("nan")
+    optimizer.zero_grad()
+    with pytest.raises(codec.ArgumentError if rank == 1 else codec.PeerError, match=r"NaN|nothing was changed"):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    assert parameter_bytes(model) == before
+    assert hook_state_bytes(hook) == state
 
 
 def train(model, optimizer, rank, steps, first=0):

@@ -214,6 +214,28 @@ class Emulated:
         return DeviceArray(np.frombuffer(memory, np.uint8))
 
 
+class Unlaunched(Emulated):
+    """Device without memory that moves and launches nothing."""
+
+    def allocate(self, nbytes: int, like: Any) -> tuple[int, object]:
+        return 1 << 20, None
+
+    def upload(self, to: int, data: Any) -> object:
+        return None
+
+    def download(self, at: int, nbytes: int) -> bytearray:
+        return bytearray(nbytes)
+
+    def clear(self, at: int, nbytes: int) -> None:
+        pass
+
+    def copy(self, to: int, at: int, nbytes: int) -> None:
+        pass
+
+    def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
+        pass
+
+
 class Real:
     """Real GPU that records the names of launched kernels."""
 

@@ -8,23 +8,8 @@ import torch.distributed as dist
 
 import codec
 from support import ddp_training
+from support.lion import Lion
 from support.ranks import run_ranks
-
-
-class Lion(torch.optim.Optimizer):
-    """The optimizer Lion, as PyPI packages implement it."""
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
-            for p in group["params"]:
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - lr * group["weight_decay"]).sub_(m.mul(beta1).add(p.grad, alpha=1 - beta1).sign(), alpha=lr)
-                m.lerp_(p.grad, 1 - beta2)
 
 
 def matrices(model):
@@ -34,7 +19,7 @@ def matrices(model):
 OPTIMIZERS = {
     "nadam": lambda model: torch.optim.NAdam(model.parameters()),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
-    "lion": lambda model: Lion(model.parameters()),
+    "lion": lambda model: Lion(model.parameters(), 1e-3),
 }
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = lambda model: torch.optim.Muon(matrices(model))
