@@ -16,7 +16,7 @@ from codec import readable
 from codec._c.library import MANTISSA_BITS, UNSIGNED
 from codec._options import options
 from codec.batch import decode_many, encode_many
-from codec.cli.compressors import best, compressors, lmzip, missing
+from codec.cli.compressors import Bytes, T, best, compressors, lmzip, missing
 from codec.cli.console import (
     EXIT_CODES,
     STANDARD,
@@ -30,6 +30,7 @@ from codec.cli.console import (
 from codec.errors import ArgumentError, CodecError, EngineError
 from codec.files.opening import printable
 from codec.tensors.floats import widen
+from codec.tensors.view import Array
 from codec.tensors.wrapper import view
 
 _PRESETS = ("lossless", "balanced", "small", "smallest")  # without "near", which needs an optimizer
@@ -97,7 +98,7 @@ def run_bench(args: argparse.Namespace) -> int:
     return 0
 
 
-Tensors = list[tuple[str, str, tuple[int, ...], Any]]  # name, dtype, shape, bytes
+Tensors = list[tuple[str, str, tuple[int, ...], Bytes]]  # name, dtype, shape, bytes
 
 
 def _tensors(path: str, key: str | None, most: float) -> Tensors:
@@ -132,9 +133,8 @@ def _rows(tensors: Tensors, path: str, slow: bool) -> Iterator[Row]:
             yield _preset(tensors, preset)
         except CodecError as e:  # for example because of NaN or Inf in the tensors
             print_error(f"{preset}: {e}")
-    together: dict[str, Any] = {}
-    for dtype in dict.fromkeys(dtype for _, dtype, _, _ in tensors):
-        together[dtype] = np.concatenate([values for _, d, _, values in tensors if d == dtype])
+    dtypes = dict.fromkeys(dtype for _, dtype, _, _ in tensors)
+    together = {d: np.concatenate([values for _, dtype, _, values in tensors if dtype == d]) for d in dtypes}
     total = sum(map(len, together.values()))
     for c in compressors():
         if c.slow and not slow:
@@ -210,7 +210,7 @@ def _preset(tensors: Tensors, preset: str) -> Row:
     return Row(preset, sum(map(len, frames)) / total, total / seconds / 1e6, total / back / 1e6, error)
 
 
-def _error(xs: list[Any], outs: list[Any], lossy: list[bool]) -> float:
+def _error(xs: list[Any], outs: list[Array], lossy: list[bool]) -> float:
     """Return the norm of the errors of all lossy tensors, divided by the norm of these tensors."""
     squares = norms = 0.0
     for x, out, fits in zip(xs, outs, lossy, strict=True):
@@ -220,7 +220,7 @@ def _error(xs: list[Any], outs: list[Any], lossy: list[bool]) -> float:
     return (squares / norms) ** 0.5 if norms else 0.0
 
 
-def _best(call: Callable[[], Any], once: bool = False) -> tuple[float, Any]:
+def _best(call: Callable[[], T], once: bool = False) -> tuple[float, T]:
     return best(call, 0 if once else _SECONDS, times=1)
 
 

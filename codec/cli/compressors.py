@@ -4,13 +4,14 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from codec._c.library import ITEMSIZE, UNSIGNED
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+T = TypeVar("T")
 _PACKAGES = {
     "zstandard": "zstd",
     "blosc2": "blosc2",
@@ -61,8 +62,8 @@ def compressors() -> Iterator[Compressor]:
 
 
 def best(
-    call: Callable[[], Any], seconds: float = 0.4, times: int = 2, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, Any]:
+    call: Callable[[], T], seconds: float = 0.4, times: int = 2, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, T]:
     """Repeat a call at least `times` times and for `seconds`; return its shortest time in seconds, and its result."""
     shortest, count, result, began = float("inf"), 0, None, clock()
     while True:

@@ -24,7 +24,7 @@ EXIT_CODES = f"Exit codes: 0; {FAILED} after an error; {WRONG_USAGE} for wrong a
 Progress = Callable[[int, int], None]
 
 
-def add_output(p: Any, *, required: bool = False, default: str = "") -> None:
+def add_output(p: argparse.ArgumentParser, *, required: bool = False, default: str = "") -> None:
     """Add ``--output``, ``--force`` and ``--json`` to the parser of a command that writes a file."""
     text = "file to write, - for standard output" if default else "file to write; it appears when it is complete"
     p.add_argument("-o", "--output", required=required, help=f"{text}; default: {default}" if default else text)
@@ -32,12 +32,12 @@ def add_output(p: Any, *, required: bool = False, default: str = "") -> None:
     add_json(p)
 
 
-def add_json(p: Any) -> None:
+def add_json(p: argparse.ArgumentParser) -> None:
     """Add ``--json`` to the parser of a command."""
     p.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_threads(p: Any) -> None:
+def add_threads(p: argparse.ArgumentParser) -> None:
     """Add ``--threads`` to the parser of a command."""
     p.add_argument(
         "--threads", type=int, metavar="N", help="number of threads; default: chosen from the size of the tensors"
