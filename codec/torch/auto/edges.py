@@ -88,7 +88,7 @@ class EdgeChoice:
     @property
     def description(self) -> str:
         """Text of the arguments, which must be equal on all ranks."""
-        return f"{self._levels}, {self._stated}"
+        return f"{self._stated}, {self._levels}"
 
     def spec(self, edge: int, kind: int) -> Spec:
         """Return the spec for messages on an edge; `kind` is 0 for activations, 1 for gradients."""

@@ -1,6 +1,5 @@
 """Run training steps of a pipeline so that each succeeds on all ranks or on none."""
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -10,8 +9,8 @@ import torch.distributed as dist
 
 from codec import ArgumentError, PeerError, StateError
 from codec.arguments import shown, whole
+from codec.torch.collectives.agreed import agreed
 from codec.torch.collectives.bytes import exchange
-from codec.torch.network.version import PROTOCOL_VERSION
 from codec.torch.pipelining.notes import Notes, Report, report_of
 from codec.torch.pipelining.snapshot import Snapshot
 from codec.torch.pipelining.stage import CompressedStage
@@ -51,11 +50,11 @@ def attempts(*stages: CompressedStage, limit: int = 3) -> "Iterator[Attempt]":
     Raises
     ------
     ArgumentError
-        Stages on different ranks were created with different arguments; or sample ids are missing or differ; or a
-        gradient contains NaN or Inf (code ``Status.NONFINITE``). Ranks that have no error raise PeerError with the
-        same code. The pipeline remains usable.
+        Sample ids are missing or differ; or a gradient contains NaN or Inf (code ``Status.NONFINITE``). Ranks that have
+        no error raise PeerError with the same code. The pipeline remains usable.
     FrameError, StateError, PeerError
-        All attempts have failed. The pipeline remains usable.
+        All attempts have failed; or (PeerError) stages on different ranks were created with different arguments, which
+        the message names. The pipeline remains usable.
     PeerError
         A rank is lost or did not answer in time, or an exception was raised inside an attempt. Connections of the group
         are closed: make a new group and new stages. Parameters and the state of deltas are those before the step.
@@ -145,16 +144,9 @@ class Attempt:
         return None
 
     def _agree(self) -> None:
-        """Exchange signatures of the stages, and raise ArgumentError unless they are equal on all ranks."""
-        mine = json.dumps([str(PROTOCOL_VERSION), *self._traffic[0].signature]).encode()
-        for rank, other in enumerate(self._exchange(mine)):
-            if other != mine:
-                raise ArgumentError(
-                    f"the settings of stages must be equal on all ranks, but rank {rank} has "
-                    f"{other[:500].decode(errors='replace')}, and this rank {mine.decode()}: check the versions of "
-                    "codec, "
-                    'the number of stages, activations=, first, budget, dtype, and where "auto" is used'
-                )
+        """Compare the settings of the stages of all ranks; raise PeerError if they differ."""
+        first = self._traffic[0]
+        agreed("stages of a pipeline", first.settings, group=first.group, options=first.options)
         for t in self._traffic:
             t.agreed = True
 

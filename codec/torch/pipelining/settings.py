@@ -65,11 +65,12 @@ class Specs:
     deltas: Deltas | None
     auto: EdgeChoice | None = None
 
-    def signature(self) -> list[str]:
-        """Return the settings that must be equal on all stages, as strings to compare."""
+    def shared(self) -> dict[str, str]:
+        """Return the settings that must be equal on all stages, by name."""
         d = self.deltas
-        shared = [] if d is None else [str(plain_spec(d.first)), str(d.budget), d.dtype]
-        return [str(d is not None), *shared, *([] if self.auto is None else ["auto", self.auto.description])]
+        kinds = {} if d is None else {"first": str(plain_spec(d.first)), "budget": str(d.budget), "dtype": d.dtype}
+        auto = "none" if self.auto is None else self.auto.description
+        return {"activations": "direct" if d is None else "deltas", **kinds, "auto": auto}
 
 
 def specs_of(forward: Any, backward: Any, deltas: Deltas | None) -> Specs:

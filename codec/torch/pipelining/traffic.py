@@ -52,8 +52,8 @@ class Traffic:
         rank_of: Callable[[int], int],
     ) -> None:
         self.index, self.group, self.options = stage_index, group, options
-        self.signature = [str(num_stages), *specs.signature()]
-        self.agreed = False  # True: signatures were compared on all ranks, and no evaluation has run since
+        self.settings = {"number of stages": str(num_stages), **specs.shared()}  # equal on all ranks
+        self.agreed = False  # True: settings were compared on all ranks, and no evaluation has run since
         self.notes: Notes | None = None  # errors and ids of the attempt in progress; None outside of attempts
         self.refused_steps = 0
         self.incoming = None if stage_index == 0 else End(stage_index - 1, "receiver", specs, options)
@@ -90,7 +90,7 @@ class Traffic:
         self._run, self._training = self._run + 1, training
         self._expected.clear()
         if self.notes is None:
-            # After an evaluation, torch exchanges shapes again for the next step. The next attempt compares signatures
+            # After an evaluation, torch exchanges shapes again for the next step. The next attempt compares settings
             # again, since a rank may have failed in the evaluation.
             self.agreed = False
             self.wait_for_sends()

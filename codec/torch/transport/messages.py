@@ -16,7 +16,7 @@ OTHER_RANK, ERROR, NONFINITE, DIFFERS = range(1, 5)
 
 _ABORT = struct.Struct("<qq")  # status, rank that is the cause; a text follows
 _MOST_TEXT = 1 << 12  # maximum bytes of the text of an abort
-_SHOWN = 200  # maximum number of characters of another rank's text in an error message
+_SHOWN = 400  # maximum number of characters of another rank's text in an error message
 _MOST_FIELDS = 32  # maximum number of arguments in the text of an abort
 _NUMBERS_NBYTES = 8
 
@@ -76,12 +76,13 @@ class Cause(NamedTuple):
 
     def error(self) -> PeerError:
         """Return the PeerError to raise here, because the rank of this cause has aborted a collective."""
-        if self.status == NONFINITE:
-            return PeerError(f"rank {self.rank} has NaN or Inf: nothing was changed", Status.NONFINITE)
-        if self.status == OTHER_RANK:
-            what = f"rank {self.rank} has lost another rank, or was cancelled: nothing was changed"
-            return PeerError(f"{what} ({_printable(self.text)})" if self.text else what)
-        return PeerError(f"rank {self.rank} could not do its part: nothing was changed ({_printable(self.text)})")
+        what = {
+            NONFINITE: "has NaN or Inf",
+            OTHER_RANK: "has lost another rank, or was cancelled",
+        }.get(self.status, "could not do its part")
+        text = f" ({_printable(self.text)})" if self.text else ""
+        code = Status.NONFINITE if self.status == NONFINITE else None
+        return PeerError(f"rank {self.rank} {what}: nothing was changed{text}", code)
 
 
 def pack_fields(fields: Fields) -> str:
@@ -131,8 +132,13 @@ def difference(rank: int, theirs: Fields, mine: Fields) -> PeerError:
     if names and theirs.get("collective") == mine.get("collective"):
         what = "; ".join(f"{name} is {theirs[name]} there and {mine[name]} here" for name in names)
         return PeerError(f"rank {rank} has passed other arguments: {what}; nothing was changed")
-    other = theirs.get("collective", "another collective")
     return PeerError(
-        f"rank {rank} has begun {other}, and this rank {mine.get('collective', 'another one')}: all ranks must begin "
-        "the same collectives in the same order; nothing was changed"
+        f"rank {rank} has begun {_named(theirs)}, and this rank {_named(mine)}: all ranks must begin the same "
+        "collectives in the same order; nothing was changed"
     )
+
+
+def _named(fields: Fields) -> str:
+    """Return the name of a collective, with its step if ranks must agree on one."""
+    name, step = fields.get("collective", "another collective"), fields.get("step")
+    return name if step is None else f"{name} ({step})"

@@ -85,7 +85,10 @@ def _nonfinite(rank, size):
 
 def test_nonfinite_gradient_is_named_with_the_parameter_and_the_place():
     (other, told), (own, text) = run_ranks(2, _nonfinite)
-    assert (other, told) == ("PeerError", "rank 1 has NaN or Inf: nothing was changed")
+    assert other == "PeerError"
+    assert told.startswith(
+        "rank 1 has NaN or Inf: nothing was changed (ArgumentError: the tensor holds NaN or Inf in 2"
+    )
     assert own == "ArgumentError"
     values = small_net()[2].weight.numel()
     assert text.startswith(
