@@ -14,7 +14,7 @@ from codec.stateful.activation.message import Kind as DeltaKind
 from codec.stateful.activation.message import parse
 from codec.stateful.activation.values import shown_samples
 from codec.torch.auto.edges import EdgeChoice, Sending
-from codec.torch.pipelining.envelope import MOST_TENSORS, Kind, Place, Shape, envelope_nbytes, pack, unpack
+from codec.torch.pipelining.envelope import MOST_TENSORS, MessageKind, Place, Shape, envelope_nbytes, pack, unpack
 from codec.torch.pipelining.host import on_host, write
 from codec.torch.pipelining.settings import LOSSLESS, Specs
 from codec.torch.reduction.arguments import NAMES
@@ -52,9 +52,9 @@ class End:
     def __init__(self, edge: int, role: str, specs: Specs, options: CallOptions | None) -> None:
         self.edge, self.role = edge, role
         self._specs, self._options = specs, options
-        self.sent = dict.fromkeys(Kind, 0)  # total bytes of sent messages, by kind
+        self.sent = dict.fromkeys(MessageKind, 0)  # total bytes of sent messages, by kind
         self.sent_raw_nbytes = 0  # total bytes of the tensors in these messages, before compression
-        self.sending = Sending(edge, Kind.ACTIVATIONS if role == "sender" else Kind.GRADIENTS)
+        self.sending = Sending(edge, MessageKind.ACTIVATIONS if role == "sender" else MessageKind.GRADIENTS)
         self._deltas: list[ActivationDelta] = []
         self.delta(0)
 
@@ -73,7 +73,7 @@ class End:
         """ActivationDelta of each tensor so far."""
         return self._deltas
 
-    def max_nbytes(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> int:
+    def max_nbytes(self, kind: MessageKind, tensors: Sequence[torch.Tensor]) -> int:
         """Return an upper bound of the size in bytes of a message with tensors of these shapes and dtypes.
 
         For activations, the bound includes the other shapes that :meth:`decode` accepts.
@@ -84,14 +84,14 @@ class End:
                 total += self.delta(i).bound(t.shape, t.dtype)
             else:
                 total += codec.bound(t.shape, t.dtype, LOSSLESS)
-        return total if kind == Kind.GRADIENTS else max(_MOST_NBYTES, _GROWTH * total)
+        return total if kind == MessageKind.GRADIENTS else max(_MOST_NBYTES, _GROWTH * total)
 
-    def encode(self, kind: Kind, tensors: Sequence[torch.Tensor], place: Place, samples: Ids | None) -> bytes:
+    def encode(self, kind: MessageKind, tensors: Sequence[torch.Tensor], place: Place, samples: Ids | None) -> bytes:
         """Encode tensors as one message.
 
         Parameters
         ----------
-        kind : Kind
+        kind : MessageKind
             ACTIVATIONS or GRADIENTS.
         tensors : sequence of torch.Tensor
             Tensors. The first dimension of activations counts samples.
@@ -105,7 +105,7 @@ class End:
         ArgumentError, SpecError, EngineError
             A tensor cannot be encoded, such as a gradient with NaN.
         """
-        part = self._gradient_part if kind == Kind.GRADIENTS else self._activation_part
+        part = self._gradient_part if kind == MessageKind.GRADIENTS else self._activation_part
         parts = [part(i, on_host(t), samples) for i, t in enumerate(tensors)]
         message = pack(kind, place, [tuple(t.shape) for t in tensors], parts)
         self.sent[kind] += len(message)
@@ -114,11 +114,11 @@ class End:
             self.sending.add(self._chosen_values(kind, tensors, parts), len(message))
         return message
 
-    def _chosen_values(self, kind: Kind, tensors: Sequence[torch.Tensor], parts: Sequence[bytes]) -> int:
+    def _chosen_values(self, kind: MessageKind, tensors: Sequence[torch.Tensor], parts: Sequence[bytes]) -> int:
         """Return the number of values in a message that were encoded with specs chosen by "auto"."""
         total = 0
         for t, part in zip(tensors, parts, strict=True):
-            if t.dtype in NAMES and kind == Kind.ACTIVATIONS and self._specs.deltas is not None:
+            if t.dtype in NAMES and kind == MessageKind.ACTIVATIONS and self._specs.deltas is not None:
                 checks = parse(np.frombuffer(part, np.uint8)).checks
                 total += int(np.count_nonzero(checks)) * t[0].numel() if len(checks) else 0
             elif t.dtype in NAMES:
@@ -128,15 +128,15 @@ class End:
     def use(self, auto: EdgeChoice) -> None:
         """Set the specs of this edge to those that "auto" has chosen."""
         for d in self._deltas:
-            d.backward = auto.spec(self.edge, Kind.GRADIENTS)
-            forward = auto.spec(self.edge, Kind.ACTIVATIONS)
+            d.backward = auto.spec(self.edge, MessageKind.GRADIENTS)
+            forward = auto.spec(self.edge, MessageKind.ACTIVATIONS)
             if self._specs.deltas is None:
                 d.first = forward
             else:
                 d.spec = forward
 
     def decode(
-        self, kind: Kind, message: bytes, outputs: list[torch.Tensor], place: Place, samples: Ids | None
+        self, kind: MessageKind, message: bytes, outputs: list[torch.Tensor], place: Place, samples: Ids | None
     ) -> Ids | None:
         """Decode a message, and write its tensors to `outputs`.
 
@@ -178,7 +178,7 @@ class End:
         self._check_shapes(kind, outputs, contents.shapes)
         found: Ids | None = None
         for i, (part, output) in enumerate(zip(contents.parts, outputs, strict=True)):
-            if output.dtype in NAMES and kind == Kind.ACTIVATIONS:
+            if output.dtype in NAMES and kind == MessageKind.ACTIVATIONS:
                 found = self._samples_of(part, samples) or found
             self._write(kind, i, part, output)
         return found
@@ -232,7 +232,7 @@ class End:
             raise ArgumentError(f"the gradient of edge {self.edge} holds NaN or Inf", Status.NONFINITE)
         return message
 
-    def _check_shapes(self, kind: Kind, outputs: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> None:
+    def _check_shapes(self, kind: MessageKind, outputs: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> None:
         """Raise ArgumentError unless the outputs have the shapes that a message declares."""
         for output, shape in zip(outputs, shapes, strict=True):
             if output.shape != shape:
@@ -251,11 +251,11 @@ class End:
             )
         return found
 
-    def _write(self, kind: Kind, index: int, part: memoryview, output: torch.Tensor) -> None:
+    def _write(self, kind: MessageKind, index: int, part: memoryview, output: torch.Tensor) -> None:
         def decode(out: torch.Tensor) -> None:
             if output.dtype not in NAMES:
                 codec.decode(part, out=out, options=self._options)
-            elif kind == Kind.GRADIENTS:
+            elif kind == MessageKind.GRADIENTS:
                 self.delta(index).decode_gradient(part, out=out, options=self._options)
             else:
                 self.delta(index).decode(part, out=out, options=self._options)
@@ -263,8 +263,8 @@ class End:
         write(output, decode)
 
 
-def _may_become(kind: Kind, output: torch.Tensor, shape: Shape) -> bool:
+def _may_become(kind: MessageKind, output: torch.Tensor, shape: Shape) -> bool:
     """Return True if `output` may be replaced by a tensor of `shape`: for activations, within the size limit."""
-    if kind == Kind.GRADIENTS or output.shape == shape or len(shape) != output.dim():
+    if kind == MessageKind.GRADIENTS or output.shape == shape or len(shape) != output.dim():
         return False
     return prod(shape) * output.itemsize <= max(_MOST_NBYTES, _GROWTH * output.nbytes)

@@ -18,7 +18,7 @@ _DIMENSION = struct.Struct("<Q")
 Shape = tuple[int, ...]
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kind of a message."""
 
     ACTIVATIONS = 0
@@ -40,7 +40,7 @@ class Contents(NamedTuple):
     parts: list[memoryview] | None  # encoded bytes of each tensor; None: the sender has aborted the step
 
 
-def pack(kind: Kind, place: Place, shapes: Sequence[Shape], parts: Sequence[bytes] = ()) -> bytes:
+def pack(kind: MessageKind, place: Place, shapes: Sequence[Shape], parts: Sequence[bytes] = ()) -> bytes:
     """Build a message from the shapes and the encoded bytes (parts) of its tensors; no parts for ABORTED."""
     sizes = [len(p) for p in parts] or [0] * len(shapes)
     records = b"".join(
@@ -57,7 +57,7 @@ def envelope_nbytes(shapes: Iterable[Shape]) -> int:
     return HEAD.size + sum(RECORD.size + _DIMENSION.size * len(shape) for shape in shapes)
 
 
-def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> Contents:
+def unpack(message: bytes, kind: MessageKind, place: Place, tensors: int) -> Contents:
     """Parse a message, and check that it is the expected one.
 
     Parameters
@@ -65,7 +65,7 @@ def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> Contents:
     message : bytes
         Whole message.
     kind, place
-        Expected kind, and expected micro-batch and run. Kind ABORTED is always accepted.
+        Expected kind, and expected micro-batch and run. MessageKind ABORTED is always accepted.
     tensors : int
         Expected number of tensors.
 
@@ -86,7 +86,7 @@ def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> Contents:
     if crc != stored:
         raise ChecksumError("the pipeline message is damaged: its checksum does not match", None, 0, stored, crc)
     shapes = [shape for _, shape in records]
-    if (found, chunk, run, count) == (Kind.ABORTED, *place, tensors):
+    if (found, chunk, run, count) == (MessageKind.ABORTED, *place, tensors):
         return Contents(shapes, None)
     if (found, chunk, run, count) != (kind, *place, tensors):
         raise StateError(

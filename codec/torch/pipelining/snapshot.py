@@ -7,7 +7,7 @@ import torch
 from codec.torch import _compat
 
 
-class Buffers:
+class ModuleBuffers:
     """Copy of the buffers of modules.
 
     A module may write to a buffer in place, or assign another tensor to its name. So the copy consists of the names of
@@ -50,7 +50,7 @@ class Snapshot:
         modules = list(modules)
         # Gradients that are None, as after zero_grad(), need no copy.
         self._gradients = [(p, p.grad, _copy(p.grad)) for m in modules for p in m.parameters()]
-        self._buffers = Buffers(modules)
+        self._buffers = ModuleBuffers(modules)
         self._cpu = torch.get_rng_state()
         self._devices = [
             (d, torch.get_device_module(d).get_rng_state(d)) for d in dict.fromkeys(devices) if d.type != "cpu"

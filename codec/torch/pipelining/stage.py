@@ -17,11 +17,11 @@ from codec.stateful.activation.values import ids_of
 from codec.torch import _compat
 from codec.torch.auto.quality import Auto
 from codec.torch.pipelining import checkpoint
-from codec.torch.pipelining.envelope import Kind
+from codec.torch.pipelining.envelope import MessageKind
 from codec.torch.pipelining.settings import BACKWARD, FORWARD, Deltas, specs_of
-from codec.torch.pipelining.snapshot import Buffers
+from codec.torch.pipelining.snapshot import ModuleBuffers
 from codec.torch.pipelining.stats import PipelineStats, stats_of
-from codec.torch.pipelining.traffic import Traffic
+from codec.torch.pipelining.traffic import StageTraffic
 
 _compat.check_stage_class(PipelineStage)
 
@@ -107,13 +107,13 @@ class CompressedStage(PipelineStage):
         super().__init__(submodule, stage_index, num_stages, torch.device(device), **stage_arguments)
         _compat.check_stage(self)
         specs = specs_of(forward, backward, _deltas_of(activations))
-        self._spoilt: Buffers | None = None  # buffers of the module to restore before the next forward
+        self._spoilt: ModuleBuffers | None = None  # buffers of the module to restore before the next forward
         # Inputs, and shapes of outputs, of the micro-batches of this step.
         self._inputs: dict[int, list[torch.Tensor | None]] = {}
         self._output_shapes: dict[int, list[torch.Size]] = {}
         # Not part of the public API: Attempt uses it to commit and roll back. The rank of a neighbour is looked up
         # lazily, since a schedule may assign stages to ranks after their creation.
-        self.traffic = Traffic(
+        self.traffic = StageTraffic(
             stage_index, num_stages, specs, self.group, options, lambda i: self.stage_index_to_group_rank[i]
         )
 
@@ -187,7 +187,7 @@ class CompressedStage(PipelineStage):
         # To find the shapes of outputs, torch runs the module on uninitialized memory, which corrupts running
         # statistics. Before the first forward, torch may also run a backward pass from these outputs. Autograd needs
         # unchanged buffers for that, so the buffers are restored only when the first forward begins.
-        self._spoilt = Buffers([self.submod])
+        self._spoilt = ModuleBuffers([self.submod])
         # Torch 2.14 and later have a backup, too, but fail to restore expanded buffers and ignore assigned ones.
         self._metadata_inference_buffer_backup = None
         try:
@@ -214,7 +214,7 @@ class CompressedStage(PipelineStage):
         self._restore_buffers()
         kwargs, ids = _without_ids(kwargs)
         self.traffic.take_ids(fwd_chunk_id, ids)
-        received = self.traffic.receive(Kind.ACTIVATIONS, fwd_chunk_id)
+        received = self.traffic.receive(MessageKind.ACTIVATIONS, fwd_chunk_id)
         if received:
             for info, tensor in zip(self.args_recv_info[fwd_chunk_id], received, strict=True):
                 info.buffer = tensor
@@ -228,12 +228,12 @@ class CompressedStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
         """Receive the gradients of the outputs, then run the backward pass of a micro-batch."""
-        self.traffic.receive(Kind.GRADIENTS, bwd_chunk_id)
+        self.traffic.receive(MessageKind.GRADIENTS, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, *args, **named)  # pyright: ignore[reportUnknownMemberType]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send activations. Return no operations, so that the schedule sends nothing itself."""
-        return self._send(Kind.ACTIVATIONS, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._send(MessageKind.ACTIVATIONS, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Send gradients. Return no operations, so that the schedule sends nothing itself."""
@@ -243,11 +243,13 @@ class CompressedStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(x) if g is None and x is not None and x.requires_grad else g for x, g in gradients
             )
-        return self._send(Kind.GRADIENTS, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._send(MessageKind.GRADIENTS, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Start to receive activations. Return no operations, so that the schedule receives nothing itself."""
-        self._expect(Kind.ACTIVATIONS, fwd_chunk_id, [op.tensor for op in super().get_fwd_recv_ops(fwd_chunk_id)])
+        self._expect(
+            MessageKind.ACTIVATIONS, fwd_chunk_id, [op.tensor for op in super().get_fwd_recv_ops(fwd_chunk_id)]
+        )
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -258,7 +260,9 @@ class CompressedStage(PipelineStage):
             for info, shape in zip(infos, self._output_shapes[bwd_chunk_id], strict=True):
                 if info.buffer is not None and info.buffer.shape != shape:
                     info.buffer = torch.empty(shape, dtype=info.buffer.dtype, device=info.buffer.device)
-            self._expect(Kind.GRADIENTS, bwd_chunk_id, [info.buffer for info in infos if info.buffer is not None])
+            self._expect(
+                MessageKind.GRADIENTS, bwd_chunk_id, [info.buffer for info in infos if info.buffer is not None]
+            )
         return []
 
     def _gradient_infos(self, chunk: int) -> list[Any]:
@@ -266,12 +270,12 @@ class CompressedStage(PipelineStage):
         stage: Any = self  # torch has no type for these
         return list(stage.grad_recv_info[chunk])
 
-    def _send(self, kind: Kind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _send(self, kind: MessageKind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if ops:
             self.traffic.send(kind, chunk, [op.tensor for op in ops])
         return []
 
-    def _expect(self, kind: Kind, chunk: int, tensors: list[torch.Tensor]) -> None:
+    def _expect(self, kind: MessageKind, chunk: int, tensors: list[torch.Tensor]) -> None:
         if tensors:
             self.traffic.expect(kind, chunk, tensors)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from codec.readable import Rounded, count, share
 from codec.stateful.activation.change import ActivationStats
 from codec.torch.pipelining.end import End
-from codec.torch.pipelining.envelope import Kind
+from codec.torch.pipelining.envelope import MessageKind
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -48,8 +48,8 @@ def stats_of(incoming: End | None, outgoing: End | None, refused_steps: int, cho
     """Return the statistics of a stage from those of its edges."""
     ends = [end for end in (incoming, outgoing) if end is not None]
     return PipelineStats(
-        sum(end.sent[Kind.ACTIVATIONS] for end in ends),
-        sum(end.sent[Kind.GRADIENTS] for end in ends),
+        sum(end.sent[MessageKind.ACTIVATIONS] for end in ends),
+        sum(end.sent[MessageKind.GRADIENTS] for end in ends),
         sum(end.sent_raw_nbytes for end in ends),
         refused_steps,
         tuple(d.stats() for d in outgoing.deltas) if outgoing else (),

@@ -12,7 +12,7 @@ from codec.torch.auto.edges import Sent
 from codec.torch.group.communicator import close_communicator, key_of
 from codec.torch.group.work import Work
 from codec.torch.pipelining.end import Aborted, End
-from codec.torch.pipelining.envelope import Kind, Place, pack
+from codec.torch.pipelining.envelope import MessageKind, Place, pack
 from codec.torch.pipelining.notes import Notes, Report
 from codec.torch.pipelining.settings import Specs
 from codec.torch.point_to_point.send_recv import Link
@@ -25,7 +25,7 @@ _NO_IDS = (
 )
 
 
-class Traffic:
+class StageTraffic:
     """Messages between one stage and its neighbours.
 
     Parameters
@@ -62,7 +62,7 @@ class Traffic:
         self._has_deltas, self._rank_of = specs.deltas is not None, rank_of
         self._links: dict[int, Link] = {}  # connections by edge
         # Outputs and receive in flight, by (kind, micro-batch)
-        self._expected: dict[tuple[Kind, int], tuple[Sequence[torch.Tensor], Work]] = {}
+        self._expected: dict[tuple[MessageKind, int], tuple[Sequence[torch.Tensor], Work]] = {}
         self._sends: list[Work] = []
         self._run, self._training = 0, False
         self._broken = False
@@ -115,28 +115,28 @@ class Traffic:
         except ArgumentError as e:
             self.notes.add(e, self.index)
 
-    def send(self, kind: Kind, chunk: int, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, kind: MessageKind, chunk: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send the tensors of a micro-batch; if the step has failed, send an ABORTED message instead."""
-        end = self._end(outgoing=kind == Kind.ACTIVATIONS)
+        end = self._end(outgoing=kind == MessageKind.ACTIVATIONS)
         place, notes = Place(chunk, self._run), self.notes
         message = b""
         if notes is None or not notes.failed:
             ids = notes.ids.get(chunk) if notes is not None and self._training else None
             try:
-                if kind == Kind.ACTIVATIONS and self._training and self._has_deltas and ids is None:
+                if kind == MessageKind.ACTIVATIONS and self._training and self._has_deltas and ids is None:
                     raise ArgumentError(_NO_IDS)
                 message = end.encode(kind, tensors, place, ids)
             except CodecError as e:
                 self._note(e, end)
-        message = message or pack(Kind.ABORTED, place, [tuple(t.shape) for t in tensors])
+        message = message or pack(MessageKind.ABORTED, place, [tuple(t.shape) for t in tensors])
         self._sends.append(self._link(end).send(message))
 
-    def expect(self, kind: Kind, chunk: int, outputs: Sequence[torch.Tensor]) -> None:
+    def expect(self, kind: MessageKind, chunk: int, outputs: Sequence[torch.Tensor]) -> None:
         """Start to receive the tensors of a micro-batch into `outputs`."""
-        end = self._end(outgoing=kind == Kind.GRADIENTS)
+        end = self._end(outgoing=kind == MessageKind.GRADIENTS)
         self._expected[kind, chunk] = outputs, self._link(end).receive(end.max_nbytes(kind, outputs))
 
-    def receive(self, kind: Kind, chunk: int) -> list[torch.Tensor]:
+    def receive(self, kind: MessageKind, chunk: int) -> list[torch.Tensor]:
         """Wait for the tensors of a micro-batch, and write them to the outputs of :meth:`expect`.
 
         If the step has failed, the outputs are filled with zeros.
@@ -156,7 +156,7 @@ class Traffic:
             return []
         expected, work = self._expected.pop((kind, chunk))
         outputs = list(expected)
-        end, notes = self._end(outgoing=kind == Kind.GRADIENTS), self.notes
+        end, notes = self._end(outgoing=kind == MessageKind.GRADIENTS), self.notes
         try:
             message = work.result()
         except BaseException:

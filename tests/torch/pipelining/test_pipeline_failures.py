@@ -10,7 +10,7 @@ import torch
 import codec
 from codec.torch.pipelining import attempts
 from codec.torch.pipelining.attempt import Attempt
-from codec.torch.pipelining.envelope import Kind
+from codec.torch.pipelining.envelope import MessageKind
 from support.faults import KILLED, die, freeze
 from support.pipelines import (
     BATCH,
@@ -64,7 +64,7 @@ class Faults:
         self._old.append(message)
         if self._left != 0 or self._kind in ("none", "lost", "stale"):
             return message
-        self.counts[Kind(message[KIND_AT])] += 1
+        self.counts[MessageKind(message[KIND_AT])] += 1
         if self._kind == "bit":
             return damaged(message, self._random.random())
         if self._kind == "cut":
@@ -97,7 +97,7 @@ def test_random_faults_leave_equal_activations_on_both_sides(ranks, schedule):
     states, counts, refused, messages = zip(*results, strict=True)
     faults = sum(counts, Counter())
     assert faults.total() >= STEPS
-    assert faults.keys() >= ({Kind.ACTIVATIONS, Kind.GRADIENTS, "state"} if NIGHTLY else {"state"})
+    assert faults.keys() >= ({MessageKind.ACTIVATIONS, MessageKind.GRADIENTS, "state"} if NIGHTLY else {"state"})
     assert 0 < refused[0] == refused[1] <= 2 * faults.total()  # each fault makes at most two attempts of a step fail
     for step in zip(*states, strict=True):
         checks, memories = ([x for rank in rows for x in rank] for rows in zip(*step, strict=True))

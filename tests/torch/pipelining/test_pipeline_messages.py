@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 import codec
 from codec.torch.pipelining.end import Aborted
-from codec.torch.pipelining.envelope import Kind, Place, envelope_nbytes, pack, unpack
+from codec.torch.pipelining.envelope import MessageKind, Place, envelope_nbytes, pack, unpack
 from codec.torch.pipelining.notes import Notes, report_of
 from support.tiers import N_EXAMPLES
 
 PARTS = [b"activation", b"", b"mask" * 9]
 SHAPES = [(2, 5), (), (9, 1, 1 << 40)]
 PLACE = Place(3, 1 << 40)
-WHOLE = pack(Kind.GRADIENTS, PLACE, SHAPES, PARTS)
+WHOLE = pack(MessageKind.GRADIENTS, PLACE, SHAPES, PARTS)
 ENVELOPE = 24 + 3 * 16 + 5 * 8  # size in bytes: header, three records, five dimensions
 
 
 def read(message):
-    return unpack(message, Kind.GRADIENTS, PLACE, len(PARTS))
+    return unpack(message, MessageKind.GRADIENTS, PLACE, len(PARTS))
 
 
 def test_message_has_the_specified_bytes():
@@ -40,11 +40,11 @@ def test_message_has_the_specified_bytes():
 
 
 def test_aborted_message_has_no_parts():
-    message = pack(Kind.ABORTED, PLACE, SHAPES)
+    message = pack(MessageKind.ABORTED, PLACE, SHAPES)
     assert len(message) == ENVELOPE
     assert read(message) == (SHAPES, None)
     with pytest.raises(codec.StateError, match="run the same schedule"):
-        unpack(message, Kind.GRADIENTS, Place(4, PLACE.run), 3)
+        unpack(message, MessageKind.GRADIENTS, Place(4, PLACE.run), 3)
 
 
 @given(st.integers(0, 8 * ENVELOPE - 1))
@@ -84,7 +84,11 @@ def test_shapes_that_do_not_fit_the_message_are_refused(dimensions):
 
 @pytest.mark.parametrize(
     ("kind", "place", "tensors"),
-    [(Kind.ACTIVATIONS, PLACE, 3), (Kind.GRADIENTS, Place(2, PLACE.run), 3), (Kind.GRADIENTS, PLACE, 2)],
+    [
+        (MessageKind.ACTIVATIONS, PLACE, 3),
+        (MessageKind.GRADIENTS, Place(2, PLACE.run), 3),
+        (MessageKind.GRADIENTS, PLACE, 2),
+    ],
 )
 def test_message_of_another_place_is_refused(kind, place, tensors):
     with pytest.raises(codec.StateError, match="run the same schedule"):
