@@ -1,5 +1,8 @@
 """Models, data and oracles for tests of codec.torch.LocalSteps."""
 
+import logging
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import nn
@@ -38,6 +41,33 @@ def local_steps(model, optimizer=None, **how):
     return codec.torch.LocalSteps(model, optimizer or adam(model), **how)
 
 
+def started(model=None, **how):
+    """Return a model, by default that of :func:`net`, its Adam optimizer, and a LocalSteps of both."""
+    model = net() if model is None else model
+    optimizer = adam(model)
+    return model, optimizer, local_steps(model, optimizer, **how)
+
+
+def started_linear(**how):
+    """As :func:`started`, for a :class:`Linear` and SGD with a learning rate of 0.01."""
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer, local_steps(model, optimizer, **how)
+
+
+@contextmanager
+def log_records():
+    """Return a context manager with a list of the level and text of each message that the library logs within it."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+    logging.getLogger("codec.torch").addHandler(handler)
+    try:
+        yield records
+    finally:
+        logging.getLogger("codec.torch").removeHandler(handler)
+
+
 def train(model, optimizer, rank, steps, after=lambda: None):
     """Train for the range `steps`; call `after` after each step of the optimizer."""
     for step in steps:
@@ -59,11 +89,13 @@ class Linear(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=g).to(dtype)))
 
 
-def push(model, optimizer, rank, step):
-    """Take a step whose gradients depend on rank and step alone."""
-    for i, p in enumerate(model.parameters()):
-        p.grad = torch.from_numpy(gradient(i, tuple(p.shape), rank, step)).to(p.dtype)
-    optimizer.step()
+def push(model, optimizer, rank, steps, after=lambda: None):
+    """Take steps, a range, whose gradients depend on rank and step alone; call `after` after each of them."""
+    for step in steps:
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.from_numpy(gradient(i, tuple(p.shape), rank, step)).to(p.dtype)
+        optimizer.step()
+        after()
 
 
 def gradient(i, shape, rank, step):
@@ -108,9 +140,9 @@ def state_bytes(local):
 
 
 def raised(call):
-    """Return the class and the message of the error that call() raises."""
+    """Return the class and the message of the error, or the KeyboardInterrupt, that call() raises."""
     try:
         call()
-    except Exception as e:
+    except (Exception, KeyboardInterrupt) as e:
         return type(e).__name__, str(e)
     return None

@@ -12,8 +12,6 @@ from codec.stateful.checkpoint import plain
 from codec.torch.feedback.checkpoint import parse
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.replicas import residuals
-from codec.torch.replicas.model import Parameters
-from codec.torch.replicas.replaced import Replaced, digest_of
 
 VERSION = 2
 _NUMBERS = ("rank", "world_size", "steps", "rounds", "apart", "start", "length")
@@ -23,7 +21,7 @@ _MOST = 1 << 48
 
 
 @dataclass
-class Saved:
+class LocalState:
     """Parsed and checked state of LocalSteps."""
 
     steps: int  # number of optimizer steps so far
@@ -45,7 +43,7 @@ def parsed(
     fragments: Sequence[Sequence[str]],
     feedback: Feedback | None,
     place: tuple[int, int],
-) -> Saved:
+) -> LocalState:
     """Parse and check a state of this rank.
 
     Parameters
@@ -88,7 +86,7 @@ def parsed(
     for name in _PARTS:
         if not isinstance(entries[name], Mapping):
             raise StateError(f"{name!r} of the state must be a dict, got {shown(entries[name])}")
-    return Saved(
+    return LocalState(
         numbers["steps"],
         numbers["rounds"],
         bool(numbers["apart"]),
@@ -100,24 +98,6 @@ def parsed(
         _feedback(entries["residuals"], anchors, feedback, place),
         dict(entries["outer"]),
         _pending(entries["pending"], anchors, fragments),
-    )
-
-
-def replaced_of(saved: Saved, parameters: Parameters, replaced: Replaced | None) -> Replaced | None:
-    """Return the former values of the model if the state belongs to them; None if it belongs to the current ones.
-
-    Raises
-    ------
-    StateError
-        The state belongs to other parameters.
-    """
-    if replaced is not None and saved.parameters == replaced.digest:
-        return replaced
-    if saved.parameters == digest_of(parameters):
-        return None
-    raise StateError(
-        "the model does not have the parameters with which this state was saved: call model.load_state_dict() with the "
-        "model that this rank saved together with the state, and then load_state_dict() of the LocalSteps"
     )
 
 

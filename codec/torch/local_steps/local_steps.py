@@ -4,25 +4,26 @@ import atexit
 import logging
 import weakref
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from codec import CodecError, StateError
 from codec._options import settings_of
 from codec.arguments import truth
 from codec.specs import Quantize, Spec
 from codec.torch.feedback.feedback import Feedback
+from codec.torch.local_steps import checkpoint
 from codec.torch.local_steps.replica import Outer
-from codec.torch.local_steps.settings import Every, Settings
+from codec.torch.local_steps.settings import Every, LocalSettings
 from codec.torch.local_steps.stats import LocalStats
 from codec.torch.local_steps.synchronizer import Synchronizer
 from codec.torch.local_steps.training import Training
-from codec.torch.replicas import agreement
 from codec.torch.replicas.ranks import Ranks
 
 _log = logging.getLogger("codec.torch")
 
 
-class LocalSteps:
+class LocalSteps(Training):
     """Optimizer steps without communication (local steps), and a synchronization of the ranks after every few steps.
 
     Each rank trains the module by itself. Every `every` steps, the ranks average the changes of their parameters since
@@ -116,20 +117,19 @@ class LocalSteps:
         options = settings_of(None)
         ranks = Ranks(group, options)
         try:
-            settings = Settings.of(every, spec, warmup, fragments, delay, options)
+            settings = LocalSettings.of(every, spec, warmup, fragments, delay, options)
             state = Synchronizer(settings, model, optimizer, outer)
         except Exception as e:
-            agreement.refuse(ranks, e)
+            ranks.fail(e)
             raise
-        self._training = Training(settings, state, ranks)
+        super().__init__(settings, state, ranks, options)
         _all.add(self)
 
     def __repr__(self) -> str:
-        t = self._training
-        finished = "finished, " if t.finished else ""
+        finished = "finished, " if self._finished else ""
         return (
-            f"<codec.torch.LocalSteps every={t.state.schedule.length}, {t.settings.spec}, {finished}{t.steps} steps, "
-            f"{t.state.rounds} synchronizations>"
+            f"<codec.torch.LocalSteps every={self._state.schedule.length}, {self._settings.spec}, {finished}"
+            f"{self._steps} steps, {self._state.rounds} synchronizations>"
         )
 
     # Steps
@@ -137,12 +137,12 @@ class LocalSteps:
     @property
     def steps(self) -> int:
         """Number of calls of :meth:`step`."""
-        return self._training.steps
+        return self._steps
 
     @property
     def synchronized(self) -> bool:
         """True if parameters are equal on all ranks: in the warm-up, and after a synchronization of all of them."""
-        return not self._training.apart
+        return not self._apart
 
     def step(self) -> None:
         """Count a step of the optimizer, and synchronize if scheduled; call this after each ``optimizer.step()``.
@@ -171,7 +171,10 @@ class LocalSteps:
         An exception in the outer optimizer, or a KeyboardInterrupt, is raised on one rank alone, when the others have
         already synchronized. The next call of any method on this rank completes the synchronization.
         """
-        self._training.step()
+        if self._steps < self._settings.warmup:
+            self._end_warmup_step()
+        else:
+            self._local_step()
 
     def synchronize(self, *, exact: bool = False) -> None:
         """Synchronize all parameters now, so that they are equal on all ranks; all ranks must call this.
@@ -195,7 +198,7 @@ class LocalSteps:
         ArgumentError, PeerError, StateError
             As for :meth:`step`. Nothing is changed, except that a synchronization in flight has ended.
         """
-        self._training.synchronize("synchronize()", exact=truth("exact", exact), outer=False)
+        self._synchronize("synchronize()", exact=truth("exact", exact), outer=False)
 
     def finish(self, *, exact: bool = False) -> None:
         """Synchronize all parameters a last time; later calls of :meth:`step` raise StateError.
@@ -212,7 +215,10 @@ class LocalSteps:
         ArgumentError, PeerError, StateError
             As for :meth:`synchronize`. After an error, this method can be called again.
         """
-        self._training.finish(exact=truth("exact", exact))
+        self._synchronize("finish()", exact=truth("exact", exact), outer=True)
+        for handle in self._handles:
+            handle.remove()
+        self._finished = True
 
     @contextmanager
     def averaged(self, *, exact: bool = False) -> Generator[None]:
@@ -239,8 +245,15 @@ class LocalSteps:
         >>> with local.averaged():
         ...     loss = model(torch.randn(8, 100)).square().mean()
         """
-        with self._training.averaged(exact=truth("exact", exact)):
-            yield
+        exact = truth("exact", exact)
+        self._begin_call("averaged()")
+        self._state.settle(self._ranks, joint=True)
+        with self._state.averaged(self._ranks, self._steps, exact=exact):
+            self._reading = True
+            try:
+                yield
+            finally:
+                self._reading = False
 
     # Ranks
 
@@ -271,7 +284,21 @@ class LocalSteps:
         >>> local = codec.torch.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> local.change_group(torch.distributed.new_group([0]))
         """
-        self._training.change_group(group)
+        ranks, state = Ranks(group, self._options), self._state
+        try:
+            self._check_open()
+            with suppress(CodecError):  # the synchronization in flight has failed on all ranks, and is dropped
+                state.land(self._ranks)
+            if self._steps < self._settings.warmup:
+                state.reset()
+            moved = state.moved_residuals(ranks)
+        except Exception as e:
+            ranks.fail(e)
+            raise
+        if not self._join(ranks):
+            state.feedback = moved
+        ranks.traffic = self._ranks.traffic
+        self._ranks = ranks
 
     # Statistics and state
 
@@ -284,7 +311,18 @@ class LocalSteps:
             Totals since this object was created. They include other collectives of :mod:`codec.torch` that the program
             runs over the same group while a synchronization is in flight.
         """
-        return self._training.stats()
+        state = self._state
+        norms = {} if state.feedback is None else state.feedback.norms()
+        return LocalStats(
+            **vars(self._ranks.traffic),
+            steps=self._steps,
+            synchronizations=state.rounds,
+            failed_synchronizations=state.failed,
+            values=sum(f.n for f in state.fragments),
+            residual_norm=sum(x * x for x in norms.values()) ** 0.5,
+            agreement=state.agreement,
+            world_size=self._ranks.size,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state for a checkpoint. Each rank must save it with its model and optimizer.
@@ -303,7 +341,10 @@ class LocalSteps:
             The synchronization in flight has failed: call :meth:`synchronize` first. Or the block of :meth:`averaged`
             has not ended.
         """
-        return self._training.state_dict()
+        self._check_reading()
+        self._state.settle(self._ranks, joint=False)
+        own = {"version": checkpoint.VERSION, "rank": self._ranks.rank, "world_size": self._ranks.size}
+        return own | {"steps": self._steps, "apart": int(self._apart)} | self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state by a copy of one that :meth:`state_dict` returned, after the model's state was loaded.
@@ -324,7 +365,14 @@ class LocalSteps:
             `state` is damaged, or belongs to another rank, another number of ranks or fragments, or to parameters that
             the model does not have: load the model's state of this rank first. Nothing is changed.
         """
-        self._training.load_state_dict(state)
+        self._check_reading()
+        agreed, self._agreed = self._agreed, False  # also after a KeyboardInterrupt, which may leave a part of a state
+        try:
+            saved = self._state.load_state_dict(state, (self._ranks.rank, self._ranks.size))
+        except StateError:  # nothing was changed
+            self._agreed = agreed
+            raise
+        self._steps, self._apart = saved.steps, saved.apart
 
 
 _all: "weakref.WeakSet[LocalSteps]" = weakref.WeakSet()

@@ -1,28 +1,51 @@
 """State of a rank that takes local steps, most of which is equal on all ranks: comparison, transfer and checkpoints."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from codec import ArgumentError, StateError
+from codec import ArgumentError, PeerError, StateError
 from codec.advisor.model_rules import small_of
 from codec.arguments import shown
-from codec.specs import Lossless
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.local_steps import checkpoint
 from codec.torch.local_steps.schedule import Schedule
-from codec.torch.local_steps.settings import Settings
-from codec.torch.replicas import agreement, fragment, model, residuals
-from codec.torch.replicas.agreement import Position
-from codec.torch.replicas.changes import Changes
-from codec.torch.replicas.fragment import Fragment
-from codec.torch.replicas.masters import Masters
-from codec.torch.replicas.mean import Term
+from codec.torch.local_steps.settings import LocalSettings
+from codec.torch.network.version import hash64
+from codec.torch.replicas import model, residuals
+from codec.torch.replicas.fragment import Fragment, cut
+from codec.torch.replicas.model import Masters
 from codec.torch.replicas.ranks import Ranks
-from codec.torch.replicas.replaced import Replaced, changed_names, digest_of
+from codec.torch.replicas.transfer import digest_of, send_state, send_tensors
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+_log = logging.getLogger("codec.torch")
+_MOST_NAMES = 5  # maximum number of tensors that a message names
+
+
+class Position(NamedTuple):
+    """Progress of a rank and digest of its shared values, for comparison with the other ranks."""
+
+    steps: int  # number of optimizer steps so far
+    rounds: int  # number of synchronizations so far
+    start: int  # step after which the current round of the schedule began
+    length: int  # number of steps of this round
+    digest: int  # hash of the values that must be equal on all ranks: anchors, and the outer optimizer's state
+
+
+class FormerValues(NamedTuple):
+    """Values of a model from before they were replaced by another rank's, in host memory.
+
+    A program may load a checkpoint into the model before it creates the LocalSteps. Between synchronizations the
+    parameters of ranks differ, so that the checkpoint of each rank but one is overwritten.
+    :meth:`LocalSteps.load_state_dict` restores the values that its state belongs to.
+    """
+
+    digest: str  # digest of the parameters
+    values: list[tuple[torch.Tensor, torch.Tensor]]  # tensors of the model and of optimizers, and their former values
 
 
 class Replica:
@@ -30,7 +53,7 @@ class Replica:
 
     Parameters
     ----------
-    settings : Settings
+    settings : LocalSettings
         Arguments of LocalSteps.
     module, optimizer, outer
         As for :class:`LocalSteps`.
@@ -41,31 +64,25 @@ class Replica:
         The model or an optimizer is not supported.
     """
 
-    def __init__(self, settings: Settings, module: Any, optimizer: Any, outer: Outer | None) -> None:
+    def __init__(self, settings: LocalSettings, module: Any, optimizer: Any, outer: Outer | None) -> None:
         self.settings = settings
         self.module, self.optimizers = model.module_of(module), model.optimizers_of(optimizer)
         self.parameters = model.trainable(self.module, self.optimizers, all_stepped=settings.warmup > 0)
         self.buffers = model.averaged_buffers(self.module)
-        self.fragments = fragment.cut(self.parameters, small_of(self.parameters.values()), settings.fragments)
+        self.fragments = cut(self.parameters, small_of(self.parameters.values()), settings.fragments)
         self.schedule = Schedule(settings)
         self.feedback = self.new_feedback()
         self.outer = None if outer is None else _checked_outer(outer, self.fragments)
-        self.replaced: Replaced | None = None
+        self.replaced: FormerValues | None = None  # values before those of another rank
         self.rounds: int = 0  # number of synchronizations that succeeded
 
     def new_feedback(self) -> Feedback | None:
         """Return an error feedback without residuals; None if the codec needs none."""
         return Feedback(self.settings.spec, decay=self.settings.decay) if self.settings.has_feedback else None
 
-    def terms(self, changes: Changes, feedback: Feedback | None, *, exact: bool) -> list[Term]:
-        """Return the terms of a collective; if `exact`, all of them are lossless, and without error feedback."""
-        if exact:
-            return changes.terms(Lossless(), None, 0, "")
-        return changes.terms(self.settings.spec, feedback, self.rounds, self.settings.algorithm)
-
     def masters(self) -> Masters:
         """Return the current copies of the parameters in the optimizers' states."""
-        return Masters.find(self.parameters.values(), self.optimizers)
+        return model.masters_of(self.parameters.values(), self.optimizers)
 
     def reset(self) -> None:
         """Record the current parameters, which must be equal on all ranks, as values of the last synchronization."""
@@ -74,39 +91,34 @@ class Replica:
 
     # Other ranks
 
-    def arguments(self, ranks: Ranks) -> dict[str, Any]:
-        """Return the arguments, and the names, shapes and dtypes of tensors, which must be equal on all ranks."""
+    def _arguments(self, ranks: Ranks) -> dict[str, str]:
+        """Return the arguments that must be equal on all ranks, as texts."""
         s = self.settings
-        tensors = model.tensors_of(self.module)
-        kinds = {
-            "parameters": self.parameters,
-            "frozen parameters and buffers": {n: x for n, x in tensors.items() if n not in self.parameters},
-        }
-        return {
+        found: dict[str, object] = {
             "every": "a function" if callable(s.every) else s.every,
-            "spec": str(s.spec),
+            "spec": s.spec,
             "decay": s.decay,
-            "warmup": [s.warmup, str(s.warmup_spec)],
+            "warmup": f"{s.warmup}, {s.warmup_spec}",
             "fragments": s.fragments,
             "delay": s.delay,
-            "outer": None if self.outer is None else repr(self.outer),
-            "optimizers": len(self.optimizers),
+            "outer": " ".join(repr(self.outer).split()),
+            "number of optimizers": len(self.optimizers),
             "algorithm": s.algorithm or ranks.options.algorithm,
-            **{k: [[n, list(x.shape), str(x.dtype)] for n, x in v.items()] for k, v in kinds.items()},
+            "number of parameters": len(self.parameters),
+            "number of frozen parameters and buffers": len(self._others()),
         }
+        return {name: str(x) for name, x in found.items()}
 
     def _anchors(self) -> dict[str, torch.Tensor]:
-        return fragment.anchors_by_name(self.fragments)
+        """Return the anchor of each piece by name; they share the memory of the fragments."""
+        return {p.name: a.detach() for f in self.fragments for p, a in zip(f.pieces, f.anchors, strict=True)}
 
     def _others(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the module that are not synchronized parameters, by name."""
         return {name: x for name, x in model.tensors_of(self.module).items() if name not in self.parameters}
 
-    def position(self, steps: int, *, whole: bool) -> Position:
-        """Return this rank's position after `steps` steps, for comparison with other ranks.
-
-        If `whole`, the digest includes frozen parameters and all buffers.
-        """
+    def _position(self, steps: int, *, whole: bool) -> Position:
+        """Return this rank's position. If `whole`, the digest includes frozen parameters and all buffers."""
         shared = list(self._anchors().values())
         if self.outer is not None:
             entries = self.outer.state_dict()["state"]
@@ -114,42 +126,91 @@ class Replica:
             shared += self._bases().values()
         if whole:
             shared += self._others().values()
-        return Position(steps, self.rounds, self.schedule.start, self.schedule.length, agreement.digest_of(shared))
+        return Position(steps, self.rounds, self.schedule.start, self.schedule.length, hash64(digest_of(shared)))
 
-    def take_from(self, ranks: Ranks, source: int, receivers: Sequence[int], position: Position) -> list[str]:
-        """Copy the shared state of rank `source` to the ranks `receivers`; all ranks must call this.
+    def _positions(self, ranks: Ranks, steps: int, *, whole: bool) -> list[Position]:
+        """Compare the arguments and models of all ranks; return the position of each."""
+        tensors = [*self.parameters.items(), *self._others().items()]
+        items = [f"{name!r} of shape {tuple(x.shape)} and {x.dtype}" for name, x in tensors]
+        hashes, n = [hash64(item) for item in items], len(Position._fields)
+        position = self._position(steps, whole=whole)
+        found = ranks.agreed("a comparison", self._arguments(ranks), [*position, *hashes])
+        for rank, numbers in enumerate(found):
+            if item := next((x for x, a, b in zip(items, hashes, numbers[n:], strict=True) if a != b), None):
+                raise PeerError(f"rank {rank} has another tensor in place of {item}: pass the same model on all ranks")
+        return [Position(*numbers[:n]) for numbers in found]
 
-        Parameters
-        ----------
-        ranks : Ranks
-            The ranks.
-        source : int
-            Rank that sends its values of the last synchronization, the module's other tensors, and the state of its
-            outer optimizer.
-        receivers : sequence of int
-            Ranks whose state is replaced. Their parameters are set to the values of the last synchronization.
-        position : Position
-            Position of `source`.
+    def compare(self, ranks: Ranks, steps: int) -> None:
+        """Compare arguments, models and positions of all ranks after `steps` steps; raise PeerError if they differ."""
+        positions = self._positions(ranks, steps, whole=False)
+        first = positions[0]
+        for rank, theirs in enumerate(positions):
+            if theirs != first:
+                raise PeerError(
+                    f"rank {rank} is at step {theirs.steps}, synchronization {theirs.rounds}, and rank 0 at step "
+                    f"{first.steps}, synchronization {first.rounds}; if these are equal, the synchronized parameters "
+                    "differ, or the schedule. Load states that all ranks saved at the same step"
+                )
+
+    def join(self, ranks: Ranks, steps: int) -> int | None:
+        """Compare the ranks; a rank that is behind receives the state of the most advanced one.
+
+        Before the first step, frozen parameters and buffers are compared, too.
 
         Returns
         -------
-        list of str
-            On a receiver, names of the tensors that were different.
+        int or None
+            Number of steps of the rank whose state this rank has received; None if it has received none.
+
+        Raises
+        ------
+        PeerError
+            Arguments or models differ, or a rank is lost.
+        """
+        positions = self._positions(ranks, steps, whole=steps == 0)
+        source = max(range(ranks.size), key=lambda rank: (positions[rank].rounds, positions[rank].steps, -rank))
+        receivers = [rank for rank, theirs in enumerate(positions) if theirs != positions[source]]
+        names = self._take_from(ranks, source, receivers, positions[source]) if receivers else []
+        if ranks.rank not in receivers:
+            return None
+        before, now = positions[ranks.rank], positions[source]
+        joins = (before.steps, before.rounds) != (now.steps, now.rounds)  # else the program has not loaded a state
+        _log.log(
+            logging.INFO if joins else logging.WARNING,
+            "rank %d of %d had other values than rank %d in %s%s, and has taken those of rank %d%s",
+            ranks.rank,
+            ranks.size,
+            source,
+            ", ".join(map(repr, names[:_MOST_NAMES])),
+            f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "",
+            source,
+            "" if joins else "; to resume from a checkpoint, call load_state_dict() of the LocalSteps, too",
+        )
+        return now.steps
+
+    def _take_from(self, ranks: Ranks, source: int, receivers: Sequence[int], position: Position) -> list[str]:
+        """Copy the shared state of rank `source`, which has `position`, to the ranks `receivers`; all ranks call this.
+
+        The state consists of the values of the last synchronization, to which the parameters of receivers are set, the
+        module's other tensors, and the state of the outer optimizer. Return the names of the tensors that were
+        different, on a receiver.
         """
         mine = self._anchors() | self._others()
-        theirs = agreement.send_tensors(ranks, source, receivers, list(mine.values()))
+        theirs = send_tensors(ranks, source, receivers, list(mine.values()))
         if self.outer is not None:
             own = {"outer": self.outer.state_dict(), "bases": self._bases()}
-            sent = agreement.send_state(ranks, source, receivers, own)
+            sent = send_state(ranks, source, receivers, own)
             self._load_outer(sent["outer"])
             self._load_bases(sent["bases"])
         if ranks.rank not in receivers:
             return []
-        names, masters = changed_names(mine, theirs), self.masters()
-        copies = [x for some in masters.copies.values() for x in some]
-        self.replaced = Replaced(self.parameters, [*model.tensors_of(self.module).values(), *copies])
+        pairs = list(zip(mine.items(), theirs, strict=True))
+        names = [name for (name, x), values in pairs if digest_of([x]) != digest_of([values])]
+        masters = self.masters()
+        changed = [*model.tensors_of(self.module).values(), *(x for some in masters.values() for x in some)]
+        self.replaced = FormerValues(self.digest(), [(x, x.detach().to("cpu", copy=True)) for x in changed])
         with torch.no_grad():
-            for x, values in zip(mine.values(), theirs, strict=True):
+            for (_, x), values in pairs:
                 x.copy_(values)
         for f in self.fragments:
             f.restore(masters)
@@ -165,32 +226,43 @@ class Replica:
 
     # State
 
+    def digest(self) -> str:
+        """Return the digest of the parameters by which a state recognizes the model that it belongs to."""
+        return digest_of(self.parameters.values())
+
     def entries(self) -> dict[str, Any]:
         """Return the entries of a checkpoint, without those of a synchronization in flight."""
         return {
             "rounds": self.rounds,
             "start": self.schedule.start,
             "length": self.schedule.length,
-            "parameters": digest_of(self.parameters),
+            "parameters": self.digest(),
             "anchors": {name: x.clone() for name, x in self._anchors().items()},
             "residuals": {} if self.feedback is None else self.feedback.state_dict(),
             "outer": {} if self.outer is None else self.outer.state_dict(),
             "bases": {name: x.clone() for name, x in self._bases().items()},
         }
 
-    def load(self, state: Any, place: tuple[int, int]) -> checkpoint.Saved:
+    def load(self, state: Any, place: tuple[int, int]) -> checkpoint.LocalState:
         """Replace the state by a saved one, and return its parsed form. After a StateError nothing is changed.
 
         `place` is this rank's number and the number of ranks; the state must have the same.
         """
         names = [[piece.name for piece in f.pieces] for f in self.fragments]
         saved = checkpoint.parsed(state, self._anchors(), names, self.feedback, place)
-        replaced = checkpoint.replaced_of(saved, self.parameters, self.replaced)
+        former = self.replaced if self.replaced is not None and saved.parameters == self.replaced.digest else None
+        if former is None and saved.parameters != self.digest():
+            raise StateError(
+                "the model does not have the parameters with which this state was saved: call model.load_state_dict() "
+                "with the model that this rank saved together with the state, and then load_state_dict() of the "
+                "LocalSteps"
+            )
         self._load_outer(saved.outer)
-        if replaced is not None:
-            replaced.restore()
-        for f in self.fragments:
-            fragment.store(f, saved.anchors)
+        with torch.no_grad():
+            for x, values in former.values if former is not None else ():
+                x.copy_(values)
+            for name, anchor in self._anchors().items():
+                anchor.copy_(saved.anchors[name])
         self._load_bases(saved.bases)
         self.rounds, self.feedback, self.replaced = saved.rounds, saved.feedback, None
         self.schedule.load(saved.start, saved.length, saved.steps)

@@ -2,7 +2,7 @@
 
 from codec import ArgumentError
 from codec.arguments import shown, whole
-from codec.torch.local_steps.settings import MOST_STEPS, Settings
+from codec.torch.local_steps.settings import MOST_STEPS, LocalSettings
 
 
 class Schedule:
@@ -10,7 +10,7 @@ class Schedule:
 
     Parameters
     ----------
-    settings : Settings
+    settings : LocalSettings
         Arguments of LocalSteps.
 
     Attributes
@@ -21,7 +21,7 @@ class Schedule:
         Number of steps of the round; 0: not known yet, because the warm-up has not ended.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LocalSettings) -> None:
         self._settings = settings
         self.start = settings.warmup
         self.length = 0 if settings.warmup and callable(settings.every) else self.following(settings.warmup)

@@ -17,42 +17,25 @@ Every = int | Callable[[int], int]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Checked arguments of :class:`LocalSteps`.
-
-    Attributes
-    ----------
-    every : int or callable
-        Number of steps between two synchronizations of a parameter, or a function that returns this number.
-    spec : Spec
-        Codec of parameter changes.
-    decay : float
-        Factor by which residuals are multiplied each time before they are added.
-    algorithm : {"", "senders"}
-        Algorithm for the changes, as in :class:`Term`: "senders" for TopK, unless the options name an algorithm. A
-        mean over all ranks would divide a change that one rank has sent by the number of ranks, and two-shot would
-        encode the sums of sparse frames, which are less sparse.
-    warmup : int
-        Number of initial steps that average gradients.
-    warmup_spec : Spec
-        Codec of the gradients in these steps.
-    fragments : int
-        Number of parts of the model that are synchronized at different steps.
-    delay : int
-        Number of steps between the start of a synchronization and its end.
-    """
+class LocalSettings:
+    """Checked arguments of :class:`LocalSteps`, which documents them."""
 
     every: Every
-    spec: Spec
-    decay: float
+    spec: Spec  # codec of parameter changes
+    decay: float  # factor by which residuals are multiplied each time before they are added
+    # Algorithm for the changes, as in :class:`MeanTerm`: "senders" for TopK, unless the options name an algorithm. A
+    # mean over all ranks would divide a change that one rank has sent by the number of ranks, and two-shot would encode
+    # the sums of sparse frames, which are less sparse.
     algorithm: str
     warmup: int
-    warmup_spec: Spec
+    warmup_spec: Spec  # codec of the gradients in the warm-up
     fragments: int
     delay: int
 
     @classmethod
-    def of(cls, every: Any, spec: Any, warmup: Any, fragments: Any, delay: Any, options: CallOptions) -> "Settings":
+    def of(
+        cls, every: Any, spec: Any, warmup: Any, fragments: Any, delay: Any, options: CallOptions
+    ) -> "LocalSettings":
         """Check the arguments of :class:`LocalSteps`; `options` are the settings of its collectives.
 
         Raises

@@ -1,38 +1,26 @@
 """Synchronizations of parameters and buffers, which succeed on all ranks or on none."""
 
+import copy
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from codec import ArgumentError, CodecError, StateError
+from codec.specs import Lossless
+from codec.torch.feedback.feedback import Feedback
 from codec.torch.local_steps import checkpoint
 from codec.torch.local_steps.replica import Outer, Replica
-from codec.torch.local_steps.settings import Settings
+from codec.torch.local_steps.settings import LocalSettings
 from codec.torch.replicas import model
-from codec.torch.replicas.agreement import Position
 from codec.torch.replicas.changes import Changes
-from codec.torch.replicas.landing import Landing, carry
-from codec.torch.replicas.mean import Problem
+from codec.torch.replicas.landing import Landing
 from codec.torch.replicas.ranks import Flight, Ranks
 from codec.torch.replicas.undone import LEAST_STEPS, Probe
 
 _log = logging.getLogger("codec.torch")
-
-
-@dataclass
-class Pending:
-    """Synchronization that has started, and whose mean is not applied yet."""
-
-    numbers: list[int]  # indices of the fragments
-    due: int | None  # step after which the mean is applied; None: as soon as it is known
-    landing: Landing
-    flight: Flight | None = None  # collective in flight; None if the mean is known
-    changes: Changes | None = None  # values of the collective
-    former: int = 0  # number of steps of the round that ended with this synchronization; 0: none has ended
 
 
 class Synchronizer(Replica):
@@ -40,17 +28,17 @@ class Synchronizer(Replica):
 
     Attributes
     ----------
-    pending : Pending or None
-        Synchronization that has started.
+    pending : Landing or None
+        Synchronization that has started, and whose mean is not applied yet.
     failed : int
         Number of synchronizations that failed.
     agreement : float
         Agreement of the ranks' changes in the last synchronization, as :meth:`Changes.agreement` returns it.
     """
 
-    def __init__(self, settings: Settings, module: Any, optimizer: Any, outer: Outer | None) -> None:
+    def __init__(self, settings: LocalSettings, module: Any, optimizer: Any, outer: Outer | None) -> None:
         super().__init__(settings, module, optimizer, outer)
-        self.pending: Pending | None = None
+        self.pending: Landing | None = None
         self.failed = 0
         self.agreement = float("nan")
         self._probe: Probe | None = None  # samples of the last synchronization, until the next step of an optimizer
@@ -67,16 +55,12 @@ class Synchronizer(Replica):
         outer: bool = True,
         exact: bool = False,
     ) -> None:
-        """Start a synchronization of some fragments; :meth:`settle` or :meth:`land` completes it.
+        """Start a synchronization of the fragments `numbers`; :meth:`settle` or :meth:`land` completes it.
 
         Parameters
         ----------
-        ranks : Ranks
-            The ranks.
-        step : int
-            Number of steps so far.
-        numbers : sequence of int
-            Indices of the fragments.
+        ranks, step, numbers
+            The ranks, the number of steps so far, and indices of fragments.
         due : int, optional
             Step after which the mean is applied. Default: as soon as it is known.
         buffers : bool
@@ -91,36 +75,53 @@ class Synchronizer(Replica):
         if not some and not averaged:
             return
         changes = Changes(some, self.masters(), averaged)
-        problem = self.problem(changes, step)
-        former, length = 0, self.schedule.length
+        error, former, length = self._error(changes, step), 0, self.schedule.length
         if outer and some and self.schedule.ends(step):
             former = length
             try:
                 length = self.schedule.following(step)
             except ArgumentError as e:
-                problem = problem or Problem(str(e))
+                error = error or e
             self.schedule.advance(length)
-        if exact and self.feedback is not None and problem is None:
-            changes.add_residuals(self.feedback, ranks.size)
         mine = None if due is None else [[x.clone() for x in parts] for parts in changes.parts]
-        landing = Landing(some, changes.parts, mine, self.outer if outer else None, changes.buffer_means(), exact)
-        terms = self.terms(changes, self.feedback, exact=exact)
-        item = f"{ranks.call}, synchronization {self.rounds}, then {length} steps"
+        landing = Landing(some, changes.parts, mine, self.outer if outer else None, due, exact, changes, former=former)
+        item = f"synchronization {self.rounds}, then {length} steps"
         try:
-            flight = ranks.begin(terms, problem, item)
+            landing.flight = self._begin(ranks, changes, self.feedback, error, item, exact=exact)
         except BaseException:
             self._repeat_round(former)
             raise
-        self.pending = Pending(list(numbers), due, landing, flight, changes, former)
+        self.pending = landing
 
-    def problem(self, changes: Changes, step: int) -> Problem | None:
+    def _error(self, changes: Changes, step: int) -> ArgumentError | None:
         """Return the reason why changes cannot be sent; None if they can be sent."""
         if text := model.change_of(self.module, self.parameters):
-            return Problem(text)
-        return changes.problem(step)
+            return ArgumentError(text)
+        return changes.error(step)
+
+    def _begin(
+        self,
+        ranks: Ranks,
+        changes: Changes,
+        feedback: Feedback | None,
+        error: Exception | None,
+        item: str,
+        *,
+        exact: bool,
+    ) -> Flight:
+        """Start to compute the mean of changes; if `exact`, lossless, with the residuals added."""
+        if exact and self.feedback is not None and error is None:
+            changes.add_residuals(self.feedback, ranks.size)
+        if exact:
+            terms = changes.terms(Lossless(), None, 0, "")
+        else:
+            terms = changes.terms(self.settings.spec, feedback, self.rounds, self.settings.algorithm)
+        return ranks.begin(terms, error, f"{ranks.call}, {item}")
 
     def land(self, ranks: Ranks) -> None:
-        """Wait for the synchronization in flight, and apply its mean to the parameters; all ranks must call this.
+        """Wait for the synchronization in flight, and apply its mean to the parameters.
+
+        A collective succeeds on all ranks or on none, so all ranks apply the mean, or drop the synchronization.
 
         Raises
         ------
@@ -135,10 +136,12 @@ class Synchronizer(Replica):
             if pending.flight is not None:
                 ranks.wait(pending.flight)
         except CodecError:
-            self._drop()
+            self._repeat_round(pending.former)
+            self.pending = None
+            self.failed += 1
             raise
         except BaseException:  # such as KeyboardInterrupt: the next call waits for the collective again
-            pending.landing.hold(self.masters())
+            pending.hold(self.masters())
             raise
         pending.flight = None
         self._apply(pending)
@@ -156,64 +159,67 @@ class Synchronizer(Replica):
             _log.warning("a synchronization that was interrupted on this rank has failed: %s", e)
         except Exception as e:
             if joint:
-                with suppress(CodecError):  # raised for the same reason
-                    ranks.mean([], Problem(f"the last synchronization could not be completed: {e}"))
+                text = f"the last synchronization could not be completed: {e}"
+                ranks.fail(ArgumentError(text))
             raise
-
-    def leave(self) -> None:
-        """Wait for the synchronization in flight; apply its mean, or drop it if it has failed.
-
-        A collective fails on all ranks or on none, so all ranks apply or drop without exchanging messages.
-        """
-        if (pending := self.pending) is None:
-            return
-        try:
-            if pending.flight is not None:
-                pending.flight.work.wait()
-        except CodecError:
-            self._drop()
-            return
-        pending.due = pending.flight = None
-        self._apply(pending)
-
-    def _drop(self) -> None:
-        """Drop the synchronization in flight, which has failed on all ranks."""
-        assert self.pending is not None
-        self._repeat_round(self.pending.former)
-        self.pending = None
-        self.failed += 1
 
     def _repeat_round(self, former: int) -> None:
         """Give the next round the length of the former one (0: none has ended), if the ranks have not agreed on it."""
         if former:
             self.schedule.length = former
 
-    def _apply(self, pending: Pending) -> None:
+    def _apply(self, pending: Landing) -> None:
         """Apply a mean. If this is interrupted, `pending` stays, and the next call applies it."""
-        landing = pending.landing
-        if landing.outer is None and self.outer is not None:
-            carry(landing.fragments)
+        if pending.outer is None and self.outer is not None:  # the next step of the outer optimizer begins here
+            for f in pending.fragments:
+                f.bases = f.bases or [a.detach().clone() for a in f.anchors]
         try:
-            landing.move_anchors()
-            landing.write(self.masters())
+            pending.move_anchors()
+            pending.write(self.masters())
         except BaseException:
-            landing.hold(self.masters())
+            pending.hold(self.masters())
             raise
-        if landing.outer is not None:
-            for f in landing.fragments:
+        if pending.outer is not None:
+            for f in pending.fragments:
                 f.bases = None
-        with torch.no_grad():
-            for name, mean in landing.buffers.items():
-                self.buffers[name].copy_(mean)
-        if landing.is_exact:
+        if pending.changes is not None:
+            with torch.no_grad():
+                for name, mean in pending.changes.means.items():
+                    self.buffers[name].copy_(mean)
+            if pending.fragments:
+                self.agreement = pending.changes.agreement()
+        if pending.is_exact:
             self.feedback = self.new_feedback()
-        if pending.changes is not None and landing.fragments:
-            self.agreement = pending.changes.agreement()
-        self._probe = landing.probe
+        self._probe = pending.probe
         self.pending = None
         self.rounds += 1
 
-    def after_step(self) -> None:
+    @contextmanager
+    def averaged(self, ranks: Ranks, step: int, *, exact: bool) -> Generator[None]:
+        """Return a context manager within which the model has the mean of all ranks; all of them must enter it."""
+        some = self.fragments if step >= self.settings.warmup else []
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            if some or self.buffers:
+                changes = Changes(some, self.masters(), self.buffers)
+                feedback = None if exact else copy.copy(self.feedback)  # its residuals are dropped with it
+                item = f"synchronization {self.rounds}"
+                ranks.wait(self._begin(ranks, changes, feedback, self._error(changes, step), item, exact=exact))
+                means = [
+                    (piece.values, anchor.detach() + mean.to(anchor))
+                    for f, parts in zip(some, changes.parts, strict=True)
+                    for piece, anchor, mean in zip(f.pieces, f.anchors, parts, strict=True)
+                ]
+                means += [(self.buffers[name].detach(), x) for name, x in changes.means.items()]
+                own = [(x, x.clone()) for x, _ in means]
+                for x, mean in means:
+                    x.copy_(mean)
+            yield
+        finally:
+            for x, values in own:
+                x.copy_(values)
+
+    def after_step(self, *_: Any) -> None:
         """Warn if the step of an optimizer has undone the last synchronization."""
         probe, self._probe = self._probe, None
         if probe is None or self._warned or self.schedule.length < LEAST_STEPS:
@@ -228,12 +234,6 @@ class Synchronizer(Replica):
             )
 
     # State
-
-    def take_from(self, ranks: Ranks, source: int, receivers: Sequence[int], position: Position) -> list[str]:
-        """As :meth:`Replica.take_from`; drop the synchronization in flight of a receiver."""
-        if ranks.rank in receivers:
-            self.pending = None
-        return super().take_from(ranks, source, receivers, position)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries of a checkpoint that this object restores; wait for the synchronization in flight first.
@@ -253,14 +253,13 @@ class Synchronizer(Replica):
                     "the state cannot be saved, because the synchronization in flight has failed: call synchronize() "
                     "first, or change_group() if a rank is lost"
                 ) from e
-            [number], mine = p.numbers, p.landing.mine or [[]]
-            names = [piece.name for piece in self.fragments[number].pieces]
-            for key, values in (("mine", mine[0]), ("mean", p.landing.means[0])):
-                pending[key] = {name: x.clone() for name, x in zip(names, values, strict=True)}
-            pending |= {"fragment": number, "due": p.due}
+            [f], mine = p.fragments, p.mine or [[]]
+            for key, values in (("mine", mine[0]), ("mean", p.means[0])):
+                pending[key] = {piece.name: x.clone() for piece, x in zip(f.pieces, values, strict=True)}
+            pending |= {"fragment": self.fragments.index(f), "due": p.due}
         return self.entries() | {"pending": pending}
 
-    def load_state_dict(self, state: Any, place: tuple[int, int]) -> checkpoint.Saved:
+    def load_state_dict(self, state: Any, place: tuple[int, int]) -> checkpoint.LocalState:
         """Replace the state by a saved one, and return its parsed form; see :meth:`Replica.load`."""
         saved = self.load(state, place)
         self.pending = None
@@ -269,5 +268,5 @@ class Synchronizer(Replica):
             f = self.fragments[number]
             pairs = list(zip(f.pieces, f.anchors, strict=True))
             mine, mean = ([p[k][x.name].to(a.device, copy=True) for x, a in pairs] for k in ("mine", "mean"))
-            self.pending = Pending([number], p["due"], Landing([f], [mean], [mine], self.outer, {}))
+            self.pending = Landing([f], [mean], [mine], self.outer, p["due"])
         return saved

@@ -7,39 +7,32 @@ from typing import Any
 
 import torch
 
-from codec import Status, view
+from codec import ArgumentError, CodecError, PeerError, Status, view
 from codec.specs import Spec
 from codec.torch.replicas.fragment import split
-from codec.torch.replicas.mean import Problem, Term
 from codec.torch.replicas.model import Parameters, parameters_of
-from codec.torch.replicas.ranks import Ranks, SkippedStep
+from codec.torch.replicas.ranks import MeanTerm, Ranks
 
-BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...]], None]
+_Register = Callable[[Callable[..., None]], Any]
 
 
-def listen_before(optimizers: Sequence[torch.optim.Optimizer], call: BeforeStep) -> list[Any]:
-    """Call a bound method before each step of an optimizer; return the handles of the hooks.
+class SkippedStep(Exception):
+    """Reason why a rank does not take part in a mean of gradients: it has skipped the step of the optimizer."""
 
-    The hooks hold a weak reference to the method, so that its object can be freed; the hooks then do nothing.
+
+def listen(register: _Register, call: Callable[[torch.optim.Optimizer, tuple[Any, ...]], None]) -> Any:
+    """Register a bound method as a hook of an optimizer's steps, and return the handle of the hook.
+
+    `register` is a method of the optimizer. The hook holds a weak reference to the method, so that its object can be
+    freed; the hook then does nothing.
     """
     method = weakref.WeakMethod(call)
 
-    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (alive := method()) is not None:
             alive(optimizer, (*args, *kwargs.values()))
 
-    return [each.register_step_pre_hook(before) for each in optimizers]
-
-
-def listen_after(optimizers: Sequence[torch.optim.Optimizer], call: Callable[[], None]) -> list[Any]:
-    """Call a bound method after each step of an optimizer, as :func:`listen_before` does before it."""
-    method = weakref.WeakMethod(call)
-
-    def after(*_: Any) -> None:
-        if (alive := method()) is not None:
-            alive()
-
-    return [each.register_step_post_hook(after) for each in optimizers]
+    return register(hook)
 
 
 class Warmup:
@@ -66,111 +59,95 @@ class Warmup:
     def before_step(self, ranks: Ranks, step: int, optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
         """Average the gradients of an optimizer, or set them to None if a rank has skipped its step.
 
-        Parameters
-        ----------
-        ranks : Ranks
-            The ranks.
-        step : int
-            Number of steps so far.
-        optimizer : Optimizer
-            One of the optimizers.
-        arguments : sequence
-            Arguments of its method `step`.
+        `arguments` are those of the optimizer's method `step`.
 
         Raises
         ------
         ArgumentError
-            The gradients cannot be averaged: see :func:`average_gradients`.
+            The gradients cannot be averaged: see :func:`error_of` and :func:`_gather`.
         PeerError
             Another rank has raised one of these errors, or is lost. Gradients are unchanged.
         """
         turn = next(i for i, each in enumerate(self._optimizers) if each is optimizer)
         mine = set(parameters_of(optimizer))
         some = {name: p for name, p in self._parameters.items() if p in mine}
-        problem = problem_of(optimizer, arguments)
+        error = error_of(optimizer, arguments)
         while turn not in self._skipped:
-            try:
-                average_gradients(some, ranks, self._spec, problem, step, turn)
-            except SkippedStep as e:
-                self._skipped.add(e.turn)
-            else:
+            if self._average(ranks, some, step, turn, error):
                 self._averaged.add(turn)
                 return
-        if problem is None:  # otherwise this rank's optimizer skips the step itself, and the gradients stay
+        if error is None:  # otherwise this rank's optimizer skips the step itself, and the gradients stay
             for p in some.values():
                 p.grad = None
 
     def end_step(self, ranks: Ranks, step: int) -> None:
         """Wait for the ranks that average gradients of an optimizer whose step this rank has skipped."""
         end = len(self._optimizers)
-        absent = Problem("the optimizer has taken no step", skipped=True)
         while len(self._averaged | self._skipped) < end and end not in self._skipped:
-            try:
-                average_gradients({}, ranks, self._spec, absent, step, end)
-            except SkippedStep as e:
-                self._skipped.add(e.turn)
+            self._average(ranks, {}, step, end, SkippedStep("the optimizer has taken no step"))
         self._averaged.clear()
         self._skipped.clear()
 
+    def _average(
+        self, ranks: Ranks, parameters: Parameters, step: int, turn: int, error: ArgumentError | SkippedStep | None
+    ) -> bool:
+        """Average gradients; if a rank has skipped the step, and no rank has an error, return False on all ranks.
 
-def problem_of(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> Problem | None:
+        The cause of a failed collective may be a skipped step, although another rank has an error. So the ranks meet
+        again, and those that have an error report it.
+        """
+        try:
+            average_gradients(parameters, ranks, self._spec, error, step, turn)
+        except (CodecError, SkippedStep) as e:
+            if isinstance(e, PeerError) and not ranks.connected:
+                raise
+            own = None if isinstance(e, PeerError | SkippedStep) else e
+            skips = int(isinstance(e, SkippedStep))
+            reports = ranks.agreed(ranks.call, {}, [turn, skips], error=own)
+            turns = [theirs for theirs, _ in reports]
+            if len(set(turns)) == 1 and not any(skipped for _, skipped in reports):
+                raise
+            self._skipped.add(min(turns))
+            return False
+        return True
+
+
+def error_of(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> ArgumentError | SkippedStep | None:
     """Return the reason why gradients cannot be averaged before a step of an optimizer; None if they can be averaged.
 
     A GradScaler calls the step of a fused optimizer even if gradients overflowed. The gradients are then still scaled,
     unless the program called ``unscale_``.
     """
     if any(callable(x) for x in arguments):
-        return Problem(
+        return ArgumentError(
             "optimizer.step(closure) cannot be used with warmup=, which averages gradients before step(): pass warmup=0"
         )
     overflow = getattr(optimizer, "found_inf", None)
     if overflow is not None and bool(overflow):
-        return Problem("gradients overflowed", skipped=True)
+        return SkippedStep("gradients overflowed")
     if getattr(optimizer, "grad_scale", None) is not None:
-        return Problem("the gradients are scaled by a GradScaler: call scaler.unscale_(optimizer) before scaler.step()")
+        return ArgumentError(
+            "the gradients are scaled by a GradScaler: call scaler.unscale_(optimizer) before scaler.step()"
+        )
     return None
 
 
 @torch.no_grad()
 def average_gradients(
-    parameters: Parameters, ranks: Ranks, spec: Spec, problem: Problem | None, step: int = 0, turn: int = 0
+    parameters: Parameters, ranks: Ranks, spec: Spec, error: Exception | None, step: int, turn: int
 ) -> None:
-    """Replace the gradients by their means over all ranks.
+    """Replace the gradients of optimizer number `turn` by their means over all ranks, unless this rank has an `error`.
 
-    A gradient that is None counts as zeros. It stays None if the mean is zero everywhere.
-
-    Parameters
-    ----------
-    parameters : dict of str to Parameter
-        Parameters by name.
-    ranks : Ranks
-        The ranks.
-    spec : Spec
-        Codec of the gradients.
-    problem : Problem or None
-        Reason why this rank cannot take part.
-    step : int
-        Number of steps so far, which is the number of the random stream that the codec rounds with.
-    turn : int
-        Number of the optimizer.
-
-    Raises
-    ------
-    ArgumentError
-        `problem` is not None; or a gradient is sparse, or holds NaN or Inf.
-    PeerError
-        Another rank has raised one of these errors, or is lost. Gradients are unchanged.
-    SkippedStep
-        A rank has skipped the step. Gradients are unchanged.
+    A gradient that is None counts as zeros. It stays None if the mean is zero everywhere. `step`, the number of steps
+    so far, is the number of the random stream that the codec rounds with. After an error gradients are unchanged.
     """
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     device = next(iter(parameters.values())).device if parameters else None
     flat = torch.zeros(sum(map(prod, shapes.values())), dtype=torch.float32, device=device)
     parts = split(flat, shapes.values())
-    if problem is None:
-        problem = _gather(parameters, parts)
-    terms = [] if problem else [Term(view(flat, segments=shapes), spec, stream=step)]
-    ranks.mean(terms, problem, f"gradients of optimizer {turn} in step {step}", turn)
+    error = error or _gather(parameters, parts)
+    terms = [] if error else [MeanTerm(view(flat, segments=shapes), spec, stream=step)]
+    ranks.wait(ranks.begin(terms, error, f"gradients of optimizer {turn} in step {step}"))
     for p, part in zip(parameters.values(), parts, strict=True):
         if p.grad is not None:
             p.grad.copy_(part)
@@ -178,14 +155,16 @@ def average_gradients(
             p.grad = part.to(p.dtype, copy=True)
 
 
-def _gather(parameters: Parameters, parts: Sequence[torch.Tensor]) -> Problem | None:
-    """Copy gradients to the parts of a flat tensor; return the first problem with a gradient, or None."""
+def _gather(parameters: Parameters, parts: Sequence[torch.Tensor]) -> ArgumentError | None:
+    """Copy gradients to the parts of a flat tensor; return the error of a gradient that cannot be sent, or None."""
     for (name, p), part in zip(parameters.items(), parts, strict=True):
         if p.grad is None:
             continue
         if p.grad.layout != torch.strided:
-            return Problem(f"the gradient of {name!r} is sparse: warmup= needs dense gradients")
+            return ArgumentError(f"the gradient of {name!r} is sparse: warmup= needs dense gradients")
         part.copy_(p.grad)
         if not (bool(part.sum().isfinite()) or bool(part.isfinite().all())):
-            return Problem(f"the gradient of {name!r} holds NaN or Inf: no gradient was changed", Status.NONFINITE)
+            return ArgumentError(
+                f"the gradient of {name!r} holds NaN or Inf: no gradient was changed", Status.NONFINITE
+            )
     return None

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from codec import Status, view
+from codec import ArgumentError, Status, view
 from codec.specs import Lossless, Spec
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.replicas import residuals
 from codec.torch.replicas.fragment import Fragment, split
-from codec.torch.replicas.masters import Masters
-from codec.torch.replicas.mean import Problem, Term
+from codec.torch.replicas.model import Masters
+from codec.torch.replicas.ranks import MeanTerm
 
 
 class Changes:
@@ -31,6 +31,8 @@ class Changes:
     ----------
     parts : list of list of tensor
         By fragment, the change of each piece. After the collective they hold the mean changes.
+    means : dict of str to tensor
+        Value of each buffer. After the collective they are the means.
     norm : float
         Euclidean norm of all changes of this rank.
     """
@@ -39,8 +41,7 @@ class Changes:
         self._pieces = [piece for f in fragments for piece in f.pieces]
         coded = [piece for piece in self._pieces if not piece.exact]
         exact = [piece for piece in self._pieces if piece.exact]
-        self._buffers = {name: tuple(b.shape) for name, b in buffers.items()}
-        shapes = [*(piece.shape for piece in exact), *self._buffers.values(), (1,)]
+        shapes = [*(piece.shape for piece in exact), *(tuple(b.shape) for b in buffers.values()), (1,)]
         device = next(iter([*(p.values for p in self._pieces), *buffers.values()])).device
         self._coded = torch.empty(sum(piece.n for piece in coded), dtype=torch.float32, device=device)
         self._exact = torch.empty(sum(map(prod, shapes)), dtype=torch.float32, device=device)
@@ -52,8 +53,8 @@ class Changes:
         for f, parts in zip(fragments, self.parts, strict=True):
             for x, place in zip(f.differences(masters), parts, strict=True):
                 place.copy_(x)
-        self._means = dict(zip(self._buffers, views[len(exact) : -1], strict=True))
-        for name, place in self._means.items():
+        self.means = dict(zip(buffers, views[len(exact) : -1], strict=True))
+        for name, place in self.means.items():
             place.copy_(buffers[name].detach())
         self.norm = (
             float(torch.stack([x.double().square().sum() for x in self._all()]).sum().sqrt()) if coded + exact else 0.0
@@ -64,18 +65,18 @@ class Changes:
     def _all(self) -> list[torch.Tensor]:
         return [x for parts in self.parts for x in parts]
 
-    def problem(self, step: int) -> Problem | None:
-        """Return the reason why the values cannot be sent: NaN or Inf; None if they can be sent."""
+    def error(self, step: int) -> ArgumentError | None:
+        """Return the error of values that cannot be sent, NaN or Inf; None if they can be sent."""
         if not self.norm < float("inf"):
             pairs = zip(self._pieces, self._all(), strict=True)
             if name := next((piece.name for piece, x in pairs if not bool(x.isfinite().all())), None):
-                return Problem(
+                return ArgumentError(
                     f"parameter {name!r} holds NaN or Inf after step {step}: no rank was changed; load a checkpoint, "
                     "or lower the learning rate",
                     Status.NONFINITE,
                 )
-        if name := next((name for name, x in self._means.items() if bool(x.isnan().any())), None):
-            return Problem(f"buffer {name!r} holds NaN: no rank was changed", Status.NONFINITE)
+        if name := next((name for name, x in self.means.items() if bool(x.isnan().any())), None):
+            return ArgumentError(f"buffer {name!r} holds NaN: no rank was changed", Status.NONFINITE)
         return None
 
     def add_residuals(self, feedback: Feedback, size: int) -> None:
@@ -83,17 +84,13 @@ class Changes:
         parts = {piece.name: x for piece, x in zip(self._pieces, self._all(), strict=True) if not piece.exact}
         residuals.add_to(feedback, parts, size)
 
-    def terms(self, spec: Spec, feedback: Feedback | None, stream: int, algorithm: str) -> list[Term]:
-        """Return the terms of the collective. All but `spec` are as in :class:`Term`; small parameters are lossless."""
+    def terms(self, spec: Spec, feedback: Feedback | None, stream: int, algorithm: str) -> list[MeanTerm]:
+        """Return the terms of the collective. Small parameters are lossless."""
         coded: Any = view(self._coded, segments=self._segments)
-        found = [Term(self._exact, Lossless())]
+        found = [MeanTerm(self._exact, Lossless())]
         if len(self._coded):
-            found.insert(0, Term(coded, spec, feedback, stream, algorithm))
+            found.insert(0, MeanTerm(coded, spec, feedback, stream, algorithm))
         return found
-
-    def buffer_means(self) -> dict[str, torch.Tensor]:
-        """Return the mean of each buffer by name, after the collective."""
-        return self._means
 
     def agreement(self) -> float:
         """Return the norm of the mean change, divided by the mean of the ranks' norms, after the collective.

@@ -1,20 +1,20 @@
 """Fragments of a model, each of which is synchronized as a whole, and their values at the last synchronization."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 
 from codec import ArgumentError
-from codec.torch.replicas.masters import Masters
-from codec.torch.replicas.model import Parameters
+from codec.torch.replicas.model import Masters, Parameters
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """Parameter, or some rows of a parameter, that belongs to one fragment."""
+class ParameterRows:
+    """Parameter, or some of its rows, that belongs to one fragment: a piece of the fragment."""
 
     name: str  # name of the parameter, followed by "[begin:end]" if the piece has only these rows
     parameter: torch.nn.Parameter
@@ -29,6 +29,10 @@ class Piece:
     def values(self) -> torch.Tensor:
         """Current values, which share the memory of the parameter."""
         return self.of(self.parameter.detach())
+
+    def copies(self, masters: Masters) -> list[torch.Tensor]:
+        """Return the parts of the parameter's copies that belong to this piece."""
+        return [self.of(x) for x in masters.get(self.parameter, ())]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,7 +53,7 @@ class Fragment:
 
     Parameters
     ----------
-    pieces : sequence of Piece
+    pieces : sequence of ParameterRows
         Pieces of the fragment.
 
     Attributes
@@ -61,7 +65,7 @@ class Fragment:
         anchors since; otherwise None.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[ParameterRows]) -> None:
         self.pieces = list(pieces)
         self.n = sum(piece.n for piece in self.pieces)
         self.anchors = [torch.nn.Parameter(_anchor_of(piece)) for piece in self.pieces]
@@ -77,7 +81,7 @@ class Fragment:
     def restore(self, masters: Masters) -> None:
         """Set the parameters, and their copies in optimizers, to the anchors."""
         for piece, anchor in zip(self.pieces, self.anchors, strict=True):
-            for x in (piece.values, *masters.of(piece)):
+            for x in (piece.values, *piece.copies(masters)):
                 x.copy_(anchor)
 
     @torch.no_grad()
@@ -99,13 +103,13 @@ class Fragment:
         return any(bool(difference(piece, anchor, masters).any()) for piece, anchor in pairs)
 
 
-def difference(piece: Piece, anchor: torch.Tensor, masters: Masters) -> torch.Tensor:
+def difference(piece: ParameterRows, anchor: torch.Tensor, masters: Masters) -> torch.Tensor:
     """Return the change of a piece since it had the values of an anchor, in the dtype of the anchor."""
-    x = next(iter(masters.of(piece)), piece.values)
+    x = next(iter(piece.copies(masters)), piece.values)
     return x.to(anchor) - anchor.to(x.dtype).to(anchor.dtype)
 
 
-def _anchor_of(piece: Piece) -> torch.Tensor:
+def _anchor_of(piece: ParameterRows) -> torch.Tensor:
     x = piece.values
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=True).contiguous()
 
@@ -134,41 +138,26 @@ def cut(parameters: Parameters, exact: Iterable[torch.nn.Parameter], count: int)
     rows = {name: len(p) if p.dim() > 1 else 1 for name, p in parameters.items()}
     if (most := sum(rows.values())) < count:
         raise ArgumentError(f"fragments={count} cannot be made of {most} rows of parameters: use fewer fragments")
-    # Boundaries are counted in rows of all parameters, one after the other; sizes[i] is the number of values of row i
-    sizes = [p.numel() // rows[name] for name, p in parameters.items()]
     counts = list(rows.values())
-    ends = _boundaries(counts, sizes, count)
-    fragments: list[list[Piece]] = [[] for _ in range(count)]
+    # Number of values up to the end of each row, of all parameters one after the other
+    values = np.repeat([p.numel() // n for p, n in zip(parameters.values(), counts, strict=True)], counts).cumsum()
+    ends = [0]
+    for k in range(1, count):
+        nearest = int(np.abs(values - values[-1] * k / count).argmin()) + 1
+        ends.append(min(max(nearest, ends[-1] + 1), most - (count - k)))  # each fragment has at least one row
+    ends.append(most)
+    fragments: list[list[ParameterRows]] = [[] for _ in range(count)]
     first = 0  # number of the first row of the parameter
     for (name, p), n in zip(parameters.items(), counts, strict=True):
-        for pieces, (begin, end) in zip(fragments, itertools.pairwise([0, *ends]), strict=True):
+        for pieces, (begin, end) in zip(fragments, itertools.pairwise(ends), strict=True):
             a, b = max(begin, first) - first, min(end, first + n) - first
             if a >= b:
                 continue
             whole = b - a == n
             label = name if whole else f"{name}[{a}:{b}]"
-            pieces.append(Piece(label, p, None if whole else slice(a, b), p in lossless))
+            pieces.append(ParameterRows(label, p, None if whole else slice(a, b), p in lossless))
         first += n
     return [Fragment(pieces) for pieces in fragments]
-
-
-def _boundaries(counts: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
-    """Return the number of rows before the end of each of `count` fragments.
-
-    `counts` and `sizes` are, for each parameter, the number of rows, and of values of a row.
-    """
-    total, rows = sum(c * s for c, s in zip(counts, sizes, strict=True)), sum(counts)
-    ends: list[int] = []
-    for k in range(1, count):
-        at, row = total * k / count, 0
-        for c, s in zip(counts, sizes, strict=True):
-            if at <= c * s:
-                row += round(at / s)
-                break
-            at, row = at - c * s, row + c
-        least = ends[-1] + 1 if ends else 1
-        ends.append(min(max(row, least), rows - (count - k)))  # each fragment has at least one row
-    return [*ends, rows]
 
 
 def split(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Tensor]:
@@ -180,15 +169,3 @@ def split(flat: torch.Tensor, shapes: Iterable[Sequence[int]]) -> list[torch.Ten
         found.append(flat[begin : begin + n].view(tuple(shape)))
         begin += n
     return found
-
-
-def anchors_by_name(fragments: Sequence[Fragment]) -> dict[str, torch.Tensor]:
-    """Return the anchor of each piece by name; they share the memory of the fragments."""
-    return {piece.name: anchor.detach() for f in fragments for piece, anchor in zip(f.pieces, f.anchors, strict=True)}
-
-
-def store(fragment: Fragment, values: Mapping[str, torch.Tensor]) -> None:
-    """Set the anchors of a fragment to values by name."""
-    with torch.no_grad():
-        for piece, anchor in zip(fragment.pieces, fragment.anchors, strict=True):
-            anchor.copy_(values[piece.name])

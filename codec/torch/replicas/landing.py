@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from codec.torch.replicas.fragment import Fragment, Piece, difference
-from codec.torch.replicas.masters import Masters
+from codec.torch.replicas.changes import Changes
+from codec.torch.replicas.fragment import Fragment, ParameterRows, difference
+from codec.torch.replicas.model import Masters
+from codec.torch.replicas.ranks import Flight
 from codec.torch.replicas.undone import Probe
 
 Tensors = list[torch.Tensor]
@@ -19,14 +21,17 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class Landing:
-    """Mean of a synchronization, to be applied to the parameters of this rank."""
+    """Synchronization that has started, and whose mean is to be applied to the parameters of this rank."""
 
     fragments: Sequence[Fragment]
     means: Sequence[Tensors]  # by fragment, for each piece: mean change over the ranks
     mine: Sequence[Tensors] | None  # this rank's changes when the synchronization started; None: those until now
     outer: torch.optim.Optimizer | None  # optimizer of the anchors that takes a step; None: the mean is added
-    buffers: Mapping[str, torch.Tensor]  # mean of each averaged buffer, by name
+    due: int | None = None  # step after which the mean is applied; None: as soon as it is known
     is_exact: bool = False  # True: residuals were sent, so that none remain
+    changes: Changes | None = None  # values of the collective; None: the mean is from a checkpoint
+    flight: Flight | None = None  # collective in flight; None if the mean is known
+    former: int = 0  # number of steps of the round that ended with this synchronization; 0: none has ended
     before: Sequence[Tensors] | None = None  # anchors before the mean is applied
     state: dict[Any, Any] | None = None  # state of the outer optimizer before its step
     moved: bool = False  # True: the anchors, and the outer optimizer, are those after this synchronization
@@ -56,7 +61,7 @@ class Landing:
             self._undo()
         self.before = [[a.detach().clone() for a in f.anchors] for f in self.fragments]
         if self.outer is not None:
-            self.state = _copied(self.outer)
+            self.state = _copied(self.outer.state)
         try:
             for f, mean in zip(self.fragments, self.means, strict=True):
                 self._move(f, mean)
@@ -86,23 +91,24 @@ class Landing:
                 anchor.copy_(old)
         if self.outer is not None and self.state is not None:
             self.outer.zero_grad()
-            _restore(self.outer, self.state)
+            self.outer.state.clear()
+            self.outer.state.update(_copied(self.state))
 
     @torch.no_grad()
     def write(self, masters: Masters) -> None:
-        """Set the parameters, their copies in optimizers, and the buffers. This can be repeated after an error."""
+        """Set the parameters and their copies in optimizers. This can be repeated after an error."""
         assert self.before is not None
         if self.written:
             return
         self.targets = []
-        pieces: list[tuple[Piece, torch.Tensor]] = []
+        pieces: list[tuple[ParameterRows, torch.Tensor]] = []
         for i, (f, before) in enumerate(zip(self.fragments, self.before, strict=True)):
             for k, (piece, anchor) in enumerate(zip(f.pieces, f.anchors, strict=True)):
                 target = anchor.detach()
                 if self.mine is not None:  # keep the changes of later steps
                     target = target + (difference(piece, before[k], masters) - self.mine[i][k].to(anchor))
                 pieces.append((piece, target))
-                self.targets += [(x, target) for x in (piece.values, *masters.of(piece))]
+                self.targets += [(x, target) for x in (piece.values, *piece.copies(masters))]
         self.probe = Probe(pieces)
         try:
             self._store()
@@ -116,23 +122,9 @@ class Landing:
         self.written = True
 
 
-def carry(fragments: Sequence[Fragment]) -> None:
-    """Record the anchors as those of the last step of an outer optimizer, before other means are added to them."""
-    for f in fragments:
-        if f.bases is None:
-            f.bases = [a.detach().clone() for a in f.anchors]
-
-
-def _copied(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+def _copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a copy of an optimizer's state, by parameter."""
     return {
         p: {k: x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x) for k, x in entries.items()}
-        for p, entries in optimizer.state.items()
+        for p, entries in state.items()
     }
-
-
-def _restore(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-    """Set an optimizer's state to a copy that :func:`_copied` has returned."""
-    optimizer.state.clear()
-    for p, entries in state.items():
-        optimizer.state[p] = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in entries.items()}

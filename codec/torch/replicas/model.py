@@ -1,6 +1,11 @@
-"""Find and check the parameters and buffers of a model that LocalSteps synchronizes."""
+"""Find and check the parameters and buffers of a model that LocalSteps synchronizes, and copies of the parameters.
 
-from collections.abc import Mapping, Sequence
+Copies are entries in the states of optimizers, such as float32 masters of bfloat16 parameters. An optimizer that
+computes its steps from such a copy overwrites the parameter with the rounded copy. So whoever sets a parameter must set
+the copies, too.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +17,7 @@ from codec.arguments import shown
 from codec.optimizers.from_torch import unwrapped
 
 Parameters = dict[str, torch.nn.Parameter]
+Masters = Mapping[torch.nn.Parameter, Sequence[torch.Tensor]]  # copies by parameter, the most precise one first
 
 
 def module_of(model: Any) -> torch.nn.Module:
@@ -146,3 +152,37 @@ def change_of(module: torch.nn.Module, known: Mapping[str, torch.nn.Parameter]) 
                 "local.synchronize(), and create a new LocalSteps"
             )
     return ""
+
+
+def masters_of(parameters: Iterable[torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> Masters:
+    """Return the entries of optimizer states that equal the parameters, rounded to the dtypes of the parameters.
+
+    An entry counts as a copy if it equals the parameter for all parameters that have this entry, and is not zero
+    everywhere: a momentum may be zero for a parameter that is zero.
+    """
+    found: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
+    some = list(parameters)
+    for optimizer in optimizers:
+        entries: dict[str, list[tuple[torch.nn.Parameter, torch.Tensor]]] = {}
+        for p in some:
+            for key, x in optimizer.state.get(p, {}).items():
+                if isinstance(x, torch.Tensor) and x.shape == p.shape:
+                    entries.setdefault(str(key), []).append((p, x))
+        for pairs in entries.values():
+            if all(_is_copy(x, p) for p, x in pairs) and any(bool(p.any()) for p, _ in pairs):
+                for p, x in pairs:
+                    found.setdefault(p, []).append(x.detach())
+    return {p: sorted(copies, key=lambda x: torch.finfo(x.dtype).eps) for p, copies in found.items()}
+
+
+def _is_copy(x: torch.Tensor, p: torch.Tensor) -> bool:
+    """Return True if a tensor with the shape of a parameter has its values, in a dtype of at least its precision."""
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and not x.is_meta
+    if (
+        not plain
+        or x.data_ptr() == p.data_ptr()
+        or not x.dtype.is_floating_point
+        or torch.finfo(x.dtype).eps > torch.finfo(p.dtype).eps
+    ):
+        return False
+    return torch.equal(x.detach().to(p.dtype).to(p.device), p.detach())

@@ -1,36 +1,52 @@
-"""Collectives of LocalSteps: means over the ranks of a group. If one fails, all ranks learn the cause."""
+"""Collectives of the ranks that train replicas of a model: means, agreements and bytes."""
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from codec import ArgumentError, CallOptions, CodecError, PeerError, Status
-from codec.arguments import shown
+from codec import ArgumentError, CallOptions, CodecError
+from codec.specs import Spec
+from codec.torch.collectives.agreed import agreed
 from codec.torch.collectives.bytes import exchange
-from codec.torch.group.communicator import group_stats
+from codec.torch.feedback.feedback import Feedback
+from codec.torch.feedback.turn import Turn, named
+from codec.torch.group.communicator import Communicator, communicator_of, group_stats, key_of, start
 from codec.torch.group.work import Work
-from codec.torch.replicas import mean
-from codec.torch.replicas.mean import Problem, Term
+from codec.torch.reduction.arguments import check_output, publish, reduction_of, unwrapped
+from codec.torch.reduction.execution import Planned, algorithm_of, choose, run_several, settle
+from codec.torch.reduction.table import SENDERS, check_request
+from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 
-_MOST_SHOWN = 400  # maximum number of characters of another rank's text that are shown
 
+@dataclass(frozen=True)
+class MeanTerm:
+    """Float32 values whose mean over all ranks replaces them.
 
-class SkippedStep(Exception):
-    """Raised on all ranks if a rank has skipped the step of an optimizer in the warm-up, so that all ranks skip it.
-
-    Parameters
+    Attributes
     ----------
-    turn : int
-        Number of the optimizer; the number of optimizers if all ranks have ended the step.
+    values : torch.Tensor or View
+        Contiguous values.
+    spec : Spec
+        Codec.
+    feedback : Feedback or None
+        Error feedback. A Feedback can serve only one term of a collective.
+    stream : int
+        Number of the random stream that the codec rounds with.
+    algorithm : {"", "senders"}
+        "": that of the options; "senders": divide the sum of a value by the number of ranks whose frame has a nonzero
+        value there.
     """
 
-    def __init__(self, turn: int) -> None:
-        super().__init__(f"a rank has skipped the step of optimizer {turn}")
-        self.turn = turn
+    values: Any
+    spec: Spec
+    feedback: Feedback | None = None
+    stream: int = 0
+    algorithm: str = ""
 
 
 @dataclass
@@ -38,8 +54,6 @@ class Flight:
     """Collective that computes means over ranks in the background."""
 
     work: Work
-    problem: Problem | None  # reason why this rank does not take part; None: it takes part
-    turn: int  # number of the optimizer whose gradients are averaged
     before: Counters  # totals of the group's traffic when the collective started
 
 
@@ -56,8 +70,6 @@ class Ranks:
 
     Attributes
     ----------
-    given_options : CallOptions
-        The argument `options`.
     call : str
         Call of the program in which this rank is, for the errors of ranks that are in another call.
 
@@ -68,170 +80,90 @@ class Ranks:
     """
 
     def __init__(self, group: Any, options: CallOptions) -> None:
-        self.group = group_of(group)
+        self.group = key_of(group)
+        if self.group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ArgumentError("this rank is not in group=: create LocalSteps only on ranks of the group")
         self.rank, self.size = self.group.rank(), self.group.size()
-        self.given_options = options
         self.options = options.over(CallOptions(algorithm="all_gather" if self.size == 2 else "two_shot"))
         self.call = "LocalSteps()"
         self.traffic = Counters()  # traffic of all means so far
 
-    def mean(self, terms: Sequence[Term], problem: Problem | None, item: str = "", turn: int = 0) -> None:
-        """Replace the values of all terms by their means over all ranks.
+    def begin(self, terms: Sequence[MeanTerm], error: Exception | None, item: str) -> Flight:
+        """Start to replace the values of all terms by their means over all ranks, on all ranks or on none.
 
         Parameters
         ----------
-        terms : sequence of Term
-            Values.
-        problem : Problem or None
-            Reason why this rank cannot take part. If it is not None, all ranks raise an error, and no values are sent.
+        terms : sequence of MeanTerm
+            Values; equal specs and numbers of values on all ranks. They are unchanged after an error on any rank.
+        error : Exception or None
+            Reason why this rank cannot take part, which :meth:`wait` raises. Other ranks raise PeerError with its text.
         item : str
             Text that must be equal on all ranks.
-        turn : int
-            Number of the optimizer whose gradients are averaged.
-
-        Raises
-        ------
-        ArgumentError
-            `problem` is not None.
-        SkippedStep
-            A rank has skipped its step, and no rank has an error.
-        CodecError
-            Another rank has a problem, which the message names, or the collective has failed. All values are unchanged.
         """
-        self.wait(self.begin(terms, problem, item, turn))
+        options, requested = self.options, algorithm_of(self.options)
 
-    def begin(self, terms: Sequence[Term], problem: Problem | None, item: str = "", turn: int = 0) -> Flight:
-        """Start to compute the means of all terms, in the background; see :meth:`mean`."""
-        before = self.counters()
-        work = mean.begin(terms, problem, item, group=self.group, options=self.options)
-        return Flight(work, problem, turn, before)
+        async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
+            if error is not None:
+                raise error
+            async with AsyncExitStack() as stack:
+                turns = [await stack.enter_async_context(Turn(term.feedback, comm.channel)) for term in terms]
+                planned: list[Planned] = []
+                for term, turn in zip(terms, turns, strict=True):
+                    values, segments = unwrapped(term.values)
+                    check_output(values, torch.float32, values.numel(), "the tensor")
+                    r = reduction_of(values, term.spec, "mean", term.stream, segments=segments, settings=options)
+                    check_request(requested, r.spec, r.op, feedback=term.feedback is not None)
+                    algorithm = SENDERS if term.algorithm == "senders" else choose(requested, r, comm.channel)
+                    if term.feedback is not None:
+                        turn.begin(r, named(term.values, r), algorithm)
+                    planned.append((r, algorithm))
+                results = await run_several(collective, requested, planned, item)
+                for r, _ in planned:
+                    await settle(collective, r)
+                await collective.agree()
+                collective.counters.raw_nbytes += sum(r.x.nbytes for r, _ in planned)
+                collective.counters.frame_collectives += 1
+                with collective.storing():
+                    for term, turn, result, (r, _) in zip(terms, turns, results, planned, strict=True):
+                        publish(result, r, unwrapped(term.values)[0])
+                        turn.commit()
+            return []
+
+        before = group_stats(self.group)
+        return Flight(start("LocalSteps", self.group, options.timeout, True, work), before)
 
     def wait(self, flight: Flight) -> None:
-        """Wait for means that :meth:`begin` has started, on all ranks; raise the errors of :meth:`mean`."""
+        """Wait for means that :meth:`begin` has started.
+
+        Raises
+        ------
+        CodecError
+            This or another rank has an error, which the message names, or the collective has failed.
+        """
         try:
             flight.work.wait()
-        except CodecError as e:
-            self._count(flight.before)
-            raise self._explained(e, flight.problem, flight.turn) from e
-        self._count(flight.before)
+        finally:
+            if flight.work.is_completed():
+                self.traffic.add(group_stats(self.group) - flight.before)
 
-    def compare(self, flags: Sequence[bool]) -> list[list[bool]]:
-        """Send flags to all ranks, and return those of each rank, as many; all ranks must be in the same call.
+    def agreed(
+        self, name: str, fields: Mapping[str, str], numbers: Sequence[int] = (), *, error: Exception | None = None
+    ) -> list[list[int]]:
+        """Compare arguments, and return the numbers of each rank; see :func:`codec.torch.collectives.agreed.agreed`."""
+        return agreed(f"{name} of LocalSteps", fields, numbers, group=self.group, options=self.options, error=error)
 
-        Raises
-        ------
-        PeerError
-            A rank is in another call, or is lost.
-        """
-        try:
-            notes = self.exchange({"call": self.call, "compared": list(flags)})
-        except CodecError as e:
-            raise self._explained(e, None, 0) from e
-        if error := self._other_call(notes):
-            raise error
-        found = [note.get("compared") for note in notes]
-        for rank, theirs in enumerate(found):
-            if not isinstance(theirs, list) or [type(x) for x in cast(list[Any], theirs)] != [bool] * len(flags):
-                raise PeerError(f"rank {rank} has sent something else than flags: use the same version on all ranks")
-        return cast(list[list[bool]], found)
+    def fail(self, error: Exception) -> None:
+        """End the collective that the other ranks begin now, in which this rank cannot take part, by its error."""
+        with suppress(type(error), CodecError):  # the caller raises an error in any case
+            self.agreed("failure", {}, error=error)
 
-    def _other_call(self, notes: Sequence[Mapping[str, Any]]) -> PeerError | None:
-        """Return the error to raise if a rank is in another call than this rank; else None."""
-        for rank, theirs in enumerate(notes):
-            if theirs.get("call") != self.call:
-                return PeerError(
-                    f"rank {rank} is in {_line(theirs.get('call', 'another call'))}, and this rank in {self.call}: all "
-                    "ranks must call step() equally often, and then finish()"
-                )
-        return None
+    def send(self, data: bytes, source: int, receivers: Sequence[int]) -> bytes:
+        """Send bytes from rank `source` to `receivers`; return them there, and b"" on other ranks."""
+        sends = self.rank == source
+        bodies = [data if sends and rank in receivers else b"" for rank in range(self.size)]
+        return exchange(bodies, group=self.group, options=self.options)[source]
 
-    def _explained(self, error: CodecError, problem: Problem | None, turn: int) -> Exception:
-        """Return the error to raise for a collective that has failed on all ranks, with the cause that a rank reports.
-
-        The ranks exchange their causes. If this exchange fails, too, return `error`.
-        """
-        if problem is None and not isinstance(error, PeerError):
-            problem = Problem(str(error), error.code)
-        note: dict[str, Any] = {"call": self.call, "turn": turn}
-        if problem is not None:
-            note |= {"text": problem.text, "code": problem.code, "skipped": problem.skipped}
-        try:
-            notes = self.exchange(note)
-        except CodecError:
-            return error
-        if problem is not None and not problem.skipped:
-            return error if str(error) == problem.text else ArgumentError(problem.text, problem.code)
-        for rank, theirs in enumerate(notes):
-            if theirs.get("text") and not theirs.get("skipped"):
-                return PeerError(f"rank {rank}: {_line(theirs['text'])}", _status(theirs.get("code")))
-        if other := self._other_call(notes):
-            return other
-        turns = [theirs.get("turn") for theirs in notes]
-        if any(type(x) is not int for x in turns):
-            return error
-        skips = any(theirs.get("skipped") for theirs in notes) or len(set(turns)) > 1
-        return SkippedStep(min(cast(list[int], turns))) if skips else error
-
-    def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Send a dict, in types that JSON supports, to all ranks; return the dict of each rank.
-
-        Raises
-        ------
-        PeerError
-            A rank is lost, or its message is no dict in JSON.
-        """
-        data = json.dumps(message).encode()
-        return [_parsed(rank, each) for rank, each in enumerate(self.exchange_bytes([data] * self.size))]
-
-    def exchange_bytes(self, data: Sequence[Any]) -> list[bytes]:
-        """Send ``data[i]`` to rank i, and return the bytes that each rank has sent to this rank."""
-        return exchange(data, group=self.group, options=self.options)
-
-    def counters(self) -> Counters:
-        """Return the traffic of the group so far."""
-        return group_stats(self.group)
-
-    def _count(self, before: Counters) -> None:
-        """Add the traffic of the group since `before` to :attr:`traffic`."""
-        self.traffic.add(self.counters() - before)
-
-
-def group_of(group: Any) -> dist.ProcessGroup:
-    """Return a process group; None stands for the group of all ranks.
-
-    Raises
-    ------
-    ArgumentError
-        `group` is no process group, this rank is not in it, or torch.distributed is not initialized.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ArgumentError("torch.distributed is not initialized: call init_process_group first")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ArgumentError("this rank is not in group=: create LocalSteps only on ranks of the group")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
-        raise ArgumentError(f"group must be a ProcessGroup or None, got {shown(group)}")
-    return found
-
-
-def _parsed(rank: int, data: bytes) -> dict[str, Any]:
-    """Parse a rank's message, which must be a dict in JSON; otherwise raise PeerError."""
-    try:
-        found: Any = json.loads(data)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise PeerError(
-            f"rank {rank} has sent something else than a message of LocalSteps: all ranks must create LocalSteps, and "
-            "call its methods, in the same order"
-        )
-    return cast(dict[str, Any], found)
-
-
-def _line(text: Any) -> str:
-    """Return another rank's text as one printable line of limited length."""
-    return "".join(c if c.isprintable() else " " for c in str(text)[:_MOST_SHOWN])
-
-
-def _status(code: Any) -> Status | None:
-    return Status(code) if type(code) is int and code in set(Status) else None
+    @property
+    def connected(self) -> bool:
+        """True unless a rank was lost, or a wait has exceeded the timeout."""
+        return not communicator_of(self.group).channel.closed

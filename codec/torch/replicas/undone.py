@@ -1,10 +1,10 @@
-"""Detect optimizers that overwrite synchronized parameters with copies that :class:`Masters` has not found."""
+"""Detect optimizers that overwrite synchronized parameters with copies that :func:`masters_of` has not found."""
 
 from collections.abc import Sequence
 
 import torch
 
-from codec.torch.replicas.fragment import Piece
+from codec.torch.replicas.fragment import ParameterRows
 
 _MOST = 64  # maximum number of values of a parameter that are compared
 _CLOSE = 0.25  # share of the distance to the synchronized values below which a parameter counts as overwritten
@@ -16,11 +16,11 @@ class Probe:
 
     Parameters
     ----------
-    targets : sequence of (Piece, torch.Tensor)
+    targets : sequence of (ParameterRows, torch.Tensor)
         Pieces that are about to be set, and their new values.
     """
 
-    def __init__(self, targets: Sequence[tuple[Piece, torch.Tensor]]) -> None:
+    def __init__(self, targets: Sequence[tuple[ParameterRows, torch.Tensor]]) -> None:
         self._samples = [(piece, _sample(piece.values), _sample(target)) for piece, target in targets]
 
     def overwritten(self) -> str:

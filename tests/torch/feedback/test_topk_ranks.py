@@ -135,12 +135,12 @@ def _local_steps(rank, size):
     model = local_training.net()
     optimizer, local = make(model)
     local_training.train(model, optimizer, rank, range(7), local.step)
-    assert local._training.state.feedback.decay == 0.9
+    assert local._state.feedback.decay == 0.9
     again = local_training.net()
     other, resumed = make(again)
     again.load_state_dict(model.state_dict())
     resumed.load_state_dict(through_a_file(local.state_dict()))
-    assert resumed._training.state.feedback.decay == 0.9
+    assert resumed._state.feedback.decay == 0.9
     for m, o, run in ((model, optimizer, local), (again, other, resumed)):
         local_training.train(m, o, rank, range(7, 14), run.step)
         run.finish()

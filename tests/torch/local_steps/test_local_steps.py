@@ -16,12 +16,13 @@ from support.local_training import (
     Linear,
     adam,
     flat,
-    local_steps,
     moved,
     net,
     parameter_bytes,
     push,
     raised,
+    started,
+    started_linear,
     train,
 )
 from support.ranks import run_ranks
@@ -30,9 +31,7 @@ from support.ranks import run_ranks
 
 
 def _trained(rank, size, spec, every, steps):
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=every, spec=spec)
+    model, optimizer, local = started(every=every, spec=spec)
     train(model, optimizer, rank, range(steps), local.step)
     local.finish()
     return flat(model)
@@ -79,12 +78,8 @@ def test_four_ranks_have_the_parameters_of_exact_means():
 
 
 def _pushed(rank, size, how, steps, exact=True):
-    model = Linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    local = local_steps(model, optimizer, **how)
-    for step in range(steps):
-        push(model, optimizer, rank, step)
-        local.step()
+    model, optimizer, local = started_linear(**how)
+    push(model, optimizer, rank, range(steps), local.step)
     local.finish(exact=exact)
     return flat(model), local.stats()
 
@@ -144,9 +139,7 @@ def test_stats_count_bytes_and_synchronizations(pool):
 
 
 def _after_finish(rank, size):
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, warmup=2)
+    model, optimizer, local = started(warmup=2)
     train(model, optimizer, rank, range(3), local.step)
     local.finish()
     train(model, optimizer, rank, range(1))  # finish() removed the hook: gradients are not averaged

@@ -8,32 +8,19 @@ import torch
 import codec
 import codec.torch
 from codec.torch.feedback.checkpoint import signed
-from support.local_training import EXACT, adam, nesterov, net, parameter_bytes, raised, state_bytes, train
+from support.local_training import (
+    EXACT,
+    adam,
+    log_records,
+    nesterov,
+    net,
+    parameter_bytes,
+    raised,
+    started,
+    state_bytes,
+    train,
+)
 from support.states import through_a_file
-
-
-def _resumed(rank, size, how, begin):
-    """Training resumed after `begin` of 12 steps, in a newly initialized model, equals uninterrupted training."""
-    model = net()
-    optimizer = adam(model)
-    local = codec.torch.LocalSteps(model, optimizer, **how)
-    train(model, optimizer, rank, range(begin), local.step)
-    saved_bytes = state_bytes(local)
-    saved = through_a_file([x.state_dict() for x in (model, optimizer, local)])
-    train(model, optimizer, rank, range(begin, 12), local.step)
-    local.finish()
-
-    again = net(seed=9)
-    optimizer2 = adam(again)
-    local2 = codec.torch.LocalSteps(again, optimizer2, **how)
-    for x, state in zip((again, optimizer2, local2), saved, strict=True):
-        x.load_state_dict(state)
-    assert local2.steps == begin
-    assert state_bytes(local2) == saved_bytes
-    train(again, optimizer2, rank, range(begin, 12), local2.step)
-    local2.finish()
-    return parameter_bytes(model), parameter_bytes(again), state_bytes(local) == state_bytes(local2)
-
 
 CASES = [
     ({"every": 4}, 6),
@@ -46,15 +33,13 @@ CASES = [
 
 @pytest.mark.parametrize(("how", "begin"), CASES, ids=lambda x: str(x) if isinstance(x, int) else str(list(x)))
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits(pool, how, begin):
-    found = pool.run(_resumed, how, begin)
+    found = pool.run(_in_order, how, begin, "cmol")
     assert {bits for a, b, _ in found for bits in (a, b)} == {found[0][0]}
     assert all(same for _, _, same in found)
 
 
 def _refusals(rank, size):
-    model = net()
-    optimizer = adam(model)
-    local = codec.torch.LocalSteps(model, optimizer, every=4, fragments=2, delay=1, outer=nesterov)
+    model, optimizer, local = started(every=4, fragments=2, delay=1, outer=nesterov)
     train(model, optimizer, rank, range(8), local.step)
     state = local.state_dict()
     assert state["pending"]
@@ -141,9 +126,7 @@ def test_states_of_other_arguments_are_refused(pool):
 
 def _different_steps(rank, size):
     """Ranks with states of different steps raise at the next call, before any change."""
-    model = net()
-    optimizer = adam(model)
-    local = codec.torch.LocalSteps(model, optimizer, every=4)
+    model, optimizer, local = started(every=4)
     states = []
     for step in range(5):
         train(model, optimizer, rank, [step], local.step)
@@ -181,7 +164,7 @@ def _in_order(rank, size, how, begin, order):
     model, optimizer = new(seed=3)
     local = codec.torch.LocalSteps(model, optimizer, **how)
     train(model, optimizer, rank, range(begin), local.step)
-    saved = through_a_file([x.state_dict() for x in (model, optimizer, local)])
+    saved, saved_bytes = through_a_file([x.state_dict() for x in (model, optimizer, local)]), state_bytes(local)
     train(model, optimizer, rank, range(begin, 12), local.step)
     local.finish()
 
@@ -195,6 +178,8 @@ def _in_order(rank, size, how, begin, order):
     }
     for each in order:
         calls[each]()
+    assert made[0].steps == begin
+    assert state_bytes(made[0]) == saved_bytes
     train(again, optimizer2, rank, range(begin, 12), made[0].step)
     made[0].finish()
     return parameter_bytes(model), parameter_bytes(again), state_bytes(local) == state_bytes(made[0])
@@ -209,9 +194,7 @@ def test_training_goes_on_whenever_the_model_was_loaded(pool, order):
 
 
 def _wrong_model(rank, size, which):
-    model = net()
-    optimizer = adam(model)
-    local = codec.torch.LocalSteps(model, optimizer, every=4)
+    model, optimizer, local = started(every=4)
     train(model, optimizer, rank, range(6), local.step)
     state = local.state_dict()
     again = net(seed=9)
@@ -235,18 +218,12 @@ def test_state_for_other_parameters_is_refused(pool, which):
 
 
 def _replaced(rank, size):
-    import logging
-
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
-    logging.getLogger("codec.torch").addHandler(handler)
     model = net()
     if rank:
         with torch.no_grad():
             model[3].bias.add_(1)
-    codec.torch.LocalSteps(model, adam(model))
-    logging.getLogger("codec.torch").removeHandler(handler)
+    with log_records() as records:
+        started(model)
     return records
 
 

@@ -10,7 +10,6 @@ import codec.torch
 from support.local_training import (
     EXACT,
     Linear,
-    adam,
     flat,
     local_steps,
     moved,
@@ -19,6 +18,8 @@ from support.local_training import (
     parameter_bytes,
     push,
     raised,
+    started,
+    started_linear,
     state_bytes,
     train,
 )
@@ -28,9 +29,7 @@ LR = 0.01
 
 def _evaluated(rank, size, how, evaluate):
     """Train, and evaluate after each third step; return parameters and the state at the end."""
-    model = nn.Sequential(net(), nn.BatchNorm1d(3))
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, **how)
+    model, optimizer, local = started(nn.Sequential(net(), nn.BatchNorm1d(3)), **how)
     for step in range(9):
         train(model, optimizer, rank, [step], local.step)
         if evaluate and step % 3 == 2:
@@ -62,12 +61,8 @@ def test_averaged_shows_equal_models_and_changes_nothing(pool, how):
 
 
 def _mean(rank, size):
-    model = Linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    local = local_steps(model, optimizer, every=9)
-    for step in range(4):
-        push(model, optimizer, rank, step)
-        local.step()
+    model, optimizer, local = started_linear(every=9)
+    push(model, optimizer, rank, range(4), local.step)
     with local.averaged(exact=True):
         inside = flat(model)
         refused = [raised(call) for call in (local.step, local.finish, local.state_dict, local.synchronize)]
@@ -93,9 +88,7 @@ def test_averaged_shows_the_mean_and_refuses_other_calls(pool):
 
 
 def _synchronized(rank, size, times):
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=3, outer=nesterov)
+    model, optimizer, local = started(every=3, outer=nesterov)
     for step in range(6):
         train(model, optimizer, rank, [step], local.step)
         if step % 3 == 2:
@@ -120,8 +113,7 @@ def _in_between(rank, size, steps, save):
     how = {"every": 4, "spec": EXACT, "outer": nesterov}
     local = local_steps(model, optimizer, **how)
     for step in range(8):
-        push(model, optimizer, rank, step)
-        local.step()
+        push(model, optimizer, rank, [step], local.step)
         if step in steps:
             local.synchronize()
             if save:
@@ -150,9 +142,7 @@ def test_outer_optimizer_includes_changes_that_synchronize_has_averaged(pool, sa
 
 def _uneven(rank, size):
     """Rank 0 ends after a synchronization, rank 1 three steps later."""
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=5, outer=nesterov)
+    model, optimizer, local = started(every=5, outer=nesterov)
     train(model, optimizer, rank, range(5 + 3 * rank), local.step)
     local.finish()
     return parameter_bytes(model)
@@ -163,9 +153,7 @@ def test_finish_includes_the_steps_of_a_rank_that_has_taken_more(pool):
 
 
 def _unequal_calls(rank, size):
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=5)
+    model, optimizer, local = started(every=5)
     train(model, optimizer, rank, range(4), local.step)
     train(model, optimizer, rank, range(4, 5))
     error = raised(local.finish if rank == 0 else local.step)
@@ -176,6 +164,7 @@ def _unequal_calls(rank, size):
 def test_rank_that_finishes_early_is_named_by_the_error_of_the_other(pool):
     (first, a), (second, b) = pool.run(_unequal_calls)
     assert first[0] == second[0] == "PeerError"
-    assert "rank 1 is in step() after step 5, and this rank in finish()" in first[1]
-    assert "rank 0 is in finish(), and this rank in step() after step 5" in second[1]
+    step = "all_gather, requested as all_gather (step() after step 5, synchronization 0, then 5 steps)"
+    assert f"rank 1 has begun {step}, and this rank finish() of LocalSteps" in first[1]
+    assert f"rank 0 has begun finish() of LocalSteps, and this rank {step}" in second[1]
     assert a == b

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.local_training import EXACT, adam, local_steps, net, parameter_bytes, raised, train
+from support.local_training import EXACT, parameter_bytes, raised, started, train
 
 
 class Outer(torch.optim.SGD):
@@ -19,17 +19,17 @@ class Outer(torch.optim.SGD):
             raise self.kind("out of memory")
 
 
-def outer(parameters):
-    return Outer(parameters, lr=0.7, momentum=0.9, nesterov=True)
+def with_failing_outer(rank, failures, kind=RuntimeError, **how):
+    """As :func:`started`, with an outer optimizer whose first steps fail on rank 1."""
+    made = []
 
+    def outer(parameters):
+        made.append(Outer(parameters, lr=0.7, momentum=0.9, nesterov=True))
+        return made[0]
 
-def raised_once(call):
-    """Return the name of the exception that call() raises, of any kind; None if it raises none."""
-    try:
-        call()
-    except BaseException as e:
-        return type(e).__name__
-    return None
+    found = started(outer=outer, **how)
+    made[0].failures, made[0].kind = failures * (rank == 1), kind
+    return found
 
 
 def shared_bytes(local):
@@ -41,19 +41,15 @@ def shared_bytes(local):
 
 def _interrupted(rank, size, how, kind, steps):
     """Rank 1's outer optimizer fails once, in the first synchronization. No rank's later steps are lost."""
-    model = net()
-    optimizer = adam(model)
-    made = []
-    local = local_steps(model, optimizer, outer=lambda p: made.append(outer(p)) or made[0], **how)
-    made[0].failures, made[0].kind = int(rank == 1), kind
+    model, optimizer, local = with_failing_outer(rank, 1, kind, **how)
     found, before = [], None
     for step in range(steps):
         train(model, optimizer, rank, [step])
         own = parameter_bytes(model)
-        error = raised_once(local.step)
+        error = raised(local.step)
         if error:
             before = parameter_bytes(model) == own
-        found.append(error)
+        found.append(error and error[0])
     local.finish(exact=True)
     return found, before, parameter_bytes(model), shared_bytes(local)
 
@@ -73,11 +69,7 @@ def test_ranks_are_equal_after_the_outer_optimizer_failed_on_one(pool, how, kind
 
 def _fails_twice(rank, size, every, steps):
     """Train with an outer optimizer whose first two steps fail on rank 1."""
-    model = net()
-    optimizer = adam(model)
-    made = []
-    local = local_steps(model, optimizer, every=every, outer=lambda p: made.append(outer(p)) or made[0])
-    made[0].failures = 2 * (rank == 1)
+    model, optimizer, local = with_failing_outer(rank, 2, every=every)
     found = []
     for step in range(steps):
         train(model, optimizer, rank, [step])
@@ -99,17 +91,14 @@ def test_synchronization_fails_while_a_rank_cannot_complete_the_former_one(pool)
     (first, a), (second, b) = pool.run(_fails_twice, 1, 4)
     assert [x and x[0] for x in first] == [None, "PeerError", None, None]
     assert [x and x[0] for x in second] == ["RuntimeError", "RuntimeError", None, None]
-    assert "rank 1: the last synchronization could not be completed: out of memory" in first[1][1]
+    assert first[1][1].startswith("rank 1 ")
+    assert "the last synchronization could not be completed: out of memory" in first[1][1]
     assert a == b
 
 
 def _in_finish(rank, size):
-    model = net()
-    optimizer = adam(model)
-    made = []
-    local = local_steps(model, optimizer, every=4, outer=lambda p: made.append(outer(p)) or made[0])
+    model, optimizer, local = with_failing_outer(rank, 1, every=4)
     train(model, optimizer, rank, range(2), local.step)
-    made[0].failures = int(rank == 1)
     error = raised(local.finish)
     if error:
         state = local.state_dict()  # completes the synchronization
@@ -127,9 +116,7 @@ def _stopped_wait(rank, size):
     """Ctrl-C while rank 1 waits for the mean; the collective goes on, and the next call applies its mean."""
     from codec.torch.replicas.ranks import Ranks
 
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=2)
+    model, optimizer, local = started(every=2)
     train(model, optimizer, rank, range(1), local.step)
     wait = Ranks.wait
 
@@ -140,11 +127,11 @@ def _stopped_wait(rank, size):
     if rank == 1:
         Ranks.wait = stopped
     try:
-        error = raised_once(local.step)
+        error = raised(local.step)
     finally:
         Ranks.wait = wait
     train(model, optimizer, rank, range(2, 6), local.step)
-    return error, local.stats().synchronizations, parameter_bytes(model)
+    return error and error[0], local.stats().synchronizations, parameter_bytes(model)
 
 
 def test_interrupted_wait_for_the_mean_is_repeated(pool):
@@ -161,22 +148,20 @@ def _never_started(rank, size):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=2)
+    model, optimizer, local = started(every=2)
     train(model, optimizer, rank, range(1), local.step)
     train(model, optimizer, rank, range(1, 2))
     begin = Ranks.begin
     if rank == 1:
         Ranks.begin = stopped
     try:
-        errors = [raised_once(local.step)]
+        errors = [raised(local.step)]
     finally:
         Ranks.begin = begin
     if rank == 1:
-        errors.append(raised_once(local.synchronize))
+        errors.append(raised(local.synchronize))
     local.synchronize()
-    return errors, parameter_bytes(model)
+    return [error and error[0] for error in errors], parameter_bytes(model)
 
 
 def test_collective_that_one_rank_has_not_begun_is_an_error_on_all(pool):

@@ -3,21 +3,21 @@
 import torch
 
 from codec.specs import Lossless, Quantize
-from codec.torch.replicas import mean
+from codec.torch.replicas.ranks import Ranks
 from support.local_training import adam, local_steps, net, train
 
 
 def _terms(rank, size):
     """Return the text and the terms of each collective."""
-    begin, found = mean.begin, []
+    begin, found = Ranks.begin, []
 
-    def recorded(terms, problem, item, **how):
+    def recorded(self, terms, error, item):
         found.append((item, [(t.spec, t.stream, t.feedback is not None, _count(t.values)) for t in terms]))
-        return begin(terms, problem, item, **how)
+        return begin(self, terms, error, item)
 
     model = torch.nn.Sequential(net(), torch.nn.BatchNorm1d(3))
     optimizer = adam(model)
-    mean.begin = recorded
+    Ranks.begin = recorded
     try:
         local = local_steps(model, optimizer, every=2, warmup=1)
         train(model, optimizer, rank, range(3), local.step)
@@ -27,7 +27,7 @@ def _terms(rank, size):
         local.synchronize(exact=True)
         local.finish()
     finally:
-        mean.begin = begin
+        Ranks.begin = begin
     return found
 
 

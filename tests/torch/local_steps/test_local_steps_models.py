@@ -12,11 +12,14 @@ from support.local_training import (
     adam,
     flat,
     local_steps,
+    log_records,
     moved,
     nesterov,
     net,
     parameter_bytes,
     push,
+    started,
+    started_linear,
     train,
 )
 
@@ -70,9 +73,7 @@ class Mixed(nn.Module):
 
 
 def _mixed(rank, size):
-    model = Mixed()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=2)
+    model, optimizer, local = started(Mixed(), every=2)
     with torch.no_grad():
         model.cache.fill_(rank)
     base, unused = parameter_bytes(model.base), model.unused.detach().clone()
@@ -143,12 +144,8 @@ def test_all_ranks_begin_with_the_model_of_rank_0(pool):
 
 
 def _outer(rank, size, outer):
-    model = Linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    local = local_steps(model, optimizer, every=2, spec=EXACT, outer=outer)
-    for step in range(6):
-        push(model, optimizer, rank, step)
-        local.step()
+    model, optimizer, local = started_linear(every=2, spec=EXACT, outer=outer)
+    push(model, optimizer, rank, range(6), local.step)
     return flat(model)
 
 
@@ -226,16 +223,13 @@ def _masters(rank, size, how, lr):
     optimizer = Masters(model.parameters(), lr)
     local = local_steps(model, optimizer, spec=EXACT, **how)
     start = flat(model)
-    for step in range(8):
-        push(model, optimizer, rank, step)
-        local.step()
+    push(model, optimizer, rank, range(8), local.step)
     optimizer.param_groups[0]["lr"] *= 1e-3  # the last changes are those of the masters alone
-    push(model, optimizer, rank, 0)
-    local.step()
+    push(model, optimizer, rank, [0], local.step)
     local.finish()
     after = flat(model)
     optimizer.param_groups[0]["lr"] = 0.0
-    push(model, optimizer, rank, 8)  # moves nothing, but copies the masters to the parameters
+    push(model, optimizer, rank, [8])  # moves nothing, but copies the masters to the parameters
     np.testing.assert_array_equal(flat(model), after)
     momenta = [float(s["momentum"].abs().max()) for s in optimizer.state.values()]
     anchors = np.concatenate([x.numpy().reshape(-1) for x in local.state_dict()["anchors"].values()])
@@ -268,22 +262,15 @@ class Hidden(Masters):
 
 
 def _warnings_of(rank, size, kind, every):
-    import logging
-
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("codec.torch").addHandler(handler)
     model = Linear(torch.bfloat16 if kind in (Masters, Hidden) else torch.float32)
     how = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     optimizer = kind(model.parameters(), lr=0.05, **how)
     local = local_steps(model, optimizer, every=every)
-    for step in range(2 * every + 1):
-        optimizer.param_groups[0]["lr"] = 0.05 if step % every else 0.01
-        push(model, optimizer, rank, step)
-        local.step()
-    logging.getLogger("codec.torch").removeHandler(handler)
-    return records
+    with log_records() as records:
+        for step in range(2 * every + 1):
+            optimizer.param_groups[0]["lr"] = 0.05 if step % every else 0.01
+            push(model, optimizer, rank, [step], local.step)
+    return [text for _, text in records]
 
 
 def test_optimizer_that_undoes_synchronizations_is_warned_of_once(pool):
@@ -300,7 +287,6 @@ def _expected_change(lr):
         model = Linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         start = flat(model)
-        for step in range(8):
-            push(model, optimizer, rank, step)
+        push(model, optimizer, rank, range(8))
         total = total + (flat(model) - start) / 2
     return lr * total

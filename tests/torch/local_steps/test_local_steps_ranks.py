@@ -23,6 +23,8 @@ from support.local_training import (
     parameter_bytes,
     push,
     raised,
+    started,
+    started_linear,
     state_bytes,
     train,
 )
@@ -50,14 +52,10 @@ def share_of_residuals(local):
 def _three_two_three(rank, size, how, steps):
     """Rank 2 leaves after some steps, and a new process replaces it later."""
     pair, again = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
-    model = Linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    local = codec.torch.LocalSteps(model, optimizer, **how)
+    model, optimizer, local = started_linear(**how)
 
     def run(first, last):
-        for step in range(first, last):
-            push(model, optimizer, rank, step)
-            local.step()
+        push(model, optimizer, rank, range(first, last), local.step)
 
     run(0, steps)
     local.synchronize()
@@ -109,9 +107,7 @@ _kept = []  # model, optimizer and LocalSteps of this process, kept when its gro
 
 
 def _begin(rank, size, how):
-    model = net()
-    optimizer = adam(model)
-    local = codec.torch.LocalSteps(model, optimizer, **how)
+    model, optimizer, local = started(**how)
     train(model, optimizer, rank, range(6), local.step)
     _kept[:] = [model, optimizer, local]
 
@@ -166,9 +162,7 @@ def test_lost_rank_is_an_error_that_changes_nothing_and_a_new_one_takes_its_plac
 def _refused_change(rank, size):
     """change_group() to an unusable group raises and changes nothing."""
     alone = dist.new_group([0])
-    model = net()
-    optimizer = adam(model)
-    local = codec.torch.LocalSteps(model, optimizer, every=4)
+    model, optimizer, local = started(every=4)
     train(model, optimizer, rank, range(6), local.step)
     before = parameter_bytes(model), state_bytes(local)
     errors = [raised(lambda: local.change_group(5))]

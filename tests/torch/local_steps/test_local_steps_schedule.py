@@ -19,6 +19,8 @@ from support.local_training import (
     parameter_bytes,
     push,
     raised,
+    started,
+    started_linear,
     train,
 )
 from support.states import through_a_file
@@ -32,9 +34,7 @@ def growing(steps):
 
 def _rounds(rank, size, how):
     """Return the numbers of the steps after which the number of synchronizations grew."""
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, **how)
+    model, optimizer, local = started(**how)
     found, before = [], 0
     for step in range(12):
         train(model, optimizer, rank, [step], local.step)
@@ -108,9 +108,7 @@ def _different(rank, size, kind):
             return 0
         return 2 + (rank and steps == 2)
 
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=every)
+    model, optimizer, local = started(every=every)
     train(model, optimizer, rank, range(1), local.step)
     train(model, optimizer, rank, range(1, 2))
     before = parameter_bytes(model)
@@ -179,8 +177,7 @@ def _divided(rank, size):
     local = local_steps(model, optimizer, every=6, fragments=3, spec=EXACT)
     start = flat(model)
     for _ in range(6):
-        push(model, optimizer, rank, 0)
-        local.step()
+        push(model, optimizer, rank, [0], local.step)
     local.finish()
     assert len(local.state_dict()["anchors"]) == 4
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
@@ -197,12 +194,8 @@ def test_rows_of_a_divided_parameter_are_all_synchronized(pool):
 
 
 def _biases(rank, size):
-    model = Linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    local = local_steps(model, optimizer, every=2, spec=codec.Sign())
-    for step in range(2):
-        push(model, optimizer, rank, step)
-        local.step()
+    model, optimizer, local = started_linear(every=2, spec=codec.Sign())
+    push(model, optimizer, rank, range(2), local.step)
     names = {key.rpartition("[")[0] for key in local.state_dict()["residuals"]["worker"] if "[" in key}
     return flat(model), names
 

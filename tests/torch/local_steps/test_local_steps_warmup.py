@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import codec.torch
-from support.local_training import adam, batch, local_steps, net, parameter_bytes, raised, train
+from support.local_training import adam, batch, local_steps, net, parameter_bytes, raised, started, train
 
 
 def _warmed_up(rank, size, steps, ddp):
@@ -28,9 +28,7 @@ def test_warmup_has_the_bits_of_distributed_data_parallel(pool):
 
 
 def _lossy_warmup(rank, size):
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, every=4, warmup=(6, "small"))
+    model, optimizer, local = started(every=4, warmup=(6, "small"))
     train(model, optimizer, rank, range(6), local.step)
     early, sent = parameter_bytes(model), local.stats().ratio
     train(model, optimizer, rank, range(6, 9), local.step)
@@ -82,9 +80,7 @@ def test_all_ranks_skip_a_step_that_a_grad_scaler_skips(pool, how):
 
 
 def _without_optimizer_step(rank, size):
-    model = net()
-    optimizer = adam(model)
-    local = local_steps(model, optimizer, warmup=2)
+    model, _, local = started(warmup=2)
     model(torch.ones(1, 12)).sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
     local.step()
