@@ -104,15 +104,16 @@ def codec_seconds(training: Training, name: str, world: int) -> float:
     import torch
     import torch.distributed as dist
 
+    import codec
     from codec.advisor import advise, cost_model, sampling
 
     spec, feedback = spec_of(name)
     optimizer = training.optimizer if name == "Truncate" else None
-    tensors, _ = sampling.tensors_of(training.model.module, None, optimizer)
+    tensors, _ = sampling.tensors_of(training.model.module, optimizer)
     dist.barrier()
     total = 0.0
     for s in sampling.samples(tensors, world, optimizer):
-        cost = advise.measure(s, spec, torch.get_num_threads(), feedback)
+        cost = advise.measure(s, spec, None, feedback, codec.options(threads=torch.get_num_threads()))
         total += cost_model.compute_seconds(cost, world) * s.n / s.x.size
     return most(total)
 
