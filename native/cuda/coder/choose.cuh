@@ -5,7 +5,7 @@
 #ifndef CODEC_CUDA_CODER_CHOOSE_CUH
 #define CODEC_CUDA_CODER_CHOOSE_CUH
 
-#include "coder/sample.cuh"
+#include "coder/symbols.cuh"
 
 /* Shared memory of a CTA that chooses the scale model; its tasks use the members one after the other. */
 union model_room {
@@ -174,7 +174,7 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 		return false;
 	}
 	cta_wait(tasks.nparts ? &f->cols_ready : c->ready + PLANES);
-	sample_symbols(v, memory, q, part, values, tasks.nparts > 0, share, shares, c, f, &room->count);
+	sample_symbols(v, memory, q, {part, values, tasks.nparts > 0, share, shares}, c, f, &room->count);
 	if (!cta_is_last(&f->counts, shares))
 		return false;
 	if (tasks.nparts)

@@ -1,0 +1,202 @@
+/* coder/symbols.cuh - count the symbols of a sample, to decide which offsets of the scale model save bits. */
+#ifndef CODEC_CUDA_CODER_SYMBOLS_CUH
+#define CODEC_CUDA_CODER_SYMBOLS_CUH
+
+#include "coder/sample.cuh"
+
+/* Shared memory of a CTA that counts symbols. */
+struct count_room {
+	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
+	codec_model_part part;
+};
+
+/* Share `share` of `shares` of a part's sample of symbols. model: false if no part has offsets. */
+struct symbol_share {
+	const codec_model_part *part;
+	const uint8_t *values;
+	bool model;
+	uint32_t share, shares;
+};
+
+/* Patterns of a row of 128 values, four of each lane, and the offsets to lower them by. */
+struct sampled_row {
+	uint32_t pattern[4], by[4];
+};
+#define NO_PATTERN ~0u /* behind the part's last value; patterns have at most 16 bits */
+
+/* Load the row at value `at` of a part. */
+DEVICE sampled_row load_row(const codec_view *v, uint8_t *memory, const sample_kind &q, const codec_model_part *part,
+			    const uint8_t *values, bool fitted, uint64_t at)
+{
+	const uint16_t *row_offset = row_offsets(v, memory, part), *col_offset = col_offsets(v, memory, part);
+	const uint32_t circle = WIRE_CIRCLE(q.zero), lane = threadIdx.x % 32;
+	const uint64_t row = part->row,
+		       r = !row       ? 0
+			   : at >> 32 ? at / row
+				      : (uint32_t)at / (uint32_t)row,
+		       first = at - r * row;
+	/* offsets of the up to three rows in which a run of 128 values lies, since rows have at least 64 values */
+	uint32_t offset[3] = {0}, in_row[4];
+	sampled_row x;
+
+#pragma unroll
+	for (uint32_t k = 0; k < 4; k++) { /* issue all loads before their results are used */
+		uint64_t e = lane + 32 * k, col = first + e;
+
+		x.pattern[k] = at + e < part->count ? pattern_at(values, q.size, part->start + at + e) : NO_PATTERN;
+		in_row[k] = 0;
+		for (uint32_t next = 0; next < 2; next++)
+			if (row && col >= row) {
+				col -= row;
+				in_row[k]++;
+			}
+		x.by[k] = around(q, part->base);
+		if (part->kind & WIRE_SEGMENT_COLS)
+			x.by[k] = once_round(x.by[k] + col_offset[col], circle);
+	}
+	for (uint32_t k = 0; part->kind && k < 3 && (r + k) * row < at + WIRE_ROW && (r + k) * row < part->count; k++)
+		offset[k] = fitted ? row_offset[r + k]
+				   : around(q, fit_row(part, values, q.size, q.octave, q.zero, r + k, lane));
+#pragma unroll
+	for (uint32_t k = 0; k < 4; k++) {
+		x.by[k] += in_row[k] == 0 ? offset[0] : in_row[k] == 1 ? offset[1] : offset[2];
+		x.by[k] = once_round(x.by[k], circle);
+	}
+	return x;
+}
+
+/*
+ * Count the symbols of plane 0 in a share of a part's sample: without offsets and, if `model`, also with offsets.
+ */
+DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const sample_kind &q, const symbol_share &s,
+				const codec_choice *c, codec_part_found *f, count_room *room)
+{
+	const bool model = s.model;
+	const uint32_t bins = model ? (uint32_t)c->bins : 1, mask = 256 * bins - 1;
+	const int shift = bins == 1 ? q.shift : q.eighth;
+	const uint16_t based_only = model ? around(q, base_without_offsets(q, c, s.part)) : 0;
+	const auto lowered = [&](uint32_t pattern, uint32_t by) {
+		return bits_lower((uint16_t)pattern, (uint16_t)by, (uint16_t)q.zero) >> shift;
+	};
+
+	for (uint32_t i = threadIdx.x; i < CHOOSE_BINS; i += CTA_THREADS)
+		room->raw[i] = room->lowered[i] = 0;
+	room->based[threadIdx.x] = 0;
+	if (threadIdx.x == 0)
+		room->part = *s.part;
+	__syncthreads();
+	const codec_model_part *part = &room->part;
+	const uint64_t nrows = (part->count + WIRE_ROW - 1) / WIRE_ROW, n = (v->n + WIRE_ROW - 1) / WIRE_ROW;
+	const uint64_t stride = choose_stride(n), take = (nrows + stride - 1) / stride;
+	const bool fitted = is_fitted(part);
+
+	for (uint64_t i = s.share * CTA_WARPS + threadIdx.x / 32; i < take; i += s.shares * CTA_WARPS) {
+		const sampled_row x =
+			load_row(v, memory, q, part, s.values, fitted, WIRE_ROW * choose_spread(i, take, nrows));
+
+#pragma unroll
+		for (uint32_t k = 0; k < 4; k++) {
+			if (x.pattern[k] == NO_PATTERN)
+				continue;
+			atomicAdd(room->raw + (x.pattern[k] >> shift & mask), 1u);
+			if (!model)
+				continue;
+			atomicAdd(room->lowered + (lowered(x.pattern[k], x.by[k]) & mask), 1u);
+			if (q.based)
+				atomicAdd(room->based + (lowered(x.pattern[k], based_only) & 255), 1u);
+		}
+	}
+	__syncthreads();
+	for (uint32_t i = threadIdx.x; i < 256 * bins; i += CTA_THREADS) {
+		if (room->raw[i])
+			atomicAdd(f->raw + i, room->raw[i]);
+		if (room->lowered[i])
+			atomicAdd(f->lowered + i, room->lowered[i]);
+		if (i < 256 && room->based[i])
+			atomicAdd(f->based + i, room->based[i]);
+	}
+}
+
+/*
+ * Load this thread's bins, threadIdx.x + k * CTA_THREADS, to n[k] for k < parts, and set the remaining elements to 0.
+ * parts: 1 or CHOOSE_PARTS.
+ */
+DEVICE void load_bins(const volatile uint32_t *bins, uint32_t parts, uint32_t n[CHOOSE_PARTS])
+{
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_PARTS; k++)
+		n[k] = k < parts ? bins[threadIdx.x + k * CTA_THREADS] : 0;
+}
+
+/* Add to `sum` the bins shifted down by a base of `by` bins, as choose_add_lowered does. */
+DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, uint32_t *sum)
+{
+	uint32_t circle = 255 * parts, low = by % circle, n[CHOOSE_PARTS];
+
+	load_bins(bins, parts, n);
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_PARTS; k++) {
+		uint32_t i = threadIdx.x + k * CTA_THREADS;
+		uint32_t to = i < parts ? i : parts + (i - parts + circle - low) % circle;
+
+		if (n[k])
+			atomicAdd(sum + to, n[k]);
+	}
+}
+
+/* Add up the bins of each of 256 symbols. parts: bins per symbol, 1 or CHOOSE_PARTS. */
+DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *counts)
+{
+	uint32_t sum = 0;
+
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_PARTS; k++)
+		sum += k < parts ? bins[threadIdx.x * parts + k] : 0;
+	counts[threadIdx.x] = sum;
+	__syncthreads();
+}
+
+/* Shared memory of a CTA that runs decide_part. */
+struct decide_room {
+	uint32_t raw[256], lowered[256];
+	cost_room cost[2];
+	uint64_t bits[2];
+};
+
+/* Drop a part's offsets unless they save bits. Add the part's symbol counts to the counts of all parts. */
+DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
+			     codec_part_found *f, decide_room *room)
+{
+	uint32_t bins = (uint32_t)c->bins, warp = threadIdx.x / 32;
+	bool pays = q.flat || (v->codec == CODEC_LOSSLESS && v->variant == CODEC_MODEL_SEPARABLE);
+	uint16_t base = base_without_offsets(q, c, part);
+
+	fold(f->raw, bins, room->raw);
+	fold(f->lowered, bins, room->lowered);
+	if (warp < 2) {
+		uint64_t bits = warp_cost(warp ? room->lowered : room->raw, room->cost + warp, threadIdx.x % 32);
+
+		if (threadIdx.x % 32 == 0)
+			room->bits[warp] = bits;
+	}
+	/* the barriers in cta_sum also order accesses to room->bits */
+	uint64_t samples = cta_sum(room->raw[threadIdx.x]);
+
+	pays |= choose_offsets_pay(room->bits[0], room->bits[1], samples, part->count,
+				   part_rows(part) + part_cols(part));
+	if (threadIdx.x == 0) {
+		atomicAdd(&c->nzeros, (unsigned long long)room->lowered[0]);
+		atomicAdd(&c->nvalues, (unsigned long long)samples);
+		f->raw_bits = room->bits[0];
+	}
+	if (pays)
+		return add_lowered(f->lowered, bins, 0, c->all);
+	__syncthreads();
+	if (threadIdx.x == 0)
+		set_base_only(part, base);
+	if (q.based) /* float64: symbols wrap around after 256, patterns only after 2047 symbols */
+		return add_lowered(f->based, 1, 0, c->all);
+	add_lowered(f->raw, bins, q.octave > 128 || bins > 1 ? base : base / 8u, c->all);
+}
+
+#endif
