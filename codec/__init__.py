@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 from codec import optimizers
-from codec._c.library import isas, use_isa
 from codec._options import CallOptions, options
 from codec._warmup import warmup
 from codec.advisor.advise import Advice, advise
@@ -39,7 +38,6 @@ from codec.errors import (
     Status,
     UnsupportedError,
 )
-from codec.frame_size import frame_nbytes
 from codec.inspection import Info, digest, inspect, verify
 from codec.presets import preset
 from codec.reducing import accumulate, reduce
@@ -108,10 +106,8 @@ __all__ = [
     "encode_async",
     "encode_many",
     "engines",
-    "frame_nbytes",
     "inspect",
     "inspect_store",
-    "isas",
     "optimizers",
     "options",
     "predict_seconds",
@@ -119,7 +115,6 @@ __all__ = [
     "reduce",
     "segments",
     "sum_codes",
-    "use_isa",
     "verify",
     "view",
     "warmup",

@@ -6,9 +6,9 @@ from typing import Any, overload
 from codec import _call
 from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib
 from codec._c.spec_structs import spec_struct
-from codec._c.traits import is_lossless
+from codec._c.traits import has_fixed_rate, is_lossless
 from codec._options import CallOptions, settings_of
-from codec.arguments import shown, whole
+from codec.arguments import shown, truth, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import choose, device_engine
 from codec.engines.request import EncodeRequest, new_encode_request
@@ -22,10 +22,13 @@ from codec.tensors.wrapper import View
 from codec.tensors.wrapper import view as make_view
 
 DEFAULT = Lossless()
+_LARGEST = 8 * ((1 << 32) - 1)  # maximum size of a frame in bytes
 
 
-def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, segments: Any = None) -> int:
-    """Return the upper bound of the size of a tensor's frame.
+def bound(
+    shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, segments: Any = None, exact: bool = False
+) -> int:
+    """Return the upper bound of the size of a tensor's frame, or its exact size for codecs of fixed rate.
 
     Each segment can add a record, and scales for its rows, to the frame. If the segments are given, the bound is
     smaller: for 1,024 values with :class:`Float8` it is 1,096 bytes without segments, and 4,864 bytes for any segments.
@@ -41,17 +44,24 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, s
     segments : mapping, torch.nn.Module, or iterable of (int, tuple of int), optional
         Parameters inside a flat bucket, as in :func:`view`; ``()`` for a tensor without segments. Default: the bound
         holds for any segments.
+    exact : bool
+        True: return the size of the frame of any tensor of this shape and dtype, without segments by default. The codec
+        must have a fixed rate: :class:`Sign`, :class:`Quantize`, :class:`Float4`, :class:`Float8` without ``entropy``,
+        or :class:`Ternary` with the packing "2bit" or "base3".
 
     Returns
     -------
     int
-        Upper bound in bytes. With `segments`, the bound is the exact size of the frame if the codec has a fixed rate;
-        see :func:`frame_nbytes`.
+        Bytes.
 
     Raises
     ------
-    ArgumentError, SpecError
+    SpecError
+        The tensor cannot be encoded with this spec; or with `exact`, the size depends on the values.
+    ArgumentError
         The tensor cannot be encoded with this spec, or `segments` do not lie inside it.
+    LimitError
+        With `exact`: the frame would be larger than 32 GiB.
 
     Examples
     --------
@@ -60,10 +70,16 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, s
     True
     >>> codec.bound(1024, "f4", codec.Float8(), segments=()), codec.bound(1024, "f4", codec.Float8())
     (1096, 4864)
+    >>> codec.bound((64, 1000), "f4", codec.Quantize(4), exact=True)
+    36096
     """
     kind, name = resolve(spec)[0], dtype_name(dtype)
     like = _call.new_tensor(DTYPES[name], checked_shape(shape))
     size = ffi.new("size_t *")
+    if truth("exact", exact):
+        if not has_fixed_rate(kind):
+            raise SpecError(f"exact=True: the size of a frame of {kind} depends on the values; leave exact= out")
+        segments = () if segments is None else segments
     records = None if segments is None else make_view(None, segments=segments).segments
     try:
         if records is None:
@@ -74,6 +90,8 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, s
     except ArgumentError as e:
         explain_dtype(e, kind, name, "the tensor")
         raise
+    if exact and size[0] > _LARGEST:
+        check(lib.CODEC_LIMIT)
     return size[0]
 
 

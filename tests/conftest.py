@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import codec
+from codec._c.library import isas, use_isa
 from support.cpu_time import CpuTime
 from support.tiers import CHECK, N_EXAMPLES
 
@@ -42,10 +43,10 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if CHECK and is_module and _imports_torch(collection_path.read_text()) else None
 
 
-@pytest.fixture(params=codec.isas())
+@pytest.fixture(params=isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once under each instruction set of this machine, and return the set's name."""
-    with codec.use_isa(request.param):
+    with use_isa(request.param):
         yield request.param
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import codec
+from codec._c.library import isas, use_isa
 
 Bits = np.ndarray[Any, np.dtype[np.uint16]]
 Update = tuple[str, Bits, Bits]
@@ -152,7 +153,7 @@ def speeds(base: Bits, new: Bits, isa: str, mib: int) -> dict[str, float]:
     def unzip() -> None:
         np.bitwise_xor(base, np.frombuffer(back.decompress(packed), np.uint16), out=xor)
 
-    with codec.use_isa(isa):
+    with use_isa(isa):
         seconds = {
             "copy": shortest(lambda: np.copyto(other, base)),
             "copy_both": shortest(lambda: (np.copyto(other, base), np.copyto(xor, new))),
@@ -216,7 +217,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, help="captured updates; default: synthetic ones")
     parser.add_argument("--values", type=int, default=1 << 23, help="values of synthetic updates")
     parser.add_argument("--mib", type=int, default=64, help="size of the tensors whose speed is measured, in MiB")
-    parser.add_argument("--isas", nargs="+", default=codec.isas()[1:] or codec.isas(), help="instruction sets")
+    parser.add_argument("--isas", nargs="+", default=isas()[1:] or isas(), help="instruction sets")
     parser.add_argument("--sizes-only", action="store_true", help="print sizes only")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

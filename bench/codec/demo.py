@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import codec
+from codec._c.library import isas
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from family import FAMILY, TRUNCATE, optimizer_state
@@ -80,7 +81,7 @@ def main() -> None:
     found = [(path, *t) for path in args.files for t in tensors(path) if t[3] and ":grad" in t[0]]
     rows = [measure(*t) for path, *t in found if optimizer_state(path, 1) is None]
     family = [r for path, name, x, dtype, s in found if dtype == "float32" for r in lossy(path, name, x, s)]
-    isa = os.environ.get("CODEC_ISA") or codec.isas()[-1]
+    isa = os.environ.get("CODEC_ISA") or isas()[-1]
     if args.json:
         print(json.dumps({"isa": isa, "rows": rows, "family": family}, indent=1))
         return

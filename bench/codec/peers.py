@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import codec
+from codec._c.library import isas
 from codec.cli.compressors import Compressor, best, blosc2, openzl, pcodec, zipnn, zstd
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -121,7 +122,7 @@ def main() -> None:
                 rows.append(measure(case, np.ascontiguousarray(values), dtype, inside, not args.sizes_only))
     print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
     if args.json:
-        print(json.dumps({"isa": codec.isas()[-1], "rows": rows}, indent=1))
+        print(json.dumps({"isa": isas()[-1], "rows": rows}, indent=1))
         return
     report(rows)
 

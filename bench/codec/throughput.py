@@ -41,7 +41,7 @@ import numpy as np
 
 import codec
 from codec import optimizers
-from codec._c.library import check, ffi, lib, new_bytes
+from codec._c.library import check, ffi, isas, lib, new_bytes, use_isa
 from codec._c.spec_structs import spec_struct
 from codec._call import new_tensor
 
@@ -184,7 +184,7 @@ def once_through(frame: Any, back: np.ndarray[Any, Any], isa: str) -> Any:
     data = np.frombuffer(frame, np.uint8)
     t = new_tensor(codec._c.library.DTYPES[codec.inspect(frame).dtype], back.shape, ffi.from_buffer(back), back.nbytes)
     context = ffi.new("codec_context *")
-    context.struct_nbytes, context.isa = ffi.sizeof("codec_context"), 1 + codec.isas().index(isa)
+    context.struct_nbytes, context.isa = ffi.sizeof("codec_context"), 1 + isas().index(isa)
     size = ffi.new("size_t *")
     check(lib.codec_scratch(spec_struct(codec.Lossless()), t, size))
     scratch = new_bytes(size[0])
@@ -231,7 +231,7 @@ def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
             for who in (engine, "native"):
                 by = codec.options(engine=who, threads=1)
                 once = codec.options(engine=who, threads=1, verify_first=False)
-                with codec.use_isa("avx2" if who == "native" else None):
+                with use_isa("avx2" if who == "native" else None):
                     seconds["encode", who], frame = best(
                         lambda: codec.encode(codec.view(x, dtype), bound or spec, out=out, options=by), 0.1
                     )
@@ -265,7 +265,7 @@ def main() -> None:
         nargs="+",
         default=["float32", "float32:bfloat16", "bfloat16", "float16", "float64", "int8"],
     )
-    parser.add_argument("--isas", nargs="+", default=list(codec.isas()))
+    parser.add_argument("--isas", nargs="+", default=list(isas()))
     parser.add_argument(
         "--sizes", nargs="+", type=int, default=[1 << 12, 1 << 20, 1 << 26], help="sizes of tensors in bytes"
     )
@@ -294,7 +294,7 @@ def main() -> None:
                     if threads > 1 and nbytes < 1 << 22:
                         continue
                     print(f"\r{made} {nbytes} {isa} {threads}   ", end="", file=sys.stderr, flush=True)
-                    with codec.use_isa(isa):
+                    with use_isa(isa):
                         enc, frame = best(
                             lambda: codec.encode(codec.view(x, dtype), out=out, options=codec.options(threads=threads))
                         )

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-import codec
+from codec._c.library import isas
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
@@ -295,7 +295,7 @@ def main() -> None:
             found[figure] = without_nonfinite(json.loads(json.dumps(RUN[figure](args))))
             found[f"{figure} about"] = {
                 "cores": len(os.sched_getaffinity(0)),
-                "isa": codec.isas()[-1],
+                "isa": isas()[-1],
                 "torch": torch.__version__,
                 "load": round(os.getloadavg()[0], 1),
                 "seconds": round(time.perf_counter() - begin),

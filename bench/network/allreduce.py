@@ -49,6 +49,7 @@ import netns
 import numpy as np
 
 import codec
+from codec._c.library import isas
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from family import FAMILY, TRUNCATE, optimizer_state
@@ -619,7 +620,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                 wrong += problems
     finally:  # show results even after an error, since measurements take long
         if tables:
-            show(tables, args, {"cores": cores, "isa": codec.isas()[-1]})
+            show(tables, args, {"cores": cores, "isa": isas()[-1]})
     if wrong:
         raise SystemExit("WRONG\n" + "\n".join(wrong))
     print("Replicas were identical to the bit in all repetitions.")

@@ -35,7 +35,7 @@ import numpy as np
 
 import codec
 from codec import _call
-from codec._c.library import ffi
+from codec._c.library import ffi, isas
 from codec._c.spec_structs import spec_struct
 from codec.optimizers.arguments import level_source
 
@@ -198,7 +198,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                 bar.remove_task(task)
     finally:  # show results even after an error, since measurements take long
         if tables:
-            about = {"mib": args.mib, "cores": len(os.sched_getaffinity(0)), "bound": bind, "isa": codec.isas()[-1]}
+            about = {"mib": args.mib, "cores": len(os.sched_getaffinity(0)), "bound": bind, "isa": isas()[-1]}
             about |= {
                 "rtt_ms": args.rtt,
                 "sources": ", ".join(plan.sources),

@@ -45,7 +45,7 @@ from summary import without_nonfinite
 from systems import BITS_OF, FP32, FP32_TCP, SYSTEMS, Setting, message_nbytes, parse_bits, settings_of
 from tasks import CLASSIFY, LANGUAGE, TASKS, Sizes
 
-import codec
+from codec._c.library import isas
 
 PARTS = ("losses", "times", "outcomes", "check", "mesh", "coding", "store")
 ON_LINKS = ("times", "check", "mesh", "store")
@@ -190,7 +190,7 @@ def run(bench: Bench) -> None:
         found[part] = without_nonfinite(json.loads(json.dumps(getattr(bench, f"run_{part}")())))
         found["about"][part] = {
             "cores": len(os.sched_getaffinity(0)),
-            "isa": codec.isas()[-1],
+            "isa": isas()[-1],
             "torch": torch.__version__,
             "load": round(os.getloadavg()[0], 1),
             "seconds": round(time.perf_counter() - begin),

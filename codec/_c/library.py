@@ -118,30 +118,15 @@ class _IsaGuard:
 
 
 def use_isa(name: str | None) -> _IsaGuard:
-    """Select an instruction set for this process. Frames and decoded values do not depend on it.
+    """Select an instruction set of :func:`isas` for this process; None: the fastest one. For tests and benchmarks.
 
-    Parameters
-    ----------
-    name : str or None
-        One of :func:`codec.isas`, or None for the fastest one. Before the first call of this function, the environment
-        variable ``CODEC_ISA`` selects it.
-
-    Returns
-    -------
-    context manager
-        Restores the previous choice on exit. Without ``with`` the choice is permanent.
+    Frames and decoded values do not depend on it. Before the first call, the environment variable ``CODEC_ISA`` selects
+    it. The returned context manager restores the previous choice on exit.
 
     Raises
     ------
     EngineError
         The library or this machine does not support the instruction set.
-
-    Examples
-    --------
-    >>> with use_isa("scalar"):
-    ...     frame = codec.encode(np.arange(1000.0))
-    >>> frame == codec.encode(np.arange(1000.0))
-    True
     """
     global chosen_isa
     previous, chosen_isa = chosen_isa, _number_of(name)

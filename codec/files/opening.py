@@ -43,8 +43,9 @@ class Kind(Enum):
 
 
 _MAGIC = (
-    (NUMPY, Kind.NPY), (b"CODC", Kind.FRAME), (b"\x89CWU\r\n\x1a\n", Kind.UPDATE), (b"GGUF", Kind.GGUF),
-    (b"\x28\xb5\x2f\xfd", Kind.ZSTD), (b"\x1f\x8b", Kind.GZIP), (b"\x89HDF", Kind.HDF5), (b"\x80", Kind.PICKLE),
+    (NUMPY, Kind.NPY), (b"CODC", Kind.FRAME), (b"\x89CWU\r\n\x1a\n", Kind.UPDATE),
+    (b"GGUF", Kind.GGUF), (b"\x28\xb5\x2f\xfd", Kind.ZSTD), (b"\x1f\x8b", Kind.GZIP),
+    (b"\x89HDF", Kind.HDF5), (b"\x80", Kind.PICKLE),
 )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def decode_delta(frame: Bytes, base: Bytes, out: Bytes, dtype: str, options: Cal
     decode(frame, base=_bits(base, dtype), out=_bits(out, dtype), options=options)
 
 
-def compose_deltas(frames: Sequence[Bytes], base: Bytes, dtype: str) -> bytes:
+def merge_deltas(frames: Sequence[Bytes], base: Bytes, dtype: str) -> bytes:
     """Merge Delta frames of one piece, given in the order of application, into one frame."""
     for frame in frames:
         _check(inspect(frame), Delta, dtype, len(base))

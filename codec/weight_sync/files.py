@@ -16,7 +16,7 @@ from codec.files.opening import Kind as FileKind
 from codec.files.opening import MemoryBytes, kind_of, open_regular, opened, printable, readable
 from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
-from codec.weight_sync.coding import compose_deltas
+from codec.weight_sync.coding import merge_deltas
 from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
 from codec.weight_sync.weights import Slot, Weights
 from codec.weight_sync.writing import Encoder, Progress, write_update
@@ -162,4 +162,4 @@ def _composed(name: str, slot: Slot, updates: Sequence[Update]) -> Iterator[tupl
     """
     for k, digest in enumerate(slot.digests):
         frames = [frame for update in updates if (frame := update.frame(name, k)) is not None]
-        yield compose_deltas(frames, slot.piece(k), slot.kind.dtype) if frames else None, digest
+        yield merge_deltas(frames, slot.piece(k), slot.kind.dtype) if frames else None, digest

@@ -70,8 +70,8 @@ class Encoder:
         if (known := self._kinds.get(name)) is None or kind_of(name, v) != known:
             was = "no such tensor" if known is None else str(known)
             raise ArgumentError(
-                f"tensor {name!r} is {Kind(v.dtype, v.shape)}, but the base has {was}: write a snapshot, diff(..., "
-                "full=True), to change names, dtypes or shapes"
+                f"tensor {name!r} is {Kind(v.dtype, v.shape)}, but the base has {was}: write a snapshot, "
+                "diff(..., full=True), to change names, dtypes or shapes"
             )
         old = None if self._base is None else self._base[name]
         if old is not None and v.device == "cpu" and v.address == old.view.address:  # view of the base: unchanged

@@ -93,7 +93,6 @@ CALLS = {
     "inspect": (codec.inspect, {"frame": FRAME}),
     "verify": (codec.verify, {"frame": FRAME}),
     "segments": (codec.segments, {"tensors": [X]}),
-    "use_isa": (codec.use_isa, {"name": "scalar"}),
     "codebook": (codec.Codebook, {"lengths": BOOK.lengths, "escape_length": BOOK.escape_length, "id": BOOK.id}),
     "from_bytes": (codec.Codebook.from_bytes, {"data": BOOK.to_bytes()}),
     "from_counts": (codec.Codebook.from_counts, {"counts": np.ones(256, int)}),

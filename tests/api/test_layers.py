@@ -19,7 +19,7 @@ LAYERS = [
     {"engines"},
     {"codebook", "explain"},
     {"encoding", "decoding"},
-    {"reducing", "batch", "delta", "_warmup", "frame_size", "files"},
+    {"reducing", "batch", "delta", "_warmup", "files"},
     {"code_sums", "advisor", "kv", "stateful", "weight_sync"},
     {"torch", "cli"},
     {"integrations", "run", "__main__"},

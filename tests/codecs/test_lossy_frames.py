@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
+from codec._c.library import isas, use_isa
 from reference import decoder as oracle
 from support.specs import LOSSY, TOPKS
 from support.tensors import NUMPY_DTYPES, normal_values, random_bits
@@ -70,8 +71,8 @@ def test_every_half_precision_pattern_is_encoded_identically(spec, dtype):
     x = np.arange(1 << 16, dtype=np.uint16).view(NUMPY_DTYPES[dtype])
     x = x[np.isfinite(x.astype(F32))]
     frames = set()
-    for isa in codec.isas():
-        with codec.use_isa(isa):
+    for isa in isas():
+        with use_isa(isa):
             frames.add(bytes(codec.encode(x, spec)))
             y = codec.decode(codec.encode(x, spec))
     assert len(frames) == 1
@@ -117,8 +118,8 @@ def test_frames_are_identical_for_all_instruction_sets_threads_and_addresses(spe
     raw = np.empty(x.nbytes + 8, np.uint8)
     raw[3 : 3 + x.nbytes] = x.view(np.uint8)
     moved = np.ndarray(x.shape, F32, raw[3:])
-    for isa in codec.isas():
-        with codec.use_isa(isa):
+    for isa in isas():
+        with use_isa(isa):
             for threads in (1, 2, 7):
                 assert codec.encode(x, spec, options=codec.options(threads=threads)) == frame
                 assert codec.encode(moved, spec, options=codec.options(threads=threads)) == frame
@@ -190,12 +191,12 @@ def test_frame_sizes_follow_from_the_definitions():
 @SPECS
 def test_decode_writes_no_byte_around_the_destination(spec):
     """Decoding writes no byte around the destination, at any address, although loops store whole vectors."""
-    for isa in codec.isas():
+    for isa in isas():
         for n, at in ((1, 64), (63, 65), (1000, 68), (5001, 127)):
             frame = codec.encode(normal_values(n), spec)
             room = np.full(256 + 4 * n, 0xA5, np.uint8)
             inside = slice(at, at + 4 * n)
-            with codec.use_isa(isa):
+            with use_isa(isa):
                 codec.decode(frame, out=room[inside].view(F32))
                 assert room[inside].tobytes() == codec.decode(frame).tobytes()
                 codec.reduce([frame, frame], out=room[inside].view(F32), op="mean")

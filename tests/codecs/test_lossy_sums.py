@@ -8,6 +8,7 @@ import pytest
 
 import codec
 from codec import Status
+from codec._c.library import isas, use_isa
 from support import flatcall
 from support.specs import LOSSY, TOPKS
 from support.tensors import NUMPY_DTYPES, normal_values
@@ -190,13 +191,13 @@ def test_reduce_rejects_wrong_arguments():
     assert (out == 7).all()
 
 
-@pytest.mark.parametrize("isa", codec.isas())
+@pytest.mark.parametrize("isa", isas())
 def test_mean_is_the_correctly_rounded_quotient(isa):
     """The mean is the correctly rounded quotient of the sum, for normal and subnormal values."""
     odd = np.array([0x3, 0x5, 0x7FFFFF, 0x800001, 0x7F7FFFFF, 0x80000003, 0x3F800001, 0, 0x80000000], np.uint32)
     x = np.concatenate([odd.view(F32), normal_values(3000, scale=1e-38), normal_values(3000)])
     zeros = codec.encode(np.zeros_like(x))
-    with codec.use_isa(isa):
+    with use_isa(isa):
         for count in (1, 2, 3, 4, 6, 8, 16):
             mean = codec.reduce([codec.encode(x)] + [zeros] * (count - 1), op="mean")
             total = x + F32(0) if count > 1 else x  # a sum of several frames turns -0 into 0

@@ -46,7 +46,6 @@ SHOWN = [
     "segments",
     "advise",
     "engines",
-    "use_isa",
     "warmup",
 ]
 

@@ -106,7 +106,7 @@ def test_bound_of_an_entropy_stage_is_close_to_the_size_without_one(ternary, dty
     plain = codec.Ternary("base3") if ternary else codec.Float8()
     segments, n = laid_out(layout)
     segments = [s for s in segments if math.prod(s[1][-1:]) <= 16_384]  # an entropy stage splits longer rows
-    frame = codec.frame_nbytes(n, dtype, plain, segments=segments)
+    frame = codec.bound(n, dtype, plain, segments=segments, exact=True)
     most, nblocks = codec.bound(n, dtype, coded, segments=segments), -(-n // 8192) + 2 * len(segments) + 1
     assert frame <= most <= frame + 136 + 8 * nblocks
 

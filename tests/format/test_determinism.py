@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import codec
+from codec._c.library import isas, use_isa
 from codec.engines.native import encoding
 from reference import decoder as oracle
 from support import flatcall
@@ -44,8 +45,8 @@ def test_instruction_sets_decode_to_the_same_bytes(dtype):
         for n in (513, 5000, 40000):
             x = random_bits(dtype, n, kind)
             frame = codec.encode(codec.view(x, dtype))
-            for isa in codec.isas():
-                with codec.use_isa(isa):
+            for isa in isas():
+                with use_isa(isa):
                     assert codec.decode(frame, out=np.empty_like(x)).tobytes() == x.tobytes()
 
 
@@ -111,14 +112,14 @@ def test_every_codec_uses_all_threads(spec, monkeypatch):
 def test_codec_isa_chooses_the_instruction_set():
     code = "import codec, numpy as np; print(codec.encode(np.arange(9999, dtype=np.float32)).hex())"
     frames = set()
-    for isa in codec.isas():
+    for isa in isas():
         env = {**os.environ, "CODEC_ISA": isa}
         frames.add(subprocess.run([*PYTHON, code], env=env, capture_output=True, check=True).stdout)
     assert len(frames) == 1
     bad = subprocess.run([*PYTHON, code], env={**os.environ, "CODEC_ISA": "mmx"}, capture_output=True, check=False)
     assert b"EngineError: CODEC_ISA: instruction set 'mmx'" in bad.stderr
     for chosen in ("None", "'scalar'"):
-        script = f"import codec; codec.use_isa({chosen}); {code}"
+        script = f"import codec; from codec._c.library import use_isa; use_isa({chosen}); {code}"
         env = {**os.environ, "CODEC_ISA": "mmx"}
         frames.add(subprocess.run([*PYTHON, script], env=env, capture_output=True, check=True).stdout)
     assert len(frames) == 1
@@ -147,8 +148,8 @@ def test_every_half_precision_pattern_converts_to_the_same_float32(dtype, spec):
     x = np.arange(1 << 16, dtype=np.uint16)
     frame = codec.encode(codec.view(x, dtype), spec)
     results = []
-    for isa in codec.isas():
-        with codec.use_isa(isa):
+    for isa in isas():
+        with use_isa(isa):
             results += [codec.reduce([frame], op="sum").tobytes(), codec.reduce([frame, frame], op="max").tobytes()]
     assert len(set(results)) == 1
     y = np.frombuffer(results[0], np.float32)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
-from codec._c.library import ITEMSIZE
+from codec._c.library import ITEMSIZE, isas, use_isa
 from reference import decoder as oracle
 from support import flatcall
 from support.frame_builder import recompute_checksums
@@ -51,11 +51,11 @@ def test_every_truncation_is_rejected(name):
 def test_every_flipped_bit_is_rejected(name):
     """A frame with one flipped bit in any byte (nightly: any bit) is rejected."""
     frame, dtype, n = SMALL_FRAMES[name]
-    damaged, isas = bytearray(frame), codec.isas()
+    damaged, names = bytearray(frame), isas()
     for byte in range(len(frame)):
         for bit in range(8) if NIGHTLY else (byte * 5 % 8,):
             damaged[byte] ^= 1 << bit
-            with codec.use_isa(isas[(byte + bit) % len(isas)]):
+            with use_isa(names[(byte + bit) % len(names)]):
                 with pytest.raises(codec.FrameError):
                     decode_bits(damaged, dtype, n)
                 with pytest.raises(codec.FrameError):
@@ -94,8 +94,8 @@ def check_mutant(frame, dtype, n):
     except (oracle.Bad, struct.error, KeyError, OverflowError, MemoryError):
         expected = None
     results = []
-    for isa in codec.isas():
-        with codec.use_isa(isa):
+    for isa in isas():
+        with use_isa(isa):
             try:
                 y = (
                     codec.decode(frame, max_nbytes=1 << 24, options=codec.options(threads=1))
@@ -287,4 +287,4 @@ def test_wrong_arguments_are_rejected():
     with pytest.raises(codec.EngineError):
         codec.encode(x, options=codec.options(engine="abacus"))
     with pytest.raises(codec.EngineError):
-        codec.use_isa("mmx")
+        use_isa("mmx")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import codec
+from codec._c.library import isas, use_isa
 from support import flatcall
 from support.frame_builder import recompute_checksums
 from support.specs import LOSSY, TOPKS, TRUNCATES
@@ -163,8 +164,8 @@ def test_errors_do_not_depend_on_threads(name):
         variants.append(bytes(later))
     for bad in variants:
         seen = set()
-        for isa in codec.isas():
-            with codec.use_isa(isa):
+        for isa in isas():
+            with use_isa(isa):
                 for threads in (1, 2, 3, 8):
                     for kind in ({}, {"out": np.empty(N, np.float32)}):
                         with pytest.raises((codec.FrameError, codec.StateError)) as caught:

@@ -7,6 +7,7 @@ import numpy as np
 
 import codec
 from codec import specs
+from codec._c.library import isas, use_isa
 from reference import encoder
 from reference.decoder import DTYPES as NUMBERED
 from reference.encoder import Ask
@@ -97,8 +98,8 @@ def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
         ask = replace(ask, base=base)
         how["base"] = codec.view(base.reshape(shape), dtype)
     expected = encoder.encode(bits, NUMBER[dtype], shape, ask)
-    for isa in codec.isas():
-        with codec.use_isa(isa):
+    for isa in isas():
+        with use_isa(isa):
             if error is not None:
                 how["residual"] = error.copy()
             for threads in (1, 3) if x.nbytes > 400_000 and error is None else (1,):

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec.decoding import decode
-from codec.encoding import encode
+from codec.encoding import bound, encode
 from codec.errors import ArgumentError
-from codec.frame_size import frame_nbytes
 from codec.inspection import inspect, verify
 from codec.specs import Quantize
 from codec.tensors.floats import Floats, narrow, widen
@@ -28,7 +27,7 @@ class Entry(NamedTuple):
 
 def largest_nbytes(dtype: str, n: int) -> int:
     """Return the maximum size of an entry of n values, in bytes."""
-    return frame_nbytes((n,), "float32", EIGHT_BIT) if dtype == "8bit" else n * (4 if dtype == "float32" else 2)
+    return bound((n,), "float32", EIGHT_BIT, exact=True) if dtype == "8bit" else n * (4 if dtype == "float32" else 2)
 
 
 def pack(row: Floats, dtype: str, out: Bytes) -> int:

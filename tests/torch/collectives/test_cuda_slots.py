@@ -41,7 +41,7 @@ def _bytes_by_way(rank, size):
 def _frames_stay_on_gpus(rank, size):
     fixed, variable = _bytes_by_way(rank, size)
     # Size of the larger frame; slices begin at multiples of 1,024 values
-    largest = codec.frame_nbytes(70_000 - 34_816, "float32", codec.Float8())
+    largest = codec.bound(70_000 - 34_816, "float32", codec.Float8(), exact=True)
     assert fixed == 2 * -(-(8 + largest) // 16) * 16
     assert fixed < variable < 4 * 70_000
 
@@ -77,7 +77,7 @@ def test_slots_between_gpus_are_as_specified(gpus):
     found = gpus.run(_slots)
     size, cuts = 2, [0, 3072, 7000]
     slices = [slice(a, b) for a, b in pairwise(cuts)]
-    T = -(-(8 + codec.frame_nbytes(7000 - 3072, "float32", codec.Quantize(4))) // 16) * 16
+    T = -(-(8 + codec.bound(7000 - 3072, "float32", codec.Quantize(4), exact=True)) // 16) * 16
     for r, (terms, sums, messages, x) in enumerate(found):
         assert (terms.shape, sums.shape) == ((size, 1, T), (1, T))
         total = codec.reduce([_frame(x[slices[r]], q * size + r) for q, (*_, x) in enumerate(found)], op="sum")

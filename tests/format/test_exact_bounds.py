@@ -1,4 +1,4 @@
-"""codec.frame_nbytes returns the exact size of the frame that encode() returns."""
+"""codec.bound with exact=True returns the exact size of the frame that encode() returns."""
 
 import dataclasses
 import math
@@ -35,17 +35,19 @@ def viewed(x, dtype, segments=None):
 
 @pytest.mark.parametrize("spec", FIXED.values(), ids=FIXED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_frame_nbytes_is_exact_for_every_fixed_rate_spec(spec, dtype):
+def test_exact_bound_is_the_size_for_every_fixed_rate_spec(spec, dtype):
     for shape in SHAPES:
-        assert codec.frame_nbytes(shape, dtype, spec) == len(codec.encode(viewed(values(shape), dtype), spec)), shape
+        assert codec.bound(shape, dtype, spec, exact=True) == len(codec.encode(viewed(values(shape), dtype), spec)), (
+            shape
+        )
 
 
 @pytest.mark.parametrize("spec", FIXED.values(), ids=FIXED)
-def test_frame_nbytes_is_exact_for_buckets_of_parameters(spec):
+def test_exact_bound_is_the_size_for_buckets_of_parameters(spec):
     x = values(200_000)
     for segments in SEGMENTS:
         frame = codec.encode(codec.view(x, segments=segments), spec)
-        assert codec.frame_nbytes(x.shape, "float32", spec, segments=segments) == len(frame), segments
+        assert codec.bound(x.shape, "float32", spec, segments=segments, exact=True) == len(frame), segments
 
 
 # Group sizes below and above 16,384, the number of values of a block with smaller groups
@@ -67,8 +69,8 @@ DTYPE = st.sampled_from(["float32", "bfloat16", "float16"])
 
 
 @given(ANY_FIXED, DTYPE, st.lists(st.integers(0, 40), max_size=3) | st.lists(st.integers(0, 90_000), max_size=1))
-def test_frame_nbytes_is_exact_for_any_shape(spec, dtype, shape):
-    assert codec.frame_nbytes(shape, dtype, spec) == len(codec.encode(viewed(values(shape), dtype), spec))
+def test_exact_bound_is_the_size_for_any_shape(spec, dtype, shape):
+    assert codec.bound(shape, dtype, spec, exact=True) == len(codec.encode(viewed(values(shape), dtype), spec))
 
 
 @given(
@@ -77,33 +79,33 @@ def test_frame_nbytes_is_exact_for_any_shape(spec, dtype, shape):
     st.lists(st.tuples(st.integers(0, 300), st.lists(st.integers(1, 200), max_size=2)), max_size=4),
     st.integers(0, 300),
 )
-def test_frame_nbytes_is_exact_for_any_segments(spec, dtype, gaps_and_shapes, rest):
+def test_exact_bound_is_the_size_for_any_segments(spec, dtype, gaps_and_shapes, rest):
     segments, n = [], 0
     for gap, shape in gaps_and_shapes:
         segments.append((n + gap, tuple(shape)))
         n += gap + math.prod(shape)
     n += rest
     frame = codec.encode(viewed(values(n), dtype, segments), spec)
-    assert codec.frame_nbytes(n, dtype, spec, segments=segments) == len(frame)
+    assert codec.bound(n, dtype, spec, segments=segments, exact=True) == len(frame)
 
 
-def test_frame_nbytes_takes_mappings_and_presets():
+def test_exact_bound_takes_mappings_and_presets():
     parameters = {"weight": (64, 100), "bias": (64,)}
     x = values(6464)
     frame = codec.encode(codec.view(x, segments=parameters), codec.preset("smallest"))
-    assert codec.frame_nbytes(6464, "f4", "smallest", segments=parameters) == len(frame)
+    assert codec.bound(6464, "f4", "smallest", segments=parameters, exact=True) == len(frame)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if not has_fixed_rate(spec)])
-def test_frame_nbytes_rejects_specs_of_variable_rate(spec):
+def test_exact_bound_rejects_specs_of_variable_rate(spec):
     with pytest.raises(codec.SpecError, match="depends on the values"):
-        codec.frame_nbytes(1000, "float32", spec)
+        codec.bound(1000, "float32", spec, exact=True)
 
 
-def test_frame_nbytes_rejects_impossible_tensors():
+def test_exact_bound_rejects_impossible_tensors():
     with pytest.raises(codec.ArgumentError):
-        codec.frame_nbytes(1000, "int32", codec.Quantize(4))
+        codec.bound(1000, "int32", codec.Quantize(4), exact=True)
     with pytest.raises(codec.ArgumentError):
-        codec.frame_nbytes(1000, "float32", codec.Quantize(4), segments=[(0, (1001,))])
+        codec.bound(1000, "float32", codec.Quantize(4), segments=[(0, (1001,))], exact=True)
     with pytest.raises(codec.LimitError):
-        codec.frame_nbytes(1 << 50, "float32", codec.Quantize(4))
+        codec.bound(1 << 50, "float32", codec.Quantize(4), exact=True)
