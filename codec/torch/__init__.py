@@ -12,15 +12,15 @@ Only the names in ``__all__`` are public. Importing this package registers the t
 import importlib
 from typing import TYPE_CHECKING
 
+from codec.torch import ops as ops
 from codec.torch.auto.quality import Auto
-from codec.torch.autograd.operators import decode, encode
 from codec.torch.autograd.saved import SavedStats, saved_tensors
 from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives.bytes import exchange
 from codec.torch.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
 from codec.torch.collectives.rows import all_to_all_rows
 from codec.torch.ddp.hook import Hook
-from codec.torch.ddp.make import comm_hook, ddp_hook
+from codec.torch.ddp.make import ddp_hook
 from codec.torch.ddp.policy import Policy, default_policy
 from codec.torch.ddp.stats import ParameterStats, Stats
 from codec.torch.feedback.feedback import Feedback
@@ -77,18 +77,14 @@ __all__ = [
     "all_to_all_rows",
     "checkpoint_reader",
     "checkpoint_writer",
-    "comm_hook",
     "ddp_hook",
-    "decode",
     "default_policy",
-    "encode",
     "exchange",
     "group_stats",
     "pack_state",
     "per_rank",
     "recv",
     "reduce_scatter",
-    "register_backend",
     "saved_tensors",
     "send",
     "unpack_state",
@@ -97,7 +93,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the public names."""
-    return sorted([*__all__, "pipelining", "__all__", "__doc__", "__file__", "__name__", "__path__"])
+    return sorted([*__all__, "ops", "pipelining", "__all__", "__doc__", "__file__", "__name__", "__path__"])
 
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute

@@ -322,38 +322,11 @@ def _begin(collective: Callable[..., Work | None], *tensors: torch.Tensor, **how
     return cast(Work, collective(*tensors, async_op=True, **how))
 
 
-def register_backend(
-    spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
-    *,
-    gather: Spec | Preset = Lossless(),  # noqa: B008
-    algorithm: Algorithm = "auto",
-    small: int = Options.small,
-) -> None:
-    """Set the default options for groups of the backend `codec`, which are created without `pg_options`.
-
-    Importing :mod:`codec.torch` registers the backend with the defaults. All ranks must call this function with equal
-    arguments.
-
-    Parameters
-    ----------
-    spec, gather, algorithm, small
-        As for :class:`Options`.
-
-    Raises
-    ------
-    ArgumentError, SpecError
-        An argument has an invalid type or value. The default options are unchanged.
-
-    Examples
-    --------
-    >>> codec.torch.register_backend(codec.Float8())
-    >>> group = torch.distributed.new_group(backend="codec")
-    >>> codec.torch.register_backend()  # lossless again
-    """
-    usual = Options(spec, gather, algorithm, small)
+def register_backend() -> None:
+    """Register the backend `codec`: importing :mod:`codec.torch` does so, and torch does for the name of the backend."""
 
     def create(how: Any, options: Options | None) -> ProcessGroup:
-        return ProcessGroup(how.store, how.group_rank, how.group_size, how.timeout, options or usual)
+        return ProcessGroup(how.store, how.group_rank, how.group_size, how.timeout, options or Options())
 
     backend: Any = dist.Backend  # torch does not annotate register_backend
     backend.register_backend("codec", create, extended_api=True, devices=_DEVICES)

@@ -81,7 +81,7 @@ def check_names(tensor: torch.Tensor, frames: list[bytes]) -> None:
     codec.torch.all_reduce(tensor, op="average")  # pyright: ignore[reportArgumentType]
     codec.torch.ddp_hook("tiny")  # pyright: ignore[reportArgumentType]
     codec.torch.ddp_hook("small").set_spec("large")  # pyright: ignore[reportArgumentType]
-    codec.torch.register_backend("small", algorithm="two_shots")  # pyright: ignore[reportArgumentType]
+    codec.torch.Options("small", algorithm="two_shots")  # pyright: ignore[reportArgumentType]
     codec.torch.no_such_name()  # pyright: ignore[reportAttributeAccessIssue]
     codec.no_such_name()  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -85,7 +85,7 @@ def test_sharded_training_compresses(heading, block, size, tmp_path):
 
 
 def _registered_by_lightning(rank, size):
-    """Register a hook as Lightning's DDPStrategy(ddp_comm_state=, ddp_comm_hook=) does on CUDA."""
+    """Register a hook as Lightning's DDPStrategy(ddp_comm_hook=) does on CUDA."""
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 
     import codec.torch
@@ -94,7 +94,7 @@ def _registered_by_lightning(rank, size):
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 128))
     hook = codec.torch.ddp_hook(codec.Quantize(4), options=codec.options(algorithm="two_shot"))
-    _register_ddp_comm_hook(model, ddp_comm_state=hook, ddp_comm_hook=codec.torch.comm_hook)
+    _register_ddp_comm_hook(model, ddp_comm_state=None, ddp_comm_hook=hook)
     for _ in range(3):
         model(torch.randn(8, 64) + rank).square().mean().backward()
     return hook.stats(), [p.grad for p in model.parameters()]

@@ -74,15 +74,6 @@ def check_reducer(model: DistributedDataParallel) -> None:
         raise ArgumentError(PYTHON_REDUCER)
 
 
-def model_with(parameter: torch.Tensor, hook: object) -> DistributedDataParallel:
-    """Return the model that contains `parameter`, and to which `hook` is registered."""
-    return next(
-        model
-        for model in models()
-        if any(h is hook for h, _ in comm_hooks(model)) and any(p is parameter for p in model.parameters())
-    )
-
-
 def models() -> list[DistributedDataParallel]:
     """Return all DistributedDataParallel objects of this process."""
     return [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]

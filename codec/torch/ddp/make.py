@@ -1,14 +1,7 @@
-"""Create hooks for DistributedDataParallel, by :func:`ddp_hook` or by torch's own register_comm_hook."""
+"""Create hooks for DistributedDataParallel."""
 
-# No `from __future__ import annotations`: torch checks that the annotations of a hook are types, not strings.
-
-import weakref
 from dataclasses import replace
 from typing import Any, Literal, cast
-
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, CallOptions, SpecError
 from codec._options import settings_of
@@ -18,8 +11,7 @@ from codec.specs import Lossless, Preset, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch.auto.gradients import GradientChoice
 from codec.torch.auto.quality import Auto, auto_of, quality_of
-from codec.torch.ddp import lifetime
-from codec.torch.ddp.buckets import Bucket, Optimizers
+from codec.torch.ddp.buckets import Optimizers
 from codec.torch.ddp.hook import Hook, check, check_feedback
 from codec.torch.ddp.policy import Chooser, Plan, Policy, default_policy, policy_of
 from codec.torch.ddp.reducer import Reducer, Transform
@@ -94,7 +86,7 @@ def ddp_hook(
     Returns
     -------
     Hook
-        Hook; call its ``register(model)``.
+        Hook; call its ``register(model)``, or pass it to ``model.register_comm_hook(None, hook)``.
 
     Raises
     ------
@@ -155,58 +147,3 @@ def _choice(
     stated = None if auto.link is None else link_of(auto.link)
     options = CallOptions(threads=settings.threads)  # other options do not apply: samples are encoded in host memory
     return GradientChoice(replace(floor, specs=specs), stated, raw=algorithm == "auto", options=options)
-
-
-# Hooks that comm_hook has created, by the model whose gradients they send.
-_hooks: "weakref.WeakKeyDictionary[DistributedDataParallel, Hook]" = weakref.WeakKeyDictionary()
-
-
-def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-    """Reduce a bucket: a communication hook for ``model.register_comm_hook(state, comm_hook)``.
-
-    Parameters
-    ----------
-    state : Hook, Spec, str or None
-        Hook that :func:`ddp_hook` returned; or a spec or preset, which stands for ``ddp_hook(spec)``; or None for
-        ``ddp_hook()``, which is lossless. Pass a hook to set other arguments, such as ``optimizer=`` for
-        :class:`codec.Truncate`, to read its statistics, or to save its state.
-    bucket : torch.distributed.GradBucket
-        Bucket of DistributedDataParallel.
-
-    Returns
-    -------
-    torch.futures.Future
-        Tensor of the reduced bucket: the mean over all ranks.
-
-    Raises
-    ------
-    ArgumentError
-        `state` is of another type, or a spec that needs further arguments of :func:`ddp_hook`.
-
-    Examples
-    --------
-    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
-    >>> model.register_comm_hook(codec.Float8(), codec.torch.comm_hook)
-    >>> model(torch.ones(8, 100)).sum().backward()
-    """
-    hook = state if isinstance(state, Hook) else _hook_of(state, bucket)
-    return hook(None, bucket)
-
-
-def _hook_of(state: Any, bucket: Any) -> Hook:
-    """Return the hook of the model to which a bucket belongs; create the hook at the first bucket of the model."""
-    parameter = Bucket.of(bucket).parameters[0]
-    for hook in _hooks.values():
-        if parameter in hook.reducer.plan.names:
-            return hook
-    try:
-        hook = ddp_hook() if state is None else ddp_hook(state)
-    except (ArgumentError, SpecError) as e:
-        raise ArgumentError(
-            "the state of codec.torch.comm_hook must be a hook that ddp_hook() returned, a spec, a preset or None, got "
-            f"{shown(state)}: {e}"
-        ) from e
-    model = lifetime.model_with(parameter, comm_hook)
-    hook.serve(model)
-    _hooks[model] = hook
-    return hook

@@ -23,7 +23,7 @@ dist.destroy_process_group()
 
 def test_entry_point_registers_the_backend():
     (entry,) = importlib.metadata.entry_points(group="torch.distributed.backends", name="codec")
-    assert entry.load() is codec.torch.register_backend
+    assert entry.load() is codec.torch.backend.register_backend
     entry.load()()  # torch calls it without arguments
     assert "CODEC" in dist.Backend._plugins
 

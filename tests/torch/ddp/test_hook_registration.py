@@ -31,7 +31,7 @@ def _second_model(rank, size):
         take_step(first, rank, small_forward)
     both = codec.torch.ddp_hook()
     for model in (DistributedDataParallel(small_net()), DistributedDataParallel(small_net())):
-        model.register_comm_hook(both, codec.torch.comm_hook)
+        model.register_comm_hook(None, both)
         other = model, other
     with pytest.raises(codec.ArgumentError, match="registered with one model, but is with 2"):
         take_step(other[0], rank, small_forward)

@@ -1,4 +1,4 @@
-"""Custom operators that encode and decode, which ``torch.compile`` keeps in its graphs."""
+"""Operators ``torch.ops.codec.encode`` and ``decode``, which ``torch.compile`` and ``torch.export`` keep in graphs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,8 @@ from codec import ArgumentError, SpecError
 from codec.spec_config import self_contained
 from codec.spec_text import spec_of
 from codec.specs import SpecLike
+
+__all__ = ["decode", "encode"]
 
 _torch: Any = torch  # Any, since torch's stubs leave these functions untyped
 
@@ -41,8 +43,8 @@ def encode(x: torch.Tensor, spec: SpecLike = "lossless") -> torch.Tensor:
     Examples
     --------
     >>> x = torch.randn(1000)
-    >>> frame = codec.torch.encode(x, "balanced")
-    >>> codec.torch.decode(frame, x.shape, x.dtype).shape
+    >>> frame = codec.torch.ops.encode(x, "balanced")
+    >>> codec.torch.ops.decode(frame, x.shape, x.dtype).shape
     torch.Size([1000])
     """
     return _encode(x, _constant(spec))
@@ -74,7 +76,7 @@ def decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> tor
 
     Examples
     --------
-    >>> codec.torch.decode(codec.torch.encode(torch.arange(3)), (3,), torch.int64)
+    >>> codec.torch.ops.decode(codec.torch.ops.encode(torch.arange(3)), (3,), torch.int64)
     tensor([0, 1, 2])
     """
     return _decode(frame, shape, dtype)
