@@ -1,7 +1,9 @@
 """Compression of tensors that training jobs send over a network.
 
-Public are the names that ``codec``, :mod:`codec.kv`, :mod:`codec.optimizers`, :mod:`codec.torch` and
-:mod:`codec.weight_sync` export. All other modules are internal, and may change in any version.
+Public are the names that ``codec``, :mod:`codec.kv`, :mod:`codec.optimizers`, :mod:`codec.torch`,
+:mod:`codec.torch.ops`, :mod:`codec.torch.pipelining` and :mod:`codec.weight_sync` export, and :mod:`codec.integrations`.
+All other modules are internal, and may change in any version. Names whose documentation says "Provisional" may change
+in any version, too.
 
 >>> import codec, numpy as np
 >>> x = np.linspace(0, 1, 100_000, dtype=np.float32)
@@ -13,11 +15,10 @@ True
 import importlib
 from typing import TYPE_CHECKING
 
-from codec import optimizers
+from codec import optimizers as optimizers
 from codec._options import CallOptions, options
 from codec._warmup import warmup
-from codec.advisor.advise import Advice, advise
-from codec.advisor.cost_model import Cost, Link, predict_seconds
+from codec.advisor.advise import advise
 from codec.batch import decode_many, encode_many
 from codec.code_sums import sum_codes
 from codec.codebook import Codebook
@@ -38,11 +39,11 @@ from codec.errors import (
     Status,
     UnsupportedError,
 )
-from codec.inspection import Info, digest, inspect, verify
+from codec.inspection import digest, inspect, verify
 from codec.presets import preset
 from codec.reducing import accumulate, reduce
 from codec.specs import BoundSpec, Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, TopK, Truncate
-from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
+from codec.stateful import ActivationDelta, CodebookRefresher, ErrorFeedback
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
 
@@ -58,8 +59,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationDelta",
-    "ActivationStats",
-    "Advice",
     "ArgumentError",
     "BoundSpec",
     "CallOptions",
@@ -67,16 +66,13 @@ __all__ = [
     "Codebook",
     "CodebookRefresher",
     "CodecError",
-    "Cost",
     "Delta",
     "EngineError",
     "ErrorFeedback",
     "Float4",
     "Float8",
     "FrameError",
-    "Info",
     "LimitError",
-    "Link",
     "Lossless",
     "PeerError",
     "Quantize",
@@ -85,7 +81,6 @@ __all__ = [
     "SpecError",
     "StateError",
     "Status",
-    "StoreInfo",
     "Ternary",
     "TopK",
     "Truncate",
@@ -107,10 +102,7 @@ __all__ = [
     "encode_many",
     "engines",
     "inspect",
-    "inspect_store",
-    "optimizers",
     "options",
-    "predict_seconds",
     "preset",
     "reduce",
     "segments",
@@ -127,6 +119,7 @@ def __dir__() -> list[str]:
         [
             *__all__,
             "kv",
+            "optimizers",
             "torch",
             "weight_sync",
             "__all__",

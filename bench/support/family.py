@@ -75,7 +75,7 @@ def optimizer_state(path: Path, n: int) -> tuple[optimizers.Optimizer, dict[str,
             step = int(f["step"]) - ("few" not in f.files)  # files with "few" count steps from 0, others from 1
             adamw = optimizers.AdamW(lr, weight_decay=decay, step=step, betas=(beta1, beta2), eps=float(f["eps"]))
             return adamw, state
-        return optimizers.Momentum(lr, weight_decay=decay, momentum=float(f["momentum"])), state | {
+        return optimizers.SGD(lr, weight_decay=decay, momentum=float(f["momentum"])), state | {
             "m": f["momentum_buffer"][:n]
         }
 
@@ -91,7 +91,7 @@ def step_of(metric: optimizers.Optimizer, g: Any, state: dict[str, Any]) -> np.n
         names = {"exp_avg": "m", "exp_avg_sq": "v"}
         optimizer.state[theta]["step"] = torch.tensor(float(metric.step))
     else:
-        assert isinstance(metric, optimizers.Momentum)
+        assert isinstance(metric, optimizers.SGD)
         optimizer = torch.optim.SGD([theta], metric.lr, metric.momentum, weight_decay=metric.weight_decay)
         names = {"momentum_buffer": "m"}
     for theirs, ours in names.items():

@@ -65,7 +65,7 @@ class Row:
     nbytes : int
         Bytes that each rank sends; it receives as many.
     cost : Cost
-        Costs measured on the sample, scaled to all values: the input of :func:`codec.predict_seconds`.
+        Costs measured on the sample, scaled to all values: the input of the model.
     """
 
     spec: Spec | None
@@ -196,8 +196,8 @@ def advise(
     compression, DistributedDataParallel needs a round trip for each bucket; the hook sends all buckets of a step in the
     same round trips.
 
-    :func:`predict_seconds` computes the seconds of an all-reduce from the measured costs. The advice is the candidate
-    with the fewest seconds, or raw (no compression) if that is as fast.
+    The seconds of an all-reduce follow from the measured costs by a model that docs/reference/python.md describes. The
+    advice is the candidate with the fewest seconds, or raw (no compression) if that is as fast.
 
     Parameters
     ----------
@@ -205,12 +205,11 @@ def advise(
         Gradients in host memory, float32, bfloat16 or float16, in the order of their bucket. For a module, the
         gradients of its parameters are measured. If it has no gradients yet, the parameters themselves are measured;
         their frames differ a little in size.
-    link : str, number or Link
-        Link of each rank: ``"100mbit"``, ``"10Gbps"``, bits per second (also as text), or
-        ``codec.Link(10e9, rtt=1e-4)``.
+    link : str, number, or tuple of rate and round-trip time
+        Link of each rank: ``"100mbit"``, ``"10Gbps"``, bits per second (also as text), or ``("10Gbps", "0.1ms")``.
     rtt : str or number, optional
         Round-trip time between two ranks, as ``ping`` measures it: seconds, or text such as ``"40ms"``. Default:
-        ``link.rtt`` if `link` is a Link, otherwise 0.2 ms.
+        that of `link` if it has one, otherwise 0.2 ms.
     world_size : int
         Number of ranks, 1 to 2^20.
     lossy : {False, "near", True}
@@ -248,7 +247,7 @@ def advise(
     Lossless(max_code_length=8, model='auto')
     >>> codec.advise(grad, "1mbit", lossy=True).spec
     Quantize(bits=4, group_size=64, levels='even', rounding='stochastic', seed=0, zero_point=False)
-    >>> codec.advise(grad, codec.Link(float("inf"))).spec is None
+    >>> codec.advise(grad, float("inf")).spec is None
     True
     """
     link = link_of(link, rtt)

@@ -62,13 +62,16 @@ class Link:
         return f"{self.bits_per_second / _TIMES[unit]:.4g} {unit}bit/s, round trip {1e3 * self.rtt:.3g} ms"
 
 
+LinkLike = Link | str | float | tuple[str | float, str | float]  # argument `link` of codec.advise
+
+
 def link_of(link: Any, rtt: Any = None) -> Link:
     """Convert the arguments ``link=`` and ``rtt=`` to a Link.
 
     Parameters
     ----------
-    link : Link, str or number
-        A Link, text such as ``"100mbit"``, or bits per second.
+    link : str, number, tuple or Link
+        Text such as ``"100mbit"``, bits per second, a pair of these and a round-trip time, or a Link.
     rtt : str or number, optional
         Round-trip time in seconds, or text such as ``"40ms"``. Default: ``link.rtt``, or that of :class:`Link`.
 
@@ -81,12 +84,15 @@ def link_of(link: Any, rtt: Any = None) -> Link:
         return replace(link_of(link), rtt=_seconds(rtt))
     if isinstance(link, Link):
         return link
+    if isinstance(link, tuple) and len(cast(tuple[Any, ...], link)) == 2:
+        return link_of(*cast(tuple[Any, Any], link))
     if isinstance(link, str) and (found := _RATE.fullmatch(link)):
         return Link(float(found[1]) * _UNITS[(found[2] or found[3] or "").lower()])
     if hasattr(link, "__float__") and not isinstance(link, bool):
         return Link(cast(float, link))
     raise ArgumentError(
-        f'link must be text such as "100mbit" or "10Gbps", bits per second, or a codec.Link, got {shown(link)}'
+        'link must be text such as "100mbit" or "10Gbps", bits per second, or a pair of these and a round-trip time, '
+        f"got {shown(link)}"
     )
 
 
@@ -170,7 +176,7 @@ def latency_seconds(link: Link, world_size: int, algorithm: Algorithm = "two_sho
 
 
 def predict_seconds(
-    cost: Cost, link: Link | str | float, world_size: int, *, algorithm: Algorithm = "two_shot", chunks: int = 1
+    cost: Cost, link: LinkLike, world_size: int, *, algorithm: Algorithm = "two_shot", chunks: int = 1
 ) -> float:
     """Predict the seconds of an all-reduce from measured costs and the rate of the link.
 
@@ -201,8 +207,8 @@ def predict_seconds(
     ----------
     cost : Cost
         Costs of the tensor, measured by :func:`advise` (``advice.table[i].cost``) or by the caller.
-    link : Link, str or number
-        Link of each rank, as for :func:`advise`.
+    link : str, number, tuple or Link
+        Link of each rank, as for :func:`codec.advise`.
     world_size : int
         Number of ranks, 1 to 2^20. A single rank sends nothing.
     algorithm : {"two_shot", "ring", "all_gather"}
@@ -222,16 +228,17 @@ def predict_seconds(
 
     Examples
     --------
-    >>> slow, raw = codec.Link(100e6, rtt=0), codec.Cost(25e6, 25e6)
-    >>> codec.predict_seconds(raw, slow, 4)
+    >>> from codec.advisor.cost_model import Cost, predict_seconds
+    >>> slow, raw = ("100mbit", 0), Cost(25e6, 25e6)
+    >>> predict_seconds(raw, slow, 4)
     3.0
-    >>> frames = codec.Cost(5e6, 5e6, encode=0.01, encode_sum=0.01, reduce=0.01, decode=0.01)
-    >>> codec.predict_seconds(frames, slow, 4, chunks=8) < 0.61
+    >>> frames = Cost(5e6, 5e6, encode=0.01, encode_sum=0.01, reduce=0.01, decode=0.01)
+    >>> predict_seconds(frames, slow, 4, chunks=8) < 0.61
     True
     """
     check_algorithm(algorithm)
     if not isinstance(cost, Cost):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"cost must be a codec.Cost, got {shown(cost)}")
+        raise ArgumentError(f"cost must be a Cost, got {shown(cost)}")
     link = link_of(link)
     world_size = whole("world_size", world_size, 1, MAX_RANKS)
     chunks = whole("chunks", chunks, 1, MAX_PIECES)

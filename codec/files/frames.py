@@ -16,7 +16,7 @@ Read = Callable[[int], bytes]  # read(n) returns the next bytes of the input, at
 
 
 def inspect_file(path: str) -> Info:
-    """Return the header of a frame as :class:`codec.Info`, reading only the header and the side section.
+    """Return the header of a frame as :func:`codec.inspect` does, reading only the header and the side section.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ from lmcache.v1.distributed.serde.factory import get_registered_serde_types, reg
 from lmcache.v1.memory_management import MemoryObj
 
 from codec.integrations.kv import flat_page, page_codec
-from codec.kv import PageCodec, page_nbytes
+from codec.kv import PageCodec
 
 
 class Settings:
@@ -153,7 +153,7 @@ class CodecDeserializer(Deserializer):
         """Decode the slot `src` into the tensors of the chunk `dst`."""
         data = memoryview(src.byte_array).cast("B")
         for x, shape, dtype in tensors(dst):
-            nbytes = page_nbytes(data)
+            nbytes = PageCodec.page_nbytes(data)
             self._settings.codec_of(shape, dtype).decode(data[:nbytes], out=self._settings.page(x))
             data = data[nbytes:]
 

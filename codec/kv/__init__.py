@@ -4,7 +4,6 @@ A :class:`PageCodec` encodes pages of any layout for tiers in host memory, on di
 LMCache, SGLang and vLLM are in :mod:`codec.integrations`. This package needs no framework.
 """
 
-from codec.kv.container import page_nbytes
 from codec.kv.pages import PageCodec
 
-__all__ = ["PageCodec", "page_nbytes"]
+__all__ = ["PageCodec"]

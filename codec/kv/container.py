@@ -82,7 +82,7 @@ def page_nbytes(data: Any) -> int:
     --------
     >>> pages = codec.kv.PageCodec((2, 2, 64, 192), "float32")
     >>> data = pages.encode(np.zeros(pages.shape, np.float32))
-    >>> codec.kv.page_nbytes(data + bytes(100)) == len(data)
+    >>> pages.page_nbytes(data + bytes(100)) == len(data)
     True
     """
     return int(_read(as_bytes(data))[1][-1])

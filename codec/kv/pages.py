@@ -15,7 +15,7 @@ from codec.batch import decode_many, encode_many
 from codec.encoding import bound, checked_shape
 from codec.errors import ArgumentError, FrameError, SpecError, StateError
 from codec.inspection import inspect
-from codec.kv.container import Layout, head_nbytes, pack, unpack
+from codec.kv.container import Layout, head_nbytes, pack, page_nbytes, unpack
 from codec.presets import resolve
 from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Spec, SpecLike
 from codec.tensors.view import Array, dtype_name, empty, is_torch, kind_of, mark_written, on_host
@@ -72,6 +72,8 @@ class PageCodec:
     >>> bool((again[:, 1] == page[:, 1]).all()), float(abs(again - page).max()) < 0.02, len(data) <= pages.bound
     (True, True, True)
     """
+
+    page_nbytes = staticmethod(page_nbytes)
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class PageCodec:
         Parameters
         ----------
         data : iterable of bytes or buffers
-            Encoded pages without trailing bytes; :func:`page_nbytes` returns the size of a page in a larger slot.
+            Encoded pages without trailing bytes; :meth:`page_nbytes` returns the size of a page in a larger slot.
         out : iterable of arrays or tensors, optional
             Destinations in host memory, with any strides, that do not overlap. After an error all of them are
             unchanged.

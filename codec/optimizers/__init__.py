@@ -28,7 +28,7 @@ References
    table has eta instead of AdaGrad's decayed learning rate, and sqrt(v) instead of its bias-corrected value.
 """
 
-from codec.optimizers.base import Optimizer, Terms
+from codec.optimizers.base import Optimizer
 from codec.optimizers.custom import Custom
 from codec.optimizers.formulas import (
     SGD,
@@ -37,10 +37,8 @@ from codec.optimizers.formulas import (
     Adam,
     AdamW,
     Lion,
-    Momentum,
     Muon,
     NAdam,
-    Nesterov,
     RMSprop,
 )
 from codec.optimizers.from_torch import Formula, from_optimizer, state_of
@@ -54,13 +52,10 @@ __all__ = [
     "Custom",
     "Formula",
     "Lion",
-    "Momentum",
     "Muon",
     "NAdam",
-    "Nesterov",
     "Optimizer",
     "RMSprop",
-    "Terms",
     "from_optimizer",
     "state_of",
 ]

@@ -7,60 +7,47 @@ from typing import Any
 
 import numpy as np
 
+from codec.errors import ArgumentError
 from codec.optimizers.base import Optimizer, Terms
 
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
-    """SGD without momentum: theta - lr * (g + weight_decay * theta)."""
+    """SGD: theta - lr * (g + weight_decay * theta), with momentum if `momentum` is not 0.
 
-    lr: float = 1e-3
-
-    def terms(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A = theta / lr - weight_decay * theta."""
-        return Terms(np.float64(1) / self.lr - self.weight_decay)
-
-
-@dataclass(frozen=True, slots=True)
-class Momentum(Optimizer):
-    """SGD with momentum. ``m`` is the momentum buffer. The first step sets m = g, without `dampening`, as in torch.
+    ``m`` is the momentum buffer. The first step sets m = g, without `dampening`, as in torch.
 
     Parameters
     ----------
     momentum, dampening : float
         As in torch.optim.SGD.
+    nesterov : bool
+        As in torch.optim.SGD. It needs `momentum` without `dampening`.
     """
 
     lr: float = 1e-3
     _: KW_ONLY
-    momentum: float
+    momentum: float = 0
     dampening: float = 0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        Optimizer.__post_init__(self)
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise ArgumentError("nesterov=True needs momentum above 0 and dampening=0, as in torch.optim.SGD")
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A = (theta - lr mu m) / (lr (1 - tau)) - weight_decay * theta."""
-        own = np.float64(1 - self.dampening if "m" in state else 1)
-        return Terms(1 / (self.lr * own) - self.weight_decay, m=-self.momentum / own)
+        """Return the coefficients of A.
 
-
-@dataclass(frozen=True, slots=True)
-class Nesterov(Optimizer):
-    """SGD with Nesterov momentum. ``m`` is the momentum buffer.
-
-    Parameters
-    ----------
-    momentum : float
-        As in torch.optim.SGD.
-    """
-
-    lr: float = 1e-3
-    _: KW_ONLY
-    momentum: float
-
-    def terms(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A = ((1 - lr lambda (1 + mu)) theta - lr mu^2 m) / (lr (1 + mu))."""
+        A = theta / lr - weight_decay * theta. With momentum, A = (theta - lr mu m) / (lr (1 - tau)) - weight_decay *
+        theta. With Nesterov momentum, A = ((1 - lr lambda (1 + mu)) theta - lr mu^2 m) / (lr (1 + mu)).
+        """
         mu = self.momentum
-        own = np.float64(self.lr) * (1 + mu)
-        return Terms((1 - own * self.weight_decay) / own, m=-mu * mu / (1 + mu))
+        if self.nesterov:
+            own = np.float64(self.lr) * (1 + mu)
+            return Terms((1 - own * self.weight_decay) / own, m=-mu * mu / (1 + mu))
+        own = np.float64(1 - self.dampening if mu and "m" in state else 1)
+        return Terms(1 / (self.lr * own) - self.weight_decay, m=-mu / own if mu else 0)
 
 
 @dataclass(frozen=True, slots=True)

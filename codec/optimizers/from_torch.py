@@ -15,10 +15,8 @@ from codec.optimizers.formulas import (
     Adam,
     AdamW,
     Lion,
-    Momentum,
     Muon,
     NAdam,
-    Nesterov,
     RMSprop,
 )
 from codec.optimizers.wrappers import unwrapped
@@ -159,11 +157,8 @@ def _steps(optimizer: Any, params: Sequence[Any]) -> int:
 
 
 def _read_sgd(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
-    if not g["momentum"]:
-        return SGD(**known)
-    if g["nesterov"]:
-        return Nesterov(**known, momentum=float(g["momentum"]))
-    return Momentum(**known, momentum=float(g["momentum"]), dampening=float(g["dampening"]))
+    options = {name: float(g[name]) for name in ("momentum", "dampening")}
+    return SGD(**known, **options, nesterov=bool(g["nesterov"]))
 
 
 def _read_adagrad(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:

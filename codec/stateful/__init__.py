@@ -1,9 +1,7 @@
 """State that persists between steps: error-feedback residuals, shared codebooks, and activations of samples."""
 
-from codec.stateful.activation.change import ActivationStats
 from codec.stateful.activation.delta import ActivationDelta
-from codec.stateful.activation.store_info import StoreInfo, inspect_store
 from codec.stateful.codebook_refresher import CodebookRefresher
 from codec.stateful.feedback import ErrorFeedback
 
-__all__ = ["ActivationDelta", "ActivationStats", "CodebookRefresher", "ErrorFeedback", "StoreInfo", "inspect_store"]
+__all__ = ["ActivationDelta", "CodebookRefresher", "ErrorFeedback"]

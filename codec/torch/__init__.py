@@ -14,62 +14,45 @@ from typing import TYPE_CHECKING
 
 from codec.torch import ops as ops
 from codec.torch.auto.quality import Auto
-from codec.torch.autograd.saved import SavedStats, saved_tensors
+from codec.torch.autograd.saved import saved_tensors
 from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives.bytes import exchange
 from codec.torch.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
 from codec.torch.collectives.rows import all_to_all_rows
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import ddp_hook
-from codec.torch.ddp.policy import Policy, default_policy
-from codec.torch.ddp.stats import ParameterStats, Stats
+from codec.torch.ddp.policy import Policy
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.fsdp.all_gather import AllGather
 from codec.torch.fsdp.all_reduce import AllReduce
 from codec.torch.fsdp.reduce_scatter import ReduceScatter
-from codec.torch.fsdp.stats import CommStats
 from codec.torch.group.communicator import group_stats
-from codec.torch.group.work import Work
 from codec.torch.local_steps.local_steps import LocalSteps
-from codec.torch.local_steps.stats import LocalStats
 from codec.torch.one_bit_adam import OneBitAdam, ZeroOneSchedule
 from codec.torch.parameter_server.client import ParameterClient
-from codec.torch.parameter_server.links import ClientStats
-from codec.torch.parameter_server.server import ParameterServer, ServerStats
+from codec.torch.parameter_server.server import ParameterServer
 from codec.torch.point_to_point.send_recv import recv, send
-from codec.torch.saving.per_rank import PerRank, per_rank
+from codec.torch.saving.per_rank import per_rank
 from codec.torch.saving.state import pack_state, unpack_state
-from codec.torch.transport.counters import Counters
 
 if TYPE_CHECKING:  # at run time, __getattr__ imports these names on first use
     from codec.torch import pipelining as pipelining
-    from codec.torch.saving.stream import FrameStream, checkpoint_reader, checkpoint_writer
+    from codec.torch.saving.stream import checkpoint_reader, checkpoint_writer
 
 __all__ = [
     "AllGather",
     "AllReduce",
     "Auto",
-    "ClientStats",
-    "CommStats",
-    "Counters",
     "Feedback",
-    "FrameStream",
     "Hook",
-    "LocalStats",
     "LocalSteps",
     "OneBitAdam",
     "Options",
     "ParameterClient",
     "ParameterServer",
-    "ParameterStats",
-    "PerRank",
     "Policy",
     "ProcessGroup",
     "ReduceScatter",
-    "SavedStats",
-    "ServerStats",
-    "Stats",
-    "Work",
     "ZeroOneSchedule",
     "all_gather",
     "all_reduce",
@@ -78,7 +61,6 @@ __all__ = [
     "checkpoint_reader",
     "checkpoint_writer",
     "ddp_hook",
-    "default_policy",
     "exchange",
     "group_stats",
     "pack_state",
@@ -100,7 +82,7 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept
 
     def __getattr__(name: str) -> object:
         """Import `saving.stream` or `pipelining` when one of its names is first used; both are slow to import."""
-        if name in ("FrameStream", "checkpoint_reader", "checkpoint_writer"):
+        if name in ("checkpoint_reader", "checkpoint_writer"):
             return getattr(importlib.import_module("codec.torch.saving.stream"), name)
         if name == "pipelining":
             return importlib.import_module("codec.torch.pipelining")

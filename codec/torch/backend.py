@@ -323,7 +323,7 @@ def _begin(collective: Callable[..., Work | None], *tensors: torch.Tensor, **how
 
 
 def register_backend() -> None:
-    """Register the backend `codec`: importing :mod:`codec.torch` does so, and torch does for the name of the backend."""
+    """Register the backend `codec`. Importing :mod:`codec.torch` calls this, and so does torch, by an entry point."""
 
     def create(how: Any, options: Options | None) -> ProcessGroup:
         return ProcessGroup(how.store, how.group_rank, how.group_size, how.timeout, options or Options())

@@ -9,14 +9,11 @@ no framework. It changes only tensors that the caller passes as ``into=``.
 
 from codec.weight_sync.publisher import Publisher
 from codec.weight_sync.pulling import pull
-from codec.weight_sync.server import UpdateServer, serve
+from codec.weight_sync.server import serve
 from codec.weight_sync.store import UpdateStore
-from codec.weight_sync.update import Kind
 
 __all__ = [
-    "Kind",
     "Publisher",
-    "UpdateServer",
     "UpdateStore",
     "pull",
     "serve",

@@ -8,6 +8,7 @@ import torch
 
 import codec
 from codec import optimizers
+from codec.advisor.cost_model import Cost, Link, predict_seconds
 
 X = np.linspace(-1, 1, 600, dtype=np.float32)
 FRAME = bytes(codec.encode(X))
@@ -82,7 +83,7 @@ CALLS = {
     "options": (codec.options, {}),
     "preset": (codec.preset, {"name": "near"}),
     "view": (encode_view, {"tensor": X}),
-    "predict_seconds": (codec.predict_seconds, {"cost": codec.Cost(1, 1), "link": codec.Link(1e9), "world_size": 4}),
+    "predict_seconds": (predict_seconds, {"cost": Cost(1, 1), "link": Link(1e9), "world_size": 4}),
     "encode_async": (codec.encode_async, {"x": X, "out": np.empty(9000, np.uint8)}),
     "encode_many": (codec.encode_many, {"tensors": [X]}),
     "encode_many_of_dict": (codec.encode_many, {"tensors": {"a": X}}),
@@ -97,7 +98,7 @@ CALLS = {
     "from_bytes": (codec.Codebook.from_bytes, {"data": BOOK.to_bytes()}),
     "from_counts": (codec.Codebook.from_counts, {"counts": np.ones(256, int)}),
     "advise": (codec.advise, {"tensor_or_model": X, "link": "1gbit"}),
-    "link": (codec.Link, {"bits_per_second": 1e9}),
+    "link": (Link, {"bits_per_second": 1e9}),
     "warmup": (codec.warmup, {"specs": codec.Sign(), "dtypes": "float32", "options": codec.options(engine="native")}),
     "refresher": (codec.CodebookRefresher, {}),
     "feedback": (codec.ErrorFeedback, {"spec": codec.Sign()}),
@@ -107,7 +108,6 @@ CALLS = {
         kind.__name__: (kind, {"lr": 0.1})
         for kind in (optimizers.SGD, optimizers.AdamW, optimizers.Adagrad, optimizers.RMSprop)
     },
-    "Nesterov": (optimizers.Nesterov, {"lr": 0.1, "momentum": 0.9}),
 }
 
 

@@ -70,7 +70,7 @@ def test_metrics_reject_parameters_out_of_range():
         optimizers.Adam(1e300, step=10**300),
         optimizers.AdamW(0, step=1, betas=(0, 0)),
         optimizers.Adam(5e-324, eps=1e308, step=1),
-        optimizers.Momentum(0.1, dampening=1, momentum=1e308),
+        optimizers.SGD(0.1, dampening=1, momentum=1e308),
         optimizers.Adagrad(1e-300, lr_decay=1e308, step=10**300),
         optimizers.RMSprop(10**300, alpha=1e300),
     ):

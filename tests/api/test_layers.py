@@ -88,7 +88,9 @@ def test_torch_packages_import_lower_floors_only():
 
 def test_torch_packages_stay_small_and_say_what_they_are_for():
     """A package has at most 12 modules of at most 400 lines, and a docstring."""
-    for package in sorted({name.split(".")[1] for name in FILES if name.startswith("torch.")} - {"_compat", "backend", "ops"}):
+    for package in sorted(
+        {name.split(".")[1] for name in FILES if name.startswith("torch.")} - {"_compat", "backend", "ops"}
+    ):
         rooms = [p for name, p in FILES.items() if name.startswith(f"torch.{package}.")]
         assert len(rooms) <= 12, f"{package} has {len(rooms)} modules"
         assert [p.name for p in rooms if len(p.read_text().splitlines()) > 400] == [], package

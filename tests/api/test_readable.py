@@ -8,10 +8,16 @@ import pytest
 import codec
 import codec.torch
 from codec import readable
+from codec.stateful.activation.change import ActivationStats
+from codec.torch.ddp.stats import ParameterStats, Stats
+from codec.torch.fsdp.stats import CommStats
+from codec.torch.parameter_server.links import ClientStats
+from codec.torch.parameter_server.server import ServerStats
 from codec.torch.pipelining import PipelineStats
+from codec.torch.transport.counters import Counters
 
-ACTIVATIONS = codec.ActivationStats(6, 4096, 8, 40, 48, 98_304, 2, 0, (0.43210987, 0.28123456))
-STATS = codec.torch.Stats(
+ACTIVATIONS = ActivationStats(6, 4096, 8, 40, 48, 98_304, 2, 0, (0.43210987, 0.28123456))
+STATS = Stats(
     18,
     2,
     1_500_000,
@@ -41,18 +47,18 @@ STATS = codec.torch.Stats(
             "20 steps: 0.34 of 1.5 MB sent (23%), 25 ms a step on the wire, "
             "residual 0.123 times the gradient, 1 failed",
         ),
-        (codec.torch.Stats(), "0 steps: 0 bytes sent"),
+        (Stats(), "0 steps: 0 bytes sent"),
         (
-            codec.torch.ParameterStats(codec.Sign(), 1, 2.0, 0.0),
+            ParameterStats(codec.Sign(), 1, 2.0, 0.0),
             "1 value by Sign(scale='l1', group_size=None)",
         ),
         (
-            codec.torch.Counters(*[getattr(STATS, f) for f in codec.torch.Counters.__dataclass_fields__]),
+            Counters(*[getattr(STATS, f) for f in Counters.__dataclass_fields__]),
             "20 collectives (2 uncompressed) of 1.5 MB: 340 kB sent, 340 kB received; encoding 491 ms, wire 500 ms, "
             "decoding 250 ms",
         ),
         (
-            codec.torch.CommStats(4, 0, 4_000_000, 300_000, 0, 0, 0.1, 0, 0.0, 4.0, {}, 2_000_000, 0.0),
+            CommStats(4, 0, 4_000_000, 300_000, 0, 0, 0.1, 0, 0.0, 4.0, {}, 2_000_000, 0.0),
             "4 collectives: 0.3 of 2 MB sent (15%), 25 ms each on the wire",
         ),
         (
@@ -63,9 +69,9 @@ STATS = codec.torch.Stats(
             ACTIVATIONS,
             "6 messages of 4.1 kB: 40 deltas, 8 raw, change 0.281; 48 samples stored in 98.3 kB, 2 evicted, 0 damaged",
         ),
-        (codec.torch.ClientStats(1, 12, 3_400_000_000), "1 request: 12 bytes sent, 3.4 GB received"),
+        (ClientStats(1, 12, 3_400_000_000), "1 request: 12 bytes sent, 3.4 GB received"),
         (
-            codec.torch.ServerStats(3, 10, 1, 5000, 60, 2, 1 << 20, 1 << 21, {3: "it has closed the connection"}),
+            ServerStats(3, 10, 1, 5000, 60, 2, 1 << 20, 1 << 21, {3: "it has closed the connection"}),
             "10 steps, 1 in flight (5 kB), of 3 keys: 60 requests, 2 refused, 1.05 MB received, 2.1 MB sent, "
             "lost workers 3",
         ),
@@ -82,7 +88,7 @@ def test_repr_has_all_fields_with_rounded_floats():
     assert text.startswith("Stats(frame_collectives=18, raw_collectives=2, raw_nbytes=1500000, sent_nbytes=340000,")
     assert "encode_s=0.491, wire_s=0.5, decode_s=0.25" in text
     assert repr(ACTIVATIONS).endswith("damaged=0, change=(0.4321, 0.2812))")
-    one = codec.torch.ParameterStats(codec.Sign(), 5, 1 / 3, 2 / 3)
+    one = ParameterStats(codec.Sign(), 5, 1 / 3, 2 / 3)
     spec = "ParameterStats(spec=Sign(scale='l1', group_size=None), n=5, residual_norm=0.3333, residual_ratio=0.6667)"
     assert repr(one) == spec
     assert f"parameters={{'a': {spec}}}, choices" in repr(replace(STATS, parameters={"a": one}))

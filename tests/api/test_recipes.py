@@ -26,8 +26,7 @@ def _word(name: str, path: str) -> bool:
     return re.search(rf"\b{name}\b", (ROOT / path).read_text()) is not None
 
 
-# Truncate knows SGD with momentum by its options, as torch does.
-@pytest.mark.parametrize("name", [n for n in FORMULAS if n not in {"Momentum", "Nesterov"}])
+@pytest.mark.parametrize("name", FORMULAS)
 def test_formula_is_in_every_file_of_its_recipe(name):
     files = _files_of("An optimizer formula", "")
     assert len(files) >= 6

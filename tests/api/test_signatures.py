@@ -10,21 +10,30 @@ import codec
 import codec.torch
 import codec.torch.pipelining
 import codec.weight_sync
+from codec.advisor.advise import Advice
+from codec.inspection import Info
+from codec.stateful.activation.change import ActivationStats
+from codec.stateful.activation.store_info import StoreInfo
+from codec.torch.ddp.stats import Stats
+from codec.torch.fsdp.stats import CommStats
+from codec.torch.local_steps.stats import LocalStats
+from codec.torch.pipelining.stats import PipelineStats
+from codec.torch.transport.counters import Counters
 
 X = np.linspace(-1, 1, 5000, dtype=np.float32)
 PRESETS = ("lossless", "near", "balanced", "small", "smallest")
 # classes whose objects functions return and users do not construct
 RESULTS = (
-    codec.ActivationStats,
-    codec.Advice,
-    codec.Info,
+    ActivationStats,
+    Advice,
+    Info,
     codec.Status,
-    codec.StoreInfo,
-    codec.torch.CommStats,
-    codec.torch.Counters,
-    codec.torch.LocalStats,
-    codec.torch.Stats,
-    codec.torch.pipelining.PipelineStats,
+    StoreInfo,
+    CommStats,
+    Counters,
+    LocalStats,
+    Stats,
+    PipelineStats,
 )
 
 

@@ -11,6 +11,7 @@ import torch
 import codec
 from codec.engines import DeviceEngine, Engine, cuda, native, numba
 from codec.tensors.view import Array
+from codec.torch.ddp.stats import Stats
 from codec.weight_sync import Publisher
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -89,7 +90,7 @@ def check_names(tensor: torch.Tensor, frames: list[bytes]) -> None:
 def check_hooks(model: torch.nn.parallel.DistributedDataParallel) -> None:
     hook = codec.torch.ddp_hook("small").register(model)
     assert_type(hook, codec.torch.Hook)
-    assert_type(hook.stats(), codec.torch.Stats)
+    assert_type(hook.stats(), Stats)
     assert_type(hook.stats().ratio, float)
 
 

@@ -42,7 +42,7 @@ def test_formula_gives_the_levels_of_the_same_optimizer():
     optimizer, w = stepped()
     formula = optimizers.Formula(optimizer, term)
     g = torch.randn(4096, generator=torch.Generator().manual_seed(1))
-    built_in = optimizers.Momentum(0.1, momentum=0.5).levels(g, w.detach(), m=optimizer.state[w]["velocity"])
+    built_in = optimizers.SGD(0.1, momentum=0.5).levels(g, w.detach(), m=optimizer.state[w]["velocity"])
     state = optimizers.state_of(formula, w)
     found = optimizers.from_optimizer(formula, parameter=w).levels(g, state["theta"])
     assert (found == built_in).mean() > 0.999  # A may differ in its last bit

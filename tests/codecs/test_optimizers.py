@@ -13,8 +13,6 @@ from support.lion import Lion
 
 TORCH = {
     "SGD": torch.optim.SGD,
-    "Momentum": torch.optim.SGD,
-    "Nesterov": torch.optim.SGD,
     "Adagrad": torch.optim.Adagrad,
     "RMSprop": torch.optim.RMSprop,
     "Adam": torch.optim.Adam,
@@ -39,10 +37,7 @@ def test_parameters_have_torchs_names_and_defaults(name):
             assert parameter.default == theirs["lr"].default
             continue
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        if name in ("Momentum", "Nesterov") and parameter.name == "momentum":
-            # A required argument, since torch's default 0 means no momentum
-            assert parameter.default is inspect.Parameter.empty
-        elif parameter.name in theirs:
+        if parameter.name in theirs:
             assert parameter.default == theirs[parameter.name].default, parameter.name
 
 
@@ -65,13 +60,13 @@ OPTIMIZERS = {
     "momentum": (
         torch.optim.SGD,
         {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "foreach": True},
-        optimizers.Momentum(0.1, momentum=0.9, dampening=0.5),
+        optimizers.SGD(0.1, momentum=0.9, dampening=0.5),
         {"m": "momentum_buffer"},
     ),
     "nesterov": (
         torch.optim.SGD,
         {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-        optimizers.Nesterov(0.1, momentum=0.9),
+        optimizers.SGD(0.1, momentum=0.9, nesterov=True),
         {"m": "momentum_buffer"},
     ),
     "adagrad": (

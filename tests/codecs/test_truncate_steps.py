@@ -23,17 +23,17 @@ def torch_optimizers():
         "sgd": (lambda p: o.SGD(p, 0.05, weight_decay=wd), lambda t: optimizers.SGD(0.05, weight_decay=wd), {}),
         "momentum": (
             lambda p: o.SGD(p, 0.05, momentum=0.9, weight_decay=wd),
-            lambda t: optimizers.Momentum(0.05, weight_decay=wd, momentum=0.9),
+            lambda t: optimizers.SGD(0.05, weight_decay=wd, momentum=0.9),
             {"m": "momentum_buffer"},
         ),
         "dampening": (
             lambda p: o.SGD(p, 0.05, momentum=0.9, dampening=0.5),
-            lambda t: optimizers.Momentum(0.05, momentum=0.9, dampening=0.5),
+            lambda t: optimizers.SGD(0.05, momentum=0.9, dampening=0.5),
             {"m": "momentum_buffer"},
         ),
         "nesterov": (
             lambda p: o.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=wd),
-            lambda t: optimizers.Nesterov(0.05, weight_decay=wd, momentum=0.9),
+            lambda t: optimizers.SGD(0.05, weight_decay=wd, momentum=0.9, nesterov=True),
             {"m": "momentum_buffer"},
         ),
         "adagrad": (
@@ -103,7 +103,7 @@ def test_first_step_without_buffers():
     ):
         with_zeros = codec.encode(x, Truncate().bind(metric, **zeros))
         assert codec.encode(x, Truncate().bind(metric, theta=arrays["theta"])) == with_zeros
-    late = optimizers.Momentum(0.1, momentum=0.9, dampening=0.75)
+    late = optimizers.SGD(0.1, momentum=0.9, dampening=0.75)
     assert late.final({"theta": 0}).theta == optimizers.SGD(0.1).final({"theta": 0}).theta
     assert late.final({"theta": 0, "m": 0}).theta == pytest.approx(40)
 
@@ -155,7 +155,7 @@ def test_parameter_groups_use_their_own_metrics(levels, granularity, isa):
     first, second, third = (
         optimizers.AdamW(1e-3, weight_decay=0.1, step=8),
         optimizers.SGD(0.5),
-        optimizers.Momentum(1e-5, momentum=0.9),
+        optimizers.SGD(1e-5, momentum=0.9),
     )
     groups = [(0, first), (17_003, second), (33_000, third)]
     spec = Truncate(level_coding=levels, granularity=granularity)
@@ -177,7 +177,7 @@ def test_parameter_groups_use_their_own_metrics(levels, granularity, isa):
 def test_custom_metric_equals_the_built_in_one(isa):
     """A custom metric compiled by Numba computes the same float32 values as the built-in metric."""
     x, arrays = gradient(20_000), optimizer_state(20_000)
-    built_in = optimizers.Momentum(0.1, momentum=0.9)
+    built_in = optimizers.SGD(0.1, momentum=0.9)
     t = built_in.final(arrays)
     p, q = F32(t.theta), F32(t.m)
     custom = optimizers.Custom(lambda theta, m: theta * p + q * m)

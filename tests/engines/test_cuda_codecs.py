@@ -242,7 +242,7 @@ def test_metrics(dtype):
     brains = {k: a.astype(NUMPY_DTYPES["bfloat16"]) for k, a in arrays.items()}
     groups = [(0, adamw), (1, sgd), (9_999, adamw), (29_999, sgd), (50_000, sgd)]
     for state in (arrays, halves, brains):
-        for metric in (sgd, adamw, optimizers.Momentum(0.1, momentum=0.9), optimizers.SGD(0.1, maximize=True), groups):
+        for metric in (sgd, adamw, optimizers.SGD(0.1, momentum=0.9), optimizers.SGD(0.1, maximize=True), groups):
             how = {"optimizer": metric, "state": state}
             frame = bytes(flatcall.encode(x, codec.Truncate(), **how))
             assert encode(x, codec.Truncate(), dtype, **how) == frame

@@ -204,7 +204,7 @@ def test_metrics(dtype):
         (sgd, {"theta": arrays["theta"]}),
         (adamw, {"theta": arrays["theta"], "v": arrays["v"]}),
         (adamw, halves),
-        (optimizers.Momentum(0.1, momentum=0.9), arrays),
+        (optimizers.SGD(0.1, momentum=0.9), arrays),
         (optimizers.SGD(0.1, maximize=True), arrays),
         ([(0, adamw), (1, sgd), (9_999, adamw), (19_999, sgd), (50_000, sgd)], arrays),
         ([(0, sgd), (5_000, optimizers.Custom(lambda theta: theta * F32(3))), (9_000, of_three)], arrays),

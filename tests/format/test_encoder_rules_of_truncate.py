@@ -31,8 +31,8 @@ def gradient(n, dtype="float32", scale=1e-3, seed=0):
 ADAMW = optimizers.AdamW(1e-3, step=99)
 METRICS = {
     "sgd": optimizers.SGD(1e-3),
-    "momentum": optimizers.Momentum(1e-3, momentum=0.9),
-    "nesterov": optimizers.Nesterov(1e-3, momentum=0.9, weight_decay=0.1),
+    "momentum": optimizers.SGD(1e-3, momentum=0.9),
+    "nesterov": optimizers.SGD(1e-3, momentum=0.9, weight_decay=0.1, nesterov=True),
     "adagrad": optimizers.Adagrad(1e-2),
     "rmsprop": optimizers.RMSprop(1e-3),
     "adam": optimizers.Adam(1e-3, weight_decay=0.1, step=1),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import codec
-from codec.kv import PageCodec, page_nbytes
+from codec.kv import PageCodec
 
 SHAPE = (2, 2, 32, 3, 16)  # layers, sides (keys, values), tokens, heads, channels per head
 RNG = np.random.default_rng(0)
@@ -125,7 +125,7 @@ def test_pages_are_encoded_into_slots():
     slots = np.zeros((3, pages.bound), np.uint8)
     used = pages.encode_many(given, out=slots)
     assert [bytes(u) for u in used] == pages.encode_many(given)
-    assert [page_nbytes(slot) for slot in slots] == [len(u) for u in used]
+    assert [pages.page_nbytes(slot) for slot in slots] == [len(u) for u in used]
     for wrong in (np.zeros((3, 100), np.uint8), np.zeros((2, pages.bound), np.uint8), slots.astype(np.int16)):
         with pytest.raises(codec.ArgumentError):
             pages.encode_many(given, out=wrong)

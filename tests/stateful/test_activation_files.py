@@ -370,17 +370,17 @@ def test_inspection_counts_samples_and_damage(tmp_path, capsys):
     step(delta, codec.ActivationDelta(edge=9, dtype="bfloat16"), A, SAMPLES)
     step(delta, codec.ActivationDelta(edge=9, dtype="bfloat16"), A[:1, :70], [8])
     delta.flush()
-    info = codec.inspect_store(tmp_path, verify=True)
+    info = codec.ActivationDelta.inspect_store(tmp_path, verify=True)
     assert (info.edge, info.dtype, info.samples, info.values) == (9, "bfloat16", 5, (70, 300))
     assert (info.nbytes, info.visits, info.damaged) == (4 * 600 + 140, 0, 0)
-    assert codec.inspect_store(str(tmp_path)).damaged is None
+    assert codec.ActivationDelta.inspect_store(str(tmp_path)).damaged is None
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == 5
     assert main(["verify", str(tmp_path)]) == 0
     with (tmp_path / "300.slots").open("r+b") as f:
         f.seek(4096 + 100)
         f.write(b"damaged!")
-    assert codec.inspect_store(tmp_path, verify=True).damaged == 1
+    assert codec.ActivationDelta.inspect_store(tmp_path, verify=True).damaged == 1
     assert main(["verify", str(tmp_path)]) == 1
     assert "1 of 5 samples are damaged" in capsys.readouterr().err
 
@@ -388,8 +388,8 @@ def test_inspection_counts_samples_and_damage(tmp_path, capsys):
 def test_inspection_of_something_else_is_an_error(tmp_path):
     for folder in (tmp_path, tmp_path / "none", tmp_path / "a\0b", 5, None):
         with pytest.raises(codec.ArgumentError):
-            codec.inspect_store(folder)
+            codec.ActivationDelta.inspect_store(folder)
     for text in (b"", b"CODS" + bytes(5000), b"mine" * 2000):
         (tmp_path / "300.slots").write_bytes(text)
         with pytest.raises(codec.StateError, match="not a file of activations"):
-            codec.inspect_store(tmp_path)
+            codec.ActivationDelta.inspect_store(tmp_path)

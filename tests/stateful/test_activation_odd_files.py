@@ -28,7 +28,7 @@ def test_files_that_are_not_regular_are_errors(tmp_path, kind):
     odd = tmp_path / "600.slots"
     {"pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero"), "folder": os.mkdir}[kind](odd)
     with pytest.raises(codec.CodecError, match=r"not a regular file|cannot be read"):
-        codec.inspect_store(tmp_path)
+        codec.ActivationDelta.inspect_store(tmp_path)
     with pytest.raises(codec.CodecError, match=r"not a regular file|directory"):
         codec.ActivationDelta(store=tmp_path)
     odd.rmdir() if kind == "folder" else odd.unlink()
@@ -39,7 +39,7 @@ def test_sparse_file_is_read_where_it_has_data(tmp_path):
     file = folder(tmp_path) / "500.slots"
     size = file.stat().st_size
     os.truncate(file, LARGE)
-    assert codec.inspect_store(tmp_path, verify=True).samples == 2
+    assert codec.ActivationDelta.inspect_store(tmp_path, verify=True).samples == 2
     delta = codec.ActivationDelta(store=tmp_path)
     assert delta.known([7, 11]).all()
     delta.encode(A, [3, 4])
@@ -48,7 +48,7 @@ def test_sparse_file_is_read_where_it_has_data(tmp_path):
     assert file.stat().st_size == LARGE
     # New entries were appended after the old ones: the file is still sparse
     assert file.stat().st_blocks * 512 < size + 100_000
-    assert codec.inspect_store(tmp_path, verify=True).samples == 4
+    assert codec.ActivationDelta.inspect_store(tmp_path, verify=True).samples == 4
 
 
 def test_entry_behind_a_hole_is_found(tmp_path):
@@ -71,7 +71,7 @@ def test_sparse_file_of_large_entries_takes_no_memory(tmp_path):
     run(
         f"""
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-assert codec.inspect_store({str(tmp_path)!r}, verify=True).damaged == 1
+assert codec.ActivationDelta.inspect_store({str(tmp_path)!r}, verify=True).damaged == 1
 print("the end")
 """
     )
@@ -81,7 +81,7 @@ def test_names_that_are_no_number_of_values_are_ignored(tmp_path):
     folder(tmp_path)
     for name in ("9" * 25, f"{(1 << 48) + 1}", "0", "0500", "-5", "+5", " 5", "\u0663", "5\n"):
         (tmp_path / f"{name}.slots").write_bytes(b"mine")
-    assert codec.inspect_store(tmp_path).values == (500,)
+    assert codec.ActivationDelta.inspect_store(tmp_path).values == (500,)
     delta = codec.ActivationDelta(store=tmp_path)
     assert delta.known([7, 11]).all()
     delta.close()
@@ -93,12 +93,12 @@ def test_file_that_ends_in_its_first_bytes_is_begun_anew(tmp_path, length):
     file = folder(tmp_path) / "500.slots"
     os.truncate(file, length)
     with pytest.raises(codec.StateError, match="head is damaged"):
-        codec.inspect_store(tmp_path)
+        codec.ActivationDelta.inspect_store(tmp_path)
     delta = codec.ActivationDelta(store=tmp_path)
     delta.encode(A, [7, 11])
     delta.commit()
     delta.close()
-    assert codec.inspect_store(tmp_path, verify=True).damaged == 0
+    assert codec.ActivationDelta.inspect_store(tmp_path, verify=True).damaged == 0
     file.write_bytes(b"mine"[:length])
     with pytest.raises(codec.StateError, match="is not a file of activations"):
         codec.ActivationDelta(store=tmp_path)
@@ -133,11 +133,11 @@ def test_entry_of_another_codec_is_damage(tmp_path, spec):
     frame = codec.encode(np.zeros(500, np.float32), spec)
     file.write(slot, 7, head.check, 0, np.frombuffer(frame, np.uint8))
     file.close()
-    assert codec.inspect_store(tmp_path, verify=True).damaged == 1
+    assert codec.ActivationDelta.inspect_store(tmp_path, verify=True).damaged == 1
 
 
 def _check_forgotten(path, dtype):
-    assert codec.inspect_store(path, verify=True).damaged == 1
+    assert codec.ActivationDelta.inspect_store(path, verify=True).damaged == 1
     sender, receiver = codec.ActivationDelta(store=path, dtype=dtype), codec.ActivationDelta(dtype=dtype)
     np.testing.assert_allclose(receiver.decode(sender.encode(A[:1], [7])), A[:1], atol=0.05)
     assert sender.stats().damaged == sender.stats().raw_samples == 1

@@ -22,6 +22,7 @@ from codec.stateful.activation.message import HEAD, ROW, Kind, Message, parse
 from codec.stateful.activation.receiver import Receiver, Target
 from codec.stateful.activation.sender import LOSSLESS, Sender
 from codec.stateful.activation.settings import delta_spec_of, entries_of, spec_of, store_of
+from codec.stateful.activation.store_info import inspect_store
 from codec.stateful.activation.traffic import Traffic
 from codec.stateful.activation.values import ids_of, shown_samples, values_of, write_message
 from codec.tensors.view import TensorView, fetch, mark_written, view_bytes
@@ -110,6 +111,8 @@ class ActivationDelta:
     >>> bool(np.abs(received - a).max() < 0.02)
     True
     """
+
+    inspect_store = staticmethod(inspect_store)
 
     def __init__(
         self,

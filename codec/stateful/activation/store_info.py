@@ -76,7 +76,7 @@ def inspect_store(folder: str | PathLike[str], *, verify: bool = False) -> Store
     >>> message = delta.encode(np.ones((2, 500), np.float32), samples=[7, 11])
     >>> delta.commit()
     >>> delta.close()
-    >>> info = codec.inspect_store(folder, verify=True)
+    >>> info = codec.ActivationDelta.inspect_store(folder, verify=True)
     >>> info.samples, info.values, info.nbytes, info.damaged
     (2, (500,), 4000, 0)
     """

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from codec import ArgumentError, CallOptions, SpecError
+from codec import ArgumentError, CallOptions
 from codec._options import settings_of
 from codec.advisor.cost_model import link_of
 from codec.arguments import shown, whole

@@ -6,17 +6,14 @@ Only the names in ``__all__`` are public. The package needs torch.distributed.pi
 >>> stage = CompressedStage(torch.nn.Linear(8, 8), 0, 1, "cpu", forward=codec.Quantize(4, rounding="nearest"))
 """
 
-from codec.torch.pipelining.attempt import Attempt, attempts
+from codec.torch.pipelining.attempt import attempts
 from codec.torch.pipelining.calls import recv_activation, recv_gradient, send_activation, send_gradient
 from codec.torch.pipelining.settings import Deltas
 from codec.torch.pipelining.stage import CompressedStage
-from codec.torch.pipelining.stats import PipelineStats
 
 __all__ = [
-    "Attempt",
     "CompressedStage",
     "Deltas",
-    "PipelineStats",
     "attempts",
     "recv_activation",
     "recv_gradient",

@@ -140,7 +140,7 @@ class FrameStream(StreamTransformExtension):
 
     Examples
     --------
-    >>> extension = codec.torch.FrameStream()
+    >>> extension = codec.torch.saving.stream.FrameStream()
     >>> extension.get_descriptor()
     'tensor-codec/1'
     """

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
+from codec.advisor.cost_model import Link
 from codec.torch.auto import costs
 from codec.torch.feedback.checkpoint import signed
 from support.ddp_training import (
@@ -22,7 +23,7 @@ from support.ddp_training import (
 from support.ranks import RankPool
 
 Auto = codec.torch.Auto
-SLOW = codec.Link(1e6, rtt=0.0)  # a link for which the smallest frames are predicted to be fastest
+SLOW = Link(1e6, rtt=0.0)  # a link for which the smallest frames are predicted to be fastest
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import codec
 import codec.torch
 from codec.torch.ddp import reducer as reducer_module
 from codec.torch.ddp import uncompressed
+from codec.torch.ddp.policy import default_policy
 from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
 from support.tiers import nightly
@@ -278,7 +279,7 @@ def test_default_policy_leaves_embeddings_heads_and_sparse_gradients_lossless():
 
 def _policies(rank, size):
     """Return, for each policy, the parameters that are encoded lossy after the first step."""
-    default, sign = codec.torch.default_policy, codec.Sign(group_size=1024)
+    default, sign = default_policy, codec.Sign(group_size=1024)
     policies = [
         default,
         lambda name, p: default(name, p),

@@ -229,7 +229,7 @@ def test_every_size_gives_the_same_bits(tmp_path):
 
 def optimizer_jobs():
     adamw = optimizers.AdamW(1e-3, step=99)
-    groups = [(0, adamw), (1500, optimizers.SGD(0.1)), (1503, optimizers.Momentum(0.05, momentum=0.9)), (4990, adamw)]
+    groups = [(0, adamw), (1500, optimizers.SGD(0.1)), (1503, optimizers.SGD(0.05, momentum=0.9)), (4990, adamw)]
     wide = tuple((name, "float32") for name in STATE)
     mixed = (("theta", "float16"), ("v", "float32"), ("m", "float16"))
     for spec in TRUNCATES.values():

@@ -80,9 +80,9 @@ def test_waits_are_added_to_the_rank_that_ended_them():
 
 def _of_backend(rank, size):
     group = dist.group.WORLD
-    assert group.stats() == codec.torch.Counters()
+    assert group.stats() == Counters()
     dist.all_reduce(torch.ones(3))  # small: sent over Gloo
-    assert group.stats() == codec.torch.Counters()
+    assert group.stats() == Counters()
     dist.all_reduce(torch.ones(50_000))
     first = group.stats()
     dist.all_reduce(torch.ones(50_000))
