@@ -1,9 +1,9 @@
 """Compression of tensors that training jobs send over a network.
 
 Public are the names that ``codec``, :mod:`codec.kv`, :mod:`codec.optimizers`, :mod:`codec.torch`,
-:mod:`codec.torch.ops`, :mod:`codec.torch.pipelining` and :mod:`codec.weight_sync` export, and :mod:`codec.integrations`.
-All other modules are internal, and may change in any version. Names whose documentation says "Provisional" may change
-in any version, too.
+:mod:`codec.torch.ops`, :mod:`codec.torch.pipelining`, :mod:`codec.weight_sync` and the modules of
+:mod:`codec.integrations` export. All other modules are internal, and may change in any version, as may names whose
+documentation says "Provisional".
 
 >>> import codec, numpy as np
 >>> x = np.linspace(0, 1, 100_000, dtype=np.float32)

@@ -44,6 +44,11 @@ autosummary_generate = True
 autosummary_imported_members = True  # public objects are imported into the modules that export them
 autosummary_ignore_module_all = False
 autodoc_typehints = "none"  # docstrings give types
+# Frameworks of codec.integrations, which need not be installed
+autodoc_mock_imports = [
+    *("accelerate", "flwr", "lightning", "lmcache", "numcodecs", "nvflare", "sglang", "transformers", "trl", "verl"),
+    *("vllm", "zarr"),
+]
 autodoc_preserve_defaults = True  # signatures show defaults as they are written
 autodoc_default_options = {"member-order": "bysource"}
 numpydoc_show_class_members = False

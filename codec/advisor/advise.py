@@ -185,6 +185,8 @@ def advise(
 ) -> Advice:
     """Measure candidate codecs on tensors, and choose the one with which an all-reduce is predicted to be fastest.
 
+    Provisional: may change in any version.
+
     Each candidate encodes, adds and decodes the tensors. If the tensors are larger than 4 MiB, a sample of that size is
     measured instead: whole rows from 8 positions. The call takes about 0.1 s, or 0.3 s with all lossy candidates. A
     mean over ranks may compress worse than a gradient, because its mantissas have more nonzero bits; it is simulated by

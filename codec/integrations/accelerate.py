@@ -1,4 +1,7 @@
-"""Compressed gradients with Hugging Face Accelerate."""
+"""Compressed gradients with Hugging Face Accelerate.
+
+Provisional: may change in any version.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +9,8 @@ from typing import Any
 from codec.integrations.attach import Given, attach, hook_of, host, restore, state_of
 from codec.specs import Lossless
 from codec.torch import Hook
+
+__all__ = ["compress"]
 
 host("accelerate")
 

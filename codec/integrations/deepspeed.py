@@ -1,5 +1,7 @@
 """Convert a DeepSpeed configuration with OneBitAdam or ZeroOneAdam to the arguments of codec.torch.OneBitAdam.
 
+Provisional: may change in any version.
+
 DeepSpeed need not be installed.
 """
 

@@ -1,6 +1,9 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""Flower integration: a client mod and a strategy mix-in that send arrays to each other as frames."""
+"""Flower integration: a client mod and a strategy mix-in that send arrays to each other as frames.
+
+Provisional: may change in any version.
+"""
 
 import logging
 from collections.abc import Iterable, Sequence

@@ -1,10 +1,15 @@
-"""Compressed gradients with Lightning."""
+"""Compressed gradients with Lightning.
+
+Provisional: may change in any version.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from codec.integrations.attach import Given, WithHook, attach, hook_of, host, restore, state_of
 from codec.specs import Lossless
+
+__all__ = ["Compression"]
 
 _Callback: Any = host("lightning.pytorch", "pytorch_lightning").Callback
 

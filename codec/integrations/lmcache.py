@@ -2,6 +2,8 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """Serde ``codec`` for LMCache's second tier: lossless, or quantized to 1 to 8 bits per value.
 
+Provisional: may change in any version.
+
 LMCache has no entry points for serdes. So start its server with this module, which registers the serde first::
 
     python -m codec.integrations.lmcache server --l2-adapter '{"type": "fs", "base_path": "/cache",
@@ -37,6 +39,8 @@ from lmcache.v1.memory_management import MemoryObj
 
 from codec.integrations.kv import flat_page, page_codec
 from codec.kv import PageCodec
+
+__all__ = ["make_serde"]
 
 
 class Settings:

@@ -1,6 +1,9 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The library is not installed where types are checked: its classes are unknown.
-"""Codec for numcodecs, and so for Zarr format 2, that encodes chunks as frames."""
+"""Codec for numcodecs, and so for Zarr format 2, that encodes chunks as frames.
+
+Provisional: may change in any version.
+"""
 
 from typing import Any
 
@@ -13,6 +16,8 @@ from codec._c.library import UNSIGNED
 from codec.errors import FrameError
 from codec.integrations.chunks import CODEC_NAME, checked, configuration, configured, decode, encode
 from codec.specs import SpecLike
+
+__all__ = ["FrameCodec"]
 
 
 class FrameCodec(Codec):

@@ -1,6 +1,9 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""NVFlare integration: a filter that encodes outgoing arrays as frames and decodes incoming ones."""
+"""NVFlare integration: a filter that encodes outgoing arrays as frames and decodes incoming ones.
+
+Provisional: may change in any version.
+"""
 
 import logging
 import threading
@@ -17,6 +20,8 @@ from codec.arguments import shown
 from codec.errors import FrameError
 from codec.integrations.federated import checked_spec, decode_array, encode_array, is_float
 from codec.specs import Lossless
+
+__all__ = ["FrameFilter"]
 
 KINDS = "codec.kinds"  # key of a DXO's meta: kind of each encoded array, FRAME or DIFFERENCE, by name
 TORCH = "codec.torch"  # key of a DXO's meta: True if the arrays were torch tensors

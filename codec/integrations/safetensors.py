@@ -1,5 +1,7 @@
 """Read and write packed model files with the functions and signatures of the package safetensors.
 
+Provisional: may change in any version.
+
 :func:`save_file` and :func:`save` write the format of ``codec pack``. :func:`safe_open`, :func:`load_file` and
 :func:`load` read packed and plain .safetensors files; the first two also read the index of a sharded model. So a
 program can use them for any model. The package safetensors need not be installed.

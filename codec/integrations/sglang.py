@@ -2,6 +2,8 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """Storage backend for SGLang's HiCache: files of encoded pages, lossless or quantized to 1 to 8 bits per value.
 
+Provisional: may change in any version.
+
 The server loads the backend by name::
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
@@ -26,6 +28,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from codec.errors import ArgumentError, CodecError
 from codec.integrations.kv import dtype_of, flat_page, page_codec
 from codec.kv import PageCodec
+
+__all__ = ["CodecFile"]
 
 logger = logging.getLogger(__name__)
 

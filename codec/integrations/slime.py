@@ -1,5 +1,7 @@
 """Hooks for slime's delta weight sync: send this library's updates to the engines instead of slime's XOR deltas.
 
+Provisional: may change in any version.
+
 ``--custom-update-weight-post-write-path codec.integrations.slime.publish`` encodes each folder ``weight_v{N:06d}`` that
 the trainer has written to ``--update-weight-disk-dir``, and adds it to the store that the environment variable
 ``CODEC_SLIME_STORE`` names. ``--sglang-custom-pull-weights-pre-read-hook codec.integrations.slime.fetch`` writes the
@@ -34,6 +36,8 @@ from codec.weight_sync.source import Source, read_update
 from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.weights import Weights
 from codec.weight_sync.writing import write_update
+
+__all__ = ["fetch", "publish"]
 
 _NAME = re.compile(r"weight_v\d{6,}")
 _trainers: dict[Path, FolderBase] = {}  # trainer's copy of the weights, by disk dir

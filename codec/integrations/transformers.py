@@ -1,5 +1,7 @@
 """Compressed gradients with the Trainer of Hugging Face Transformers, and packed files in ``from_pretrained``.
 
+Provisional: may change in any version.
+
 Once this module is imported, ``from_pretrained`` of transformers reads packed model files (``codec pack``) as well as
 .safetensors files, whole or sharded, tensor by tensor. The weights are bit-identical. Weights that are offloaded to
 disk must be unpacked.
@@ -15,6 +17,8 @@ import torch
 from codec.integrations import safetensors
 from codec.integrations.attach import Given, WithHook, attach, hook_of, host, restore, state_of, wrapper_of
 from codec.specs import Lossless
+
+__all__ = ["Compression"]
 
 _TrainerCallback: Any = host("transformers").TrainerCallback
 _FILE = "codec.pt"  # name of the file for hook states in the folder of a checkpoint

@@ -1,5 +1,7 @@
 """Weight transfer for TRL's ``AsyncGRPOTrainer(weight_transfer=...)``: sends updates instead of full weights.
 
+Provisional: may change in any version.
+
 Start the vLLM server with ``--weight-transfer-config '{"backend": "codec"}'``. The trainer does not need vLLM.
 """
 
@@ -9,6 +11,8 @@ from typing import Any
 
 from codec.integrations.weights import synchronize
 from codec.weight_sync import Publisher
+
+__all__ = ["CodecWeightTransfer"]
 
 
 class CodecWeightTransfer:

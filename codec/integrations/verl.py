@@ -2,6 +2,8 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """Checkpoint engine ``codec`` for verl: sends weight updates from the actor's rank 0 to the rollout workers.
 
+Provisional: may change in any version.
+
 The setting ``checkpoint_engine.custom_backend_module=codec.integrations.verl`` loads this module, and
 ``checkpoint_engine.backend=codec`` selects the engine. Its arguments are in ``checkpoint_engine.engine_kwargs.codec``.
 """
@@ -20,10 +22,11 @@ from codec.weight_sync.listing import Listed, chain
 from codec.weight_sync.receiver import WeightReceiver
 from codec.weight_sync.source import read_head, read_update
 
+__all__ = ["CodecCheckpointEngine"]
+
 _POLL = 0.05  # seconds between checks for a new update
 
 
-@CheckpointEngineRegistry.register("codec")
 class CodecCheckpointEngine(CheckpointEngine):
     """Engine on one rank of the actor or on one rollout worker.
 
@@ -130,3 +133,6 @@ class CodecCheckpointEngine(CheckpointEngine):
             f"no version after {self._after} was published within {self._timeout} seconds: check the trainer, or raise "
             "timeout="
         )
+
+
+CheckpointEngineRegistry.register("codec")(CodecCheckpointEngine)

@@ -2,6 +2,8 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """Weight transfer engine for vLLM, registered as ``codec`` by an entry point of the group ``vllm.general_plugins``.
 
+Provisional: may change in any version.
+
 ``vllm serve MODEL --weight-transfer-config '{"backend": "codec"}'`` selects this engine for the workers; the trainer's
 engine is in :mod:`codec.integrations.vllm_trainer`. Each worker stores a copy of the weights in host memory, applies
 updates to the copy, and loads whole tensors from it into vLLM. So every dtype is supported.
@@ -21,6 +23,8 @@ from codec.weight_sync.pulling import pull
 from codec.weight_sync.receiver import WeightReceiver
 from codec.weight_sync.source import read_update
 from codec.weight_sync.update import Update
+
+__all__ = ["CodecInitInfo", "CodecUpdateInfo", "CodecWeightTransferEngine", "register"]
 
 
 def register() -> None:

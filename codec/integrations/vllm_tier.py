@@ -2,6 +2,8 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """Secondary tier for vLLM's KV cache: files of losslessly encoded chunks.
 
+Provisional: may change in any version.
+
 vLLM loads the tier by name, in the settings of the OffloadingConnector with ``"spec_name": "TieringOffloadingSpec"``::
 
     "secondary_tiers": [{"type": "CodecTier", "module_path": "codec.integrations.vllm_tier", "root_dir": "/cache"}]
@@ -24,6 +26,8 @@ from codec._options import options
 from codec.errors import CodecError
 from codec.integrations.kv import page_codec
 from codec.kv import PageCodec
+
+__all__ = ["CodecTier"]
 
 _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ONE_THREAD = options(threads=1)  # threads per chunk; vLLM's pool processes several chunks at a time

@@ -2,6 +2,8 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """Trainer side of the weight transfer engine ``codec`` for vLLM.
 
+Provisional: may change in any version.
+
 On every rank of the trainer, create the engine with
 ``WeightTransferTrainerFactory.trainer_init(CodecTrainerInitInfo(folder, rank=rank), client=client, source=source)``.
 """
@@ -15,6 +17,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from codec.errors import ArgumentError
 from codec.integrations.weights import synchronize
 from codec.weight_sync import Publisher
+
+__all__ = ["CodecTrainerInitInfo", "CodecTrainerWeightTransferEngine"]
 
 
 @dataclass
@@ -41,7 +45,7 @@ class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerI
 
     @classmethod
     def trainer_init(
-        cls, init_info: CodecTrainerInitInfo, *, client: Any, source: WeightSource | None = None
+        cls, init_info: CodecTrainerInitInfo, *, client: Any, source: "WeightSource | None" = None
     ) -> "CodecTrainerWeightTransferEngine":
         """Create the engine. Rank 0 also opens the store of updates, and sends its location to the workers."""
         if source is None:

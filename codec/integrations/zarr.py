@@ -1,6 +1,9 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The library is not installed where types are checked: its classes are unknown.
-"""Serializer for Zarr format 3 that encodes chunks as frames, with their dtype and shape."""
+"""Serializer for Zarr format 3 that encodes chunks as frames, with their dtype and shape.
+
+Provisional: may change in any version.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -21,6 +24,8 @@ from codec.integrations.chunks import (
     values_of,
 )
 from codec.specs import Spec, SpecLike
+
+__all__ = ["FrameCodec"]
 
 
 @dataclass(frozen=True, init=False)

@@ -30,6 +30,8 @@ Place = tuple[int, int, str]  # page, layer, "key" or "value"
 class PageCodec:
     """Codec of the pages of a KV cache: a frame for each layer's keys, and one for its values.
 
+    Provisional: may change in any version.
+
     In keys, a few channels have large values, and these channels are the same for all tokens. Therefore specs with
     scales group keys along tokens and values along channels [1]_. All values in a group of keys often have the same
     sign: quantize keys with a zero point.

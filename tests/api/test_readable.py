@@ -13,7 +13,7 @@ from codec.torch.ddp.stats import ParameterStats, Stats
 from codec.torch.fsdp.stats import CommStats
 from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.server import ServerStats
-from codec.torch.pipelining import PipelineStats
+from codec.torch.pipelining.stats import PipelineStats
 from codec.torch.transport.counters import Counters
 
 ACTIVATIONS = ActivationStats(6, 4096, 8, 40, 48, 98_304, 2, 0, (0.43210987, 0.28123456))

@@ -39,7 +39,8 @@ RESULTS = (
 
 def public():
     """Yield name and object of each public callable."""
-    for module in (codec, codec.kv, codec.optimizers, codec.torch, codec.torch.pipelining, codec.weight_sync):
+    packages = codec.torch, codec.torch.ops, codec.torch.pipelining
+    for module in (codec, codec.kv, codec.optimizers, codec.weight_sync, *packages):
         for name in module.__all__:
             value = getattr(module, name)
             if (inspect.isclass(value) or inspect.isroutine(value)) and value not in RESULTS:

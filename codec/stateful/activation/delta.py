@@ -36,6 +36,8 @@ _BACKWARD = Quantize(8)
 class ActivationDelta:
     """One side of an edge between pipeline stages, which sends activations as deltas (AQ-SGD).
 
+    Provisional: may change in any version.
+
     For each sample, both sides store m: the activations that the receiver decoded when the sample was last sent. An
     unseen sample is sent raw, that is, without a difference, in 8 bits per value by default; m is then the decoded
     activations. A seen sample with activations a is sent as a delta Q(a - m). Both sides set m := m + Q(a - m), rounded

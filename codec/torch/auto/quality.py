@@ -27,6 +27,8 @@ _LADDER: tuple[Spec, ...] = (Lossless(), Quantize(8), Quantize(6), Quantize(5), 
 class Auto:
     """Choose codecs by measurements. Pass this in place of a spec; ``"auto"`` is short for ``Auto()``.
 
+    Provisional: may change in any version.
+
     Parameters
     ----------
     quality : {"lossless", "balanced", "small", "smallest"} or float, optional

@@ -111,6 +111,8 @@ def _is_held_elsewhere(x: torch.Tensor) -> bool:
 class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
     """Context manager for a forward pass in which autograd saves activations as frames.
 
+    Provisional: may change in any version.
+
     The backward pass, which may run outside of the context, decodes the frames. A tensor that several operations save
     is encoded once. The following are not encoded: parameters, tensors computed from a single parameter, leaves that
     require gradients and views of them, tensors whose items overlap, sparse tensors, tensors of subclasses or of more

@@ -25,6 +25,7 @@ from codec.torch.reduction.arguments import plain_spec
 class OneBitAdam(torch.optim.Adam):
     """Adam that sends quantized momenta instead of gradients, after a warm-up (1-bit Adam, Tang et al. 2021).
 
+    Provisional: may change in any version.
     By default momenta are sent in 4 bits. ``spec=Sign(group_size=1024)`` sends only their signs, as 1-bit Adam does.
     With a :class:`ZeroOneSchedule` the optimizer is 0/1 Adam (Lu et al. 2023).
 

@@ -13,6 +13,8 @@ Kind = Literal["gradients", "momenta", "local"]  # tensors that a step sends; "l
 class ZeroOneSchedule:
     """Schedule of 0/1 Adam (Lu et al. 2023): few steps update second moments; after the freeze, few steps communicate.
 
+    Provisional: may change in any version.
+
     Up to `freeze_step`, some steps send gradients, which update (refresh) the second moments v. At first, each step
     refreshes v; the interval between refreshes doubles after every `refreshes` of them. All other steps send momenta.
 

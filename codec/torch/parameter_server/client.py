@@ -23,6 +23,8 @@ from codec.torch.reduction.arguments import plain_spec
 class ParameterClient:
     """Client of a worker, which is connected to all parameter servers.
 
+    Provisional: may change in any version.
+
     Any thread may call methods; one call runs at a time. Tensors may be on any device. Number the steps in ascending
     order. All workers must push the same keys in the same steps.
 

@@ -74,6 +74,8 @@ class ServerStats(Rounded):
 class ParameterServer:
     """One of the servers to which workers push gradients, and from which they pull the mean.
 
+    Provisional: may change in any version.
+
     Each rank of the group is either a server or a worker. Each server holds a share of the keys. It stores the pushed
     frames, and reduces them when the first worker pulls. It holds no parameters: each worker updates its own copy.
 

@@ -1,5 +1,7 @@
 """Pipeline parallelism with compressed activations and gradients.
 
+Provisional: may change in any version.
+
 Only the names in ``__all__`` are public. The package needs torch.distributed.pipelining.
 
 >>> from codec.torch.pipelining import CompressedStage

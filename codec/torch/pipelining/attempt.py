@@ -21,6 +21,8 @@ logger = logging.getLogger("codec.torch")
 def attempts(*stages: CompressedStage, limit: int = 3) -> "Iterator[Attempt]":
     """Iterate over attempts of a training step, until one has succeeded on all ranks of the pipeline.
 
+    Provisional: may change in any version.
+
     All ranks run the same loop. An attempt runs the schedule once, or several times for gradient accumulation::
 
         optimizer.zero_grad()

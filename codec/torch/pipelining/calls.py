@@ -25,6 +25,8 @@ def send_activation(
 ) -> Work | None:
     """Send the activations of a micro-batch to the next stage, which calls :func:`recv_activation`.
 
+    Provisional: may change in any version.
+
     Call ``delta.commit()`` on both sides after the optimizer's step, or ``delta.rollback()`` if the step failed, as for
     :class:`codec.ActivationDelta`. :class:`CompressedStage` does this automatically.
 
@@ -83,6 +85,8 @@ def recv_activation(
 ) -> None:
     """Receive the activations of a micro-batch from the previous stage.
 
+    Provisional: may change in any version.
+
     Parameters
     ----------
     out : torch.Tensor
@@ -123,6 +127,8 @@ def send_gradient(
     options: CallOptions | None = None,
 ) -> Work | None:
     """Send the gradient of activations to the previous stage, which calls :func:`recv_gradient`.
+
+    Provisional: may change in any version.
 
     If the gradient contains NaN or Inf, which the codec refuses, the receiver raises PeerError.
 
@@ -167,6 +173,8 @@ def recv_gradient(
     options: CallOptions | None = None,
 ) -> None:
     """Receive the gradient of activations from the next stage.
+
+    Provisional: may change in any version.
 
     Parameters
     ----------

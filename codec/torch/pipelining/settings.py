@@ -21,6 +21,8 @@ _FIRST = Quantize(8, rounding="nearest")
 class Deltas:
     """Settings with which a :class:`CompressedStage` stores m, the activations to which deltas refer.
 
+    Provisional: may change in any version.
+
     All stages of a pipeline need the same `first`, `budget` and `dtype`.
 
     Parameters

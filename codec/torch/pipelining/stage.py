@@ -29,6 +29,8 @@ _compat.check_stage_class(PipelineStage)
 class CompressedStage(PipelineStage):
     """Pipeline stage that sends activations as deltas from those of the last epoch (AQ-SGD), or quantized directly.
 
+    Provisional: may change in any version.
+
     It replaces :class:`torch.distributed.pipelining.PipelineStage` with every schedule of that package. Activations are
     encoded with :class:`codec.ActivationDelta`; gradients are quantized. Messages use separate TCP connections.
 
