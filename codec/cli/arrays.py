@@ -1,4 +1,4 @@
-"""Commands ``codec compress`` and ``codec decompress``, for one array or a stream of values."""
+"""Frames of one array, or of a stream of values, which ``codec pack`` writes and ``codec unpack`` restores."""
 
 import argparse
 import os
@@ -13,10 +13,7 @@ from codec import readable
 from codec._c.library import ITEMSIZE, UNSIGNED
 from codec._options import options
 from codec.cli.console import (
-    EXIT_CODES,
     STANDARD,
-    add_output,
-    add_threads,
     check_output,
     output_file,
     progress_bar,
@@ -26,7 +23,7 @@ from codec.decoding import decode
 from codec.encoding import encode
 from codec.errors import ArgumentError, FrameError
 from codec.files.arrays import numpy_dtype
-from codec.files.opening import NUMPY, Kind, kind_of, open_regular, printable, standard_input
+from codec.files.opening import NUMPY, open_regular, printable, standard_input
 from codec.inspection import inspect, verify
 from codec.spec_text import spec_of
 from codec.tensors.view import dtype_name
@@ -38,41 +35,13 @@ _HEADER, _CHUNK = 112, 1 << 20  # bytes per read: a frame's header first, then c
 _NPY_HEADER = 128  # bytes reserved for a .npy file's header, which is written last, with the array's length
 
 
-def add_commands(commands: Any) -> None:
-    """Add the parsers of the commands ``compress`` and ``decompress`` to the parsers of all commands."""
-    p = commands.add_parser(
-        "compress",
-        help="compress one array, or a stream of values",
-        description="Compress a .npy file, or raw values with --dtype. The result is a frame, which codec.decode "
-        "takes; of raw values without --shape, a frame of every 64 MiB. Files of several tensors are for codec pack. "
-        f"{EXIT_CODES}",
-    )
-    p.add_argument("input", nargs="?", default=STANDARD, help=".npy file or raw values; default: standard input")
-    p.add_argument("--codec", default="lossless", help="preset, or spec such as 'Quantize(4)'; default: lossless")
-    p.add_argument("--dtype", help="dtype of raw values, such as bfloat16; or of a .npy file that stores bits")
-    p.add_argument("--shape", help="shape of raw values, such as 512,1024")
-    add_threads(p)
-    add_output(p, default="INPUT.codec")
-    p.set_defaults(run=run_compress)
-    p = commands.add_parser(
-        "decompress",
-        help="restore what compress has written",
-        description="Decode frames. The result is a .npy file if its name ends so, or raw values. " + EXIT_CODES,
-    )
-    p.add_argument("input", nargs="?", default=STANDARD, help="frames; default: standard input")
-    p.add_argument("--npy", action="store_true", help="write a .npy file whatever its name")
-    add_threads(p)
-    add_output(p, default="INPUT without .codec")
-    p.set_defaults(run=run_decompress)
-
-
-def run_compress(args: argparse.Namespace) -> int:
-    """Run ``codec compress``: compress a .npy array or raw values."""
-    output = args.output or (STANDARD if args.input == STANDARD else args.input + _SUFFIX)
-    args.output = output = check_output(output, args.force, args.input)
-    spec, given = spec_of(args.codec), options(threads=args.threads)
+def pack_array(args: argparse.Namespace) -> int:
+    """Encode a .npy array as a frame, or raw values as one frame or as a frame of every 64 MiB."""
+    output = args.output or (STANDARD if args.file == STANDARD else args.file + _SUFFIX)
+    args.output = output = check_output(output, args.force, args.file)
+    spec, given = spec_of(args.codec or "lossless"), options(threads=args.threads)
     before = after = frames = 0
-    with _opened(args.input) as source, output_file(output, args.input) as file, progress_bar() as progress:
+    with _opened(args.file) as source, output_file(output, args.file) as file, progress_bar() as progress:
         for x in _arrays(source, args):
             frame = encode(x, spec, options=given)
             file.write(frame)
@@ -86,19 +55,21 @@ def run_compress(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_decompress(args: argparse.Namespace) -> int:
-    """Run ``codec decompress``: decode a frame, or a stream of frames."""
-    output = args.output or (STANDARD if args.input == STANDARD else args.input.removesuffix(_SUFFIX))
-    if output == args.input and output != STANDARD:
-        raise ArgumentError(f"{printable(args.input)} does not end in {_SUFFIX}: name the output with -o")
-    args.output = output = check_output(output, args.force, args.input)
+def unpack_frames(args: argparse.Namespace) -> int:
+    """Decode a frame, or a stream of frames."""
+    output = args.output or (STANDARD if args.file == STANDARD else args.file.removesuffix(_SUFFIX))
+    if output == args.file and output != STANDARD:
+        raise ArgumentError(f"{printable(args.file)} does not end in {_SUFFIX}: name the output with -o")
+    if output.endswith((".npz", ".pt", ".pth", ".safetensors")):
+        raise ArgumentError(f"{printable(args.file)} has frames: write a .npy file or raw values, not {output}")
+    args.output = output = check_output(output, args.force, args.file)
     given, npy = options(threads=args.threads), args.npy or output.endswith(".npy")
     before = after = 0
     whole: tuple[str, tuple[int, ...]] | None = None  # dtype and shape of the values of all frames so far
-    with _opened(args.input) as source, output_file(output, args.input) as file, progress_bar() as progress:
+    with _opened(args.file) as source, output_file(output, args.file) as file, progress_bar() as progress:
         if npy:
             file.write(bytes(_NPY_HEADER))
-        for frame in _frames(source, args.input):
+        for frame in _frames(source, args.file):
             info = inspect(frame)
             values = np.empty(info.tensor_nbytes, np.uint8)
             decode(frame, out=values.view(UNSIGNED[info.dtype]).reshape(info.shape), options=given)
@@ -109,7 +80,7 @@ def run_decompress(args: argparse.Namespace) -> int:
                 progress(before, max(before, _size(source)))
         if npy:
             if whole is None:
-                raise ArgumentError(f"{printable(args.input)} is empty: a .npy file needs at least one frame")
+                raise ArgumentError(f"{printable(args.file)} is empty: a .npy file needs at least one frame")
             file.seek(0)
             file.write(_npy_header(*whole))
             file.seek(0, os.SEEK_END)
@@ -119,15 +90,7 @@ def run_decompress(args: argparse.Namespace) -> int:
 
 
 def _opened(path: str) -> BufferedReader:
-    """Open an input; for a file of another format, raise ArgumentError with the name of the right command."""
-    if path == STANDARD:
-        return standard_input()
-    fd = open_regular(path)
-    kind = kind_of(fd)
-    if kind in (Kind.SAFETENSORS, Kind.NPZ, Kind.TORCH):
-        os.close(fd)
-        raise ArgumentError(f"{printable(path)} is {kind.value}: use codec pack, or codec unpack if it is packed")
-    return os.fdopen(fd, "rb")
+    return standard_input() if path == STANDARD else os.fdopen(open_regular(path), "rb")
 
 
 def _size(source: BufferedReader) -> int:
@@ -139,13 +102,13 @@ def _arrays(source: BufferedReader, args: argparse.Namespace) -> Iterator[Any]:
     if source.peek(len(NUMPY))[: len(NUMPY)] == NUMPY:
         if args.shape is not None:
             raise ArgumentError(
-                f"--shape is for raw values, but {printable(args.input)} is a .npy file: leave out --shape"
+                f"--shape is for raw values, but {printable(args.file)} is a .npy file: leave out --shape"
             )
-        yield view(_npy(source, args.input), args.dtype)
+        yield view(_npy(source, args.file), args.dtype)
         return
     if args.dtype is None:
         raise ArgumentError(
-            f"{printable(args.input)} is not a .npy file: for raw values pass --dtype, such as --dtype bfloat16"
+            f"{printable(args.file)} is not a .npy file: for raw values pass --dtype, such as --dtype bfloat16"
         )
     dtype = dtype_name(args.dtype)
     size = ITEMSIZE[dtype]

@@ -1,4 +1,4 @@
-"""Commands ``codec pack``, ``codec unpack`` and ``codec ls``."""
+"""Commands ``codec pack``, ``codec unpack`` and ``codec ls``: model files, and by :mod:`codec.cli.arrays` frames."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from codec import readable
+from codec.cli import arrays
 from codec.cli.console import (
     EXIT_CODES,
     STANDARD,
@@ -23,7 +24,7 @@ from codec.cli.console import (
     report,
 )
 from codec.errors import ArgumentError
-from codec.files.opening import printable
+from codec.files.opening import HEAD, Kind, kind_of, kind_of_head, opened, printable, standard_input
 
 _PACKED, _PLAIN, _INDEX = ".codec.safetensors", ".safetensors", ".index.json"
 
@@ -32,23 +33,39 @@ def add_commands(commands: Any) -> None:
     """Add the parsers of the commands ``pack``, ``unpack`` and ``ls`` to the parsers of all commands."""
     p = commands.add_parser(
         "pack",
-        help="compress a model file without loss",
-        description="Compress a .safetensors, .npz, .npy or .pt file without loss. The result is a .safetensors file "
-        "of frames, from which unpack restores the file. Of .npz, .npy and .pt files, the tensors are restored. MODEL "
-        f"may be the index of a sharded model, too: -o then names a folder. {EXIT_CODES}",
+        help="compress a model file, an array or a stream of values",
+        description="Compress a .safetensors, .npz or .pt file without loss. The result is a .safetensors file of "
+        "frames, from which unpack restores the file. Of .npz and .pt files, the tensors are restored. FILE may be the "
+        "index of a sharded model, too: -o then names a folder. A .npy file, or raw values with --dtype, become a "
+        f"frame, which codec.decode takes; raw values without --shape, a frame of every 64 MiB. {EXIT_CODES}",
     )
-    p.add_argument("model", help="file of tensors, - for standard input, or model.safetensors.index.json")
+    p.add_argument(
+        "file",
+        nargs="?",
+        default=STANDARD,
+        help="file of tensors, raw values, or model.safetensors.index.json; default: standard input",
+    )
     p.add_argument("--key", help="key of the dict of tensors in a .pt file, such as model")
+    p.add_argument("--codec", help="of a frame: preset, or spec such as 'Quantize(4)'; default: lossless")
+    p.add_argument("--dtype", help="dtype of raw values, such as bfloat16; or of a .npy file that stores bits")
+    p.add_argument("--shape", help="shape of raw values, such as 512,1024")
     add_threads(p)
-    add_output(p, default="MODEL.codec.safetensors")
+    add_output(p, default="FILE.codec.safetensors; of a frame: FILE.codec")
     p.set_defaults(run=run_pack)
     p = commands.add_parser(
         "unpack",
-        help="restore a model file",
+        help="restore what pack has written",
         description="Restore the file that was packed. The suffix of the output chooses the format: .npz and .pt hold "
-        f"the tensors; every other name gets the .safetensors file, byte by byte as it was. {EXIT_CODES}",
+        "the tensors; every other name gets the .safetensors file, byte by byte as it was. Frames become a .npy file "
+        f"if its name ends so, or raw values. {EXIT_CODES}",
     )
-    p.add_argument("model", help="packed file, - for standard input, or model.safetensors.index.json")
+    p.add_argument(
+        "file",
+        nargs="?",
+        default=STANDARD,
+        help="packed file, frames, or model.safetensors.index.json; default: standard input",
+    )
+    p.add_argument("--npy", action="store_true", help="of frames: write a .npy file whatever its name")
     add_threads(p)
     add_output(p, default="the name without .codec")
     p.set_defaults(run=run_unpack)
@@ -57,31 +74,51 @@ def add_commands(commands: Any) -> None:
         help="list the tensors of a model file",
         description=f"List the tensors of a packed, .safetensors, .npz, .npy or .pt file. {EXIT_CODES}",
     )
-    p.add_argument("model", help="file of tensors, or - for standard input")
+    p.add_argument("file", help="file of tensors, or - for standard input")
     p.add_argument("--key", help="key of the dict of tensors in a .pt file")
     add_json(p)
     p.set_defaults(run=run_ls)
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    """Run ``codec pack``: compress a model file, or each file of a sharded model."""
-    if args.model.endswith(_INDEX):
+    """Run ``codec pack``: compress a model file, each file of a sharded model, an array, or a stream of values."""
+    kind, whole = _kind_of(args.file), (args.output or "").endswith(_PLAIN)
+    tensors = kind in (Kind.SAFETENSORS, Kind.NPZ, Kind.TORCH) and args.file != STANDARD
+    if not tensors and (args.dtype is not None or (kind is Kind.NPY and not whole)):
+        return arrays.pack_array(args)
+    for name in ("codec", "dtype", "shape"):
+        if getattr(args, name) is not None:
+            raise ArgumentError(
+                f"--{name} is for .npy files, and for raw values with --dtype: {printable(args.file)} is "
+                f"{'packed without loss' if tensors else kind.value}"
+            )
+    if args.file.endswith(_INDEX):
         return _each_shard(args, _pack)
-    stem = args.model
-    for suffix in (_PLAIN, ".npz", ".npy", ".pt", ".pth", ".bin"):
+    stem = args.file
+    for suffix in (_PLAIN, ".npz", ".pt", ".pth", ".bin"):
         stem = stem.removesuffix(suffix)
-    output = args.output or (STANDARD if args.model == STANDARD else stem + _PACKED)
-    output = check_output(output, args.force, args.model)
-    return _report(args, output, [_pack(args, args.model, output)])
+    output = args.output or (STANDARD if args.file == STANDARD else stem + _PACKED)
+    output = check_output(output, args.force, args.file)
+    return _report(args, output, [_pack(args, args.file, output)])
 
 
 def run_unpack(args: argparse.Namespace) -> int:
-    """Run ``codec unpack``: restore a model file, or each file of a sharded model."""
-    if args.model.endswith(_INDEX):
+    """Run ``codec unpack``: restore a model file, each file of a sharded model, or the values of frames."""
+    if _kind_of(args.file) in (Kind.FRAME, Kind.EMPTY):
+        return arrays.unpack_frames(args)
+    if args.file.endswith(_INDEX):
         return _each_shard(args, _unpack)
-    output = args.output or (STANDARD if args.model == STANDARD else args.model.removesuffix(_PACKED) + _PLAIN)
-    output = check_output(output, args.force, args.model)
-    return _report(args, output, [_unpack(args, args.model, output)])
+    output = args.output or (STANDARD if args.file == STANDARD else args.file.removesuffix(_PACKED) + _PLAIN)
+    output = check_output(output, args.force, args.file)
+    return _report(args, output, [_unpack(args, args.file, output)])
+
+
+def _kind_of(path: str) -> Kind:
+    """Return the format of a file, as far as its first bytes tell it if the file is standard input."""
+    if path == STANDARD:
+        return kind_of_head(standard_input().peek(HEAD)[:HEAD])
+    with opened(path) as fd:
+        return kind_of(fd)
 
 
 def _pack(args: argparse.Namespace, path: str, output: str) -> tuple[int, int, int]:
@@ -132,18 +169,18 @@ def _each_shard(args: argparse.Namespace, work: Callable[..., tuple[int, int, in
     """Pack or unpack the files of a sharded model into a folder, under the same names, and copy the index."""
     if args.output is None or args.output == STANDARD:
         raise ArgumentError(
-            f"{printable(args.model)} is the index of a sharded model, whose output is a folder: pass -o FOLDER"
+            f"{printable(args.file)} is the index of a sharded model, whose output is a folder: pass -o FOLDER"
         )
     from codec.files.shards import shard_names
 
-    names = shard_names(args.model)
+    names = shard_names(args.file)
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
-    source = Path(args.model)
+    source = Path(args.file)
     for name in (source.name, *names):
         check_output(str(folder / name), args.force, str(source.parent / name))
     done = [work(args, str(source.parent / name), str(folder / name)) for name in names]
-    with output_file(str(folder / source.name), args.model) as file:
+    with output_file(str(folder / source.name), args.file) as file:
         file.write(source.read_bytes())
     return _report(args, args.output, done)
 
@@ -160,7 +197,7 @@ def _report(args: argparse.Namespace, output: str, done: list[tuple[int, int, in
 
 def run_ls(args: argparse.Namespace) -> int:
     """Run ``codec ls``: list the tensors of a file."""
-    with input_file(args.model) as path:
+    with input_file(args.file) as path:
         rows = _tensors(path, args.key)
     if args.json:
         print(json.dumps(rows, indent=1))

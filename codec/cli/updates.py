@@ -1,4 +1,4 @@
-"""Commands ``codec delta``, ``codec apply`` and ``codec compose``."""
+"""Commands ``codec delta make``, ``codec delta apply`` and ``codec delta compose``."""
 
 import argparse
 from pathlib import Path
@@ -21,16 +21,22 @@ from codec.inspection import verify
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parsers of the commands ``delta``, ``apply`` and ``compose`` to the parsers of all commands."""
-    p = commands.add_parser(
+    """Add the parser of the command ``delta`` to the parsers of all commands."""
+    delta = commands.add_parser(
         "delta",
+        help="make, apply or compose updates of .safetensors files",
+        description=f"Make, apply or compose updates of .safetensors files. {EXIT_CODES}",
+    )
+    commands = delta.add_subparsers(metavar="command", required=True)
+    p = commands.add_parser(
+        "make",
         help="write the update from one .safetensors file to another",
         description=f"Write the update that makes the weights of NEW from those of OLD. {EXIT_CODES}",
     )
     p.add_argument("old", help=".safetensors file before the update")
     p.add_argument("new", help=".safetensors file after the update, with the same names, dtypes and shapes")
     p.add_argument("--version", type=int, default=1, help="version of NEW; OLD has the one before; default: 1")
-    _finish(p, run_delta)
+    _finish(p, run_make)
     p = commands.add_parser(
         "apply",
         help="apply updates to a .safetensors file",
@@ -53,11 +59,11 @@ def add_commands(commands: Any) -> None:
 
 def _finish(p: Any, run: Any) -> None:
     add_output(p, required=True)
-    p.set_defaults(run=run)
+    p.set_defaults(run=run, command=p)
 
 
-def run_delta(args: argparse.Namespace) -> int:
-    """Run ``codec delta``: write the update between the weights in two files."""
+def run_make(args: argparse.Namespace) -> int:
+    """Run ``codec delta make``: write the update between the weights in two files."""
     from codec.weight_sync.files import diff_files
 
     args.output = check_output(args.output, args.force, args.old, args.new)
@@ -69,7 +75,7 @@ def run_delta(args: argparse.Namespace) -> int:
 
 
 def run_apply(args: argparse.Namespace) -> int:
-    """Run ``codec apply``: apply updates to the weights in a file."""
+    """Run ``codec delta apply``: apply updates to the weights in a file."""
     from codec.weight_sync.files import apply_files
     from codec.weight_sync.update import Update
 
@@ -90,7 +96,7 @@ def run_apply(args: argparse.Namespace) -> int:
 
 
 def run_compose(args: argparse.Namespace) -> int:
-    """Run ``codec compose``: merge a chain of updates into one update."""
+    """Run ``codec delta compose``: merge a chain of updates into one update."""
     from codec.weight_sync.files import compose_files
     from codec.weight_sync.update import Update
 

@@ -42,6 +42,7 @@ class Kind(Enum):
     UNKNOWN = "of an unknown format"
 
 
+HEAD = 9  # number of bytes at the beginning of a file that tell its format
 _MAGIC = (
     (NUMPY, Kind.NPY), (b"CODC", Kind.FRAME), (b"\x89CWU\r\n\x1a\n", Kind.UPDATE),
     (b"GGUF", Kind.GGUF), (b"\x28\xb5\x2f\xfd", Kind.ZSTD), (b"\x1f\x8b", Kind.GZIP),
@@ -108,9 +109,14 @@ def opened(path: str) -> Generator[int]:
 
 def kind_of(fd: int) -> Kind:
     """Return the format of an open file."""
-    head = os.pread(fd, 9, 0)
+    kind = kind_of_head(os.pread(fd, HEAD, 0))
+    return _kind_of_zip(fd) if kind is Kind.ZIP else kind
+
+
+def kind_of_head(head: bytes) -> Kind:
+    """Return the format of a file that begins with `head`: its first HEAD bytes, or all of a shorter file."""
     if head.startswith(b"PK"):
-        return _kind_of_zip(fd)
+        return Kind.ZIP
     if head[8:] == b"{":
         return Kind.SAFETENSORS
     found = next((kind for magic, kind in _MAGIC if head.startswith(magic)), Kind.UNKNOWN)

@@ -49,10 +49,10 @@ def test_outputs_are_as_private_as_the_inputs(model, tmp_path, umask):
     other.write_bytes(safetensors({"w": ("F32", (4,), bytes(15) + b"\1")}))
     commands = (
         ("pack", model, "-o", tmp_path / "p"), ("unpack", tmp_path / "p", "-o", tmp_path / "u"),
-        ("compress", tmp_path / "x.npy", "-o", tmp_path / "c"), ("decompress", tmp_path / "c", "-o", tmp_path / "d"),
-        ("delta", other, model, "-o", tmp_path / "delta"),
-        ("compose", other, tmp_path / "delta", "-o", tmp_path / "compose"),
-        ("apply", other, tmp_path / "delta", "-o", tmp_path / "apply"),
+        ("pack", tmp_path / "x.npy", "-o", tmp_path / "c"), ("unpack", tmp_path / "c", "-o", tmp_path / "d"),
+        ("delta", "make", other, model, "-o", tmp_path / "delta"),
+        ("delta", "compose", other, tmp_path / "delta", "-o", tmp_path / "compose"),
+        ("delta", "apply", other, tmp_path / "delta", "-o", tmp_path / "apply"),
     )  # fmt: skip
     for private in (False, True):
         for path in (model, tmp_path / "x.npy"):
@@ -66,7 +66,7 @@ def test_outputs_are_as_private_as_the_inputs(model, tmp_path, umask):
 
 def test_devices_need_no_force_and_are_written_into(model, tmp_path, capsys):
     assert run("pack", model, "-o", "/dev/null") == 0
-    assert run("delta", model, model, "-o", "/dev/null") == 0
+    assert run("delta", "make", model, model, "-o", "/dev/null") == 0
     assert stat.S_ISCHR(os.lstat("/dev/null").st_mode)
     os.mkfifo(tmp_path / "pipe")
     assert run("pack", model, "-o", tmp_path / "pipe") == 1
@@ -85,7 +85,7 @@ def test_names_of_standard_output_are_equal(model, tmp_path, command, name):
     model.rename(tmp_path / "m")
     (tmp_path / "n").write_bytes(safetensors({"w": ("F32", (4,), bytes(15) + b"\1")}))
     (tmp_path / "link").symlink_to("/dev/stdout")
-    assert run("delta", tmp_path / "m", tmp_path / "n", "-o", tmp_path / "u") == 0
+    assert run("delta", "make", tmp_path / "m", tmp_path / "n", "-o", tmp_path / "u") == 0
     verb, *files = command.split()
     assert run(verb, *(tmp_path / file for file in files), "-o", tmp_path / "file") == 0
     done = shell(f"{PROGRAM} {command} -o {name} > out", tmp_path)

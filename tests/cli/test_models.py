@@ -100,10 +100,10 @@ def test_tensors_of_npz_and_pt_files_are_restored(tmp_path, capsys):
     torch.save({"epoch": 3, "model": {"w": half, "v": half.t()}}, tmp_path / "b.pt", **old)
     np.save(tmp_path / "c.npy", x)
     for name, *how in (("a.npz",), ("b.pt", "--key", "model"), ("c.npy",)):
-        assert run("pack", tmp_path / name, "-o", tmp_path / f"{name}.packed", *how) == 0
+        assert run("pack", tmp_path / name, "-o", tmp_path / f"{name}.safetensors", *how) == 0
     assert capsys.readouterr().err == f"codec: {tmp_path}/a.npz: left out, because they are not arrays: README.txt\n"
     for name, suffix in (("a.npz", ".npz"), ("b.pt", ".pt"), ("b.pt", ".npz"), ("c.npy", ".pt")):
-        assert run("unpack", tmp_path / f"{name}.packed", "-o", tmp_path / f"{name}.again{suffix}") == 0
+        assert run("unpack", tmp_path / f"{name}.safetensors", "-o", tmp_path / f"{name}.again{suffix}") == 0
     with np.load(tmp_path / "a.npz.again.npz") as found:
         assert (found["w"].tobytes(), found["step"]) == (x.tobytes(), 3)
     found = torch.load(tmp_path / "b.pt.again.pt", weights_only=True)
@@ -225,7 +225,7 @@ def test_errors_say_what_a_file_is(model, tmp_path, capsys):
     assert "packed already" in failed(capsys, "pack", packed)
     assert "not packed" in failed(capsys, "unpack", model, "-o", tmp_path / "x")
     assert "a .npz file, not a packed file" in failed(capsys, "unpack", tmp_path / "a.npz", "-o", tmp_path / "x")
-    assert "a .safetensors file: use codec pack" in failed(capsys, "compress", model)
+    assert "is packed without loss" in failed(capsys, "pack", model, "--codec", "small", "-o", tmp_path / "x")
     assert "a .npz file, not a frame: codec ls" in failed(capsys, "inspect", tmp_path / "a.npz")
     assert "has no checksums" in failed(capsys, "verify", model)
     assert "cannot be read" in failed(capsys, "pack", tmp_path / "none")

@@ -1,4 +1,4 @@
-"""codec delta, apply and compose: files, exit codes, and errors of one line."""
+"""codec delta make, apply and compose: files, exit codes, and errors of one line."""
 
 import json
 import os
@@ -46,31 +46,31 @@ def files(tmp_path):
 
 
 def test_delta_and_apply_reproduce_the_file(files, tmp_path, capsys):
-    assert run("delta", files[0], files[1], "-o", tmp_path / "u") == 0
+    assert run("delta", "make", files[0], files[1], "-o", tmp_path / "u") == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith(f"{tmp_path}/u: version 0 to 1, ")
-    assert run("apply", files[0], tmp_path / "u", "-o", tmp_path / "new") == 0
+    assert run("delta", "apply", files[0], tmp_path / "u", "-o", tmp_path / "new") == 0
     assert (tmp_path / "new").read_bytes() == files[1].read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.safetensors", "1.safetensors", "2.safetensors", "new", "u"]
 
 
 def test_compose_makes_one_update_of_a_chain(files, tmp_path, capsys):
-    assert run("delta", files[0], files[1], "-o", tmp_path / "u1") == 0
-    assert run("delta", files[1], files[2], "-o", tmp_path / "u2", "--version", 2) == 0
-    assert run("compose", files[0], tmp_path / "u1", tmp_path / "u2", "-o", tmp_path / "u", "--json") == 0
+    assert run("delta", "make", files[0], files[1], "-o", tmp_path / "u1") == 0
+    assert run("delta", "make", files[1], files[2], "-o", tmp_path / "u2", "--version", 2) == 0
+    assert run("delta", "compose", files[0], tmp_path / "u1", tmp_path / "u2", "-o", tmp_path / "u", "--json") == 0
     entries = json.loads("{" + capsys.readouterr().out.split("{")[-1])
     assert (entries["base"], entries["version"]) == (0, 2)
     direct = codec.Update.open(tmp_path / "u")
-    assert run("delta", files[0], files[2], "-o", tmp_path / "d", "--version", 2) == 0
+    assert run("delta", "make", files[0], files[2], "-o", tmp_path / "d", "--version", 2) == 0
     assert direct.digest == codec.Update.open(tmp_path / "d").digest
     for updates in ([tmp_path / "u"], [tmp_path / "u1", tmp_path / "u2"]):
-        assert run("apply", files[0], *updates, "-o", tmp_path / "new", "--force") == 0
+        assert run("delta", "apply", files[0], *updates, "-o", tmp_path / "new", "--force") == 0
         assert (tmp_path / "new").read_bytes() == files[2].read_bytes()
 
 
 def test_inspect_and_verify_know_updates(files, tmp_path, capsys):
-    run("delta", files[0], files[1], "-o", tmp_path / "u", "--json")
+    run("delta", "make", files[0], files[1], "-o", tmp_path / "u", "--json")
     made = json.loads(capsys.readouterr().out)
     assert run("inspect", tmp_path / "u", "--json") == 0
     assert json.loads(capsys.readouterr().out) == made
@@ -95,13 +95,15 @@ def failed(capsys, code, *arguments):
 
 
 def test_wrong_bases_have_an_exit_code_of_their_own(files, tmp_path, capsys):
-    run("delta", files[0], files[1], "-o", tmp_path / "u1")
-    run("delta", files[1], files[2], "-o", tmp_path / "u2", "--version", 2)
+    run("delta", "make", files[0], files[1], "-o", tmp_path / "u1")
+    run("delta", "make", files[1], files[2], "-o", tmp_path / "u2", "--version", 2)
     capsys.readouterr()
     new = tmp_path / "new"
-    assert "needs the weights of version 1" in failed(capsys, 3, "apply", files[0], tmp_path / "u2", "-o", new)
-    assert "applied already" in failed(capsys, 3, "apply", files[1], tmp_path / "u1", "-o", new)
-    assert "or the result of the previous update" in failed(capsys, 3, "compose", files[0], tmp_path / "u2", "-o", new)
+    assert "needs the weights of version 1" in failed(capsys, 3, "delta", "apply", files[0], tmp_path / "u2", "-o", new)
+    assert "applied already" in failed(capsys, 3, "delta", "apply", files[1], tmp_path / "u1", "-o", new)
+    assert "or the result of the previous update" in failed(
+        capsys, 3, "delta", "compose", files[0], tmp_path / "u2", "-o", new
+    )
     assert not new.exists()
 
 
@@ -110,14 +112,16 @@ def test_errors_have_one_line_and_leave_no_file(files, tmp_path, capsys):
     bad = tmp_path / "bad"
     bad.write_bytes(b"\x05\0\0\0\0\0\0\0{}")
     out = tmp_path / "out"
-    assert "the base has no such tensor" in failed(capsys, 1, "delta", files[0], other, "-o", out)
-    assert "cannot be read" in failed(capsys, 1, "delta", files[0], tmp_path / "none", "-o", out)
-    assert "not a regular file" in failed(capsys, 1, "delta", files[0], tmp_path, "-o", out)
-    assert "not an update" in failed(capsys, 1, "apply", files[0], files[1], "-o", out)
-    assert "its header would have 5 bytes" in failed(capsys, 1, "delta", bad, files[1], "-o", out)
-    assert "--version must be at least 1" in failed(capsys, 1, "delta", files[0], files[1], "-o", out, "--version", 0)
-    assert "exists: choose another name" in failed(capsys, 1, "delta", files[0], files[1], "-o", other)
-    assert "cannot be written" in failed(capsys, 1, "delta", files[0], files[1], "-o", tmp_path / "no" / "out")
+    assert "the base has no such tensor" in failed(capsys, 1, "delta", "make", files[0], other, "-o", out)
+    assert "cannot be read" in failed(capsys, 1, "delta", "make", files[0], tmp_path / "none", "-o", out)
+    assert "not a regular file" in failed(capsys, 1, "delta", "make", files[0], tmp_path, "-o", out)
+    assert "not an update" in failed(capsys, 1, "delta", "apply", files[0], files[1], "-o", out)
+    assert "its header would have 5 bytes" in failed(capsys, 1, "delta", "make", bad, files[1], "-o", out)
+    assert "--version must be at least 1" in failed(
+        capsys, 1, "delta", "make", files[0], files[1], "-o", out, "--version", 0
+    )
+    assert "exists: choose another name" in failed(capsys, 1, "delta", "make", files[0], files[1], "-o", other)
+    assert "cannot be written" in failed(capsys, 1, "delta", "make", files[0], files[1], "-o", tmp_path / "no" / "out")
     assert not out.exists()
 
 
@@ -137,7 +141,7 @@ def test_hostile_headers_are_errors(entry, files, tmp_path, capsys):
     text = json.dumps({"x": entry}).encode()
     path = tmp_path / "hostile"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
-    failed(capsys, 1, "delta", path, files[0], "-o", tmp_path / "out")
+    failed(capsys, 1, "delta", "make", path, files[0], "-o", tmp_path / "out")
 
 
 def lax(header, data):
@@ -160,16 +164,21 @@ def test_files_that_safetensors_refuses_are_refused(name, tmp_path, capsys):
     path, good = tmp_path / "lax.safetensors", tmp_path / "good.safetensors"
     path.write_bytes(LAX[name])
     good.write_bytes(lax({"a": A, "b": B}, bytes(16)))
-    run("delta", good, good, "-o", tmp_path / "u")
+    run("delta", "make", good, good, "-o", tmp_path / "u")
     capsys.readouterr()
-    for command in (("delta", path, good), ("delta", good, path), ("apply", path, tmp_path / "u"), ("pack", path)):
+    for command in (
+        ("delta", "make", path, good),
+        ("delta", "make", good, path),
+        ("delta", "apply", path, tmp_path / "u"),
+        ("pack", path),
+    ):
         assert "cannot be read: " in failed(capsys, 1, *command, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_apply_looks_before_it_copies(files, tmp_path, capsys, monkeypatch):
     """Devices, pipes, files of other formats or with other tensors are refused before anything is written."""
-    run("delta", files[0], files[1], "-o", tmp_path / "u")
+    run("delta", "make", files[0], files[1], "-o", tmp_path / "u")
     monkeypatch.setattr(shutil, "copyfileobj", lambda *_: pytest.fail("OLD is copied"))
     capsys.readouterr()
     os.mkfifo(tmp_path / "pipe")
@@ -185,24 +194,24 @@ def test_apply_looks_before_it_copies(files, tmp_path, capsys, monkeypatch):
         ("sparse", "is of an unknown format"), ("x.npz", "is a .npz file, not a .safetensors file"),
         ("packed", "is packed: codec unpack restores"),
     ):  # fmt: skip
-        assert why in failed(capsys, 1, "apply", tmp_path / name, tmp_path / "u", "-o", tmp_path / "out")
+        assert why in failed(capsys, 1, "delta", "apply", tmp_path / name, tmp_path / "u", "-o", tmp_path / "out")
     assert "differ from those of" in failed(
-        capsys, 3, "apply", tmp_path / "other", tmp_path / "u", "-o", tmp_path / "out"
+        capsys, 3, "delta", "apply", tmp_path / "other", tmp_path / "u", "-o", tmp_path / "out"
     )
 
 
 def test_apply_says_whose_header_the_result_has(files, tmp_path, capsys):
-    run("delta", files[0], files[1], "-o", tmp_path / "u")
+    run("delta", "make", files[0], files[1], "-o", tmp_path / "u")
     capsys.readouterr()
-    assert run("apply", files[0], tmp_path / "u", "-o", tmp_path / "new") == 0
+    assert run("delta", "apply", files[0], tmp_path / "u", "-o", tmp_path / "new") == 0
     assert capsys.readouterr().out.endswith(f" tensors, with the header of {files[0]}\n")
 
 
 @pytest.mark.parametrize("metadata", [False, True])
 def test_files_without_tensors_have_updates(metadata, tmp_path):
     old, new = (save(tmp_path / name, {}, metadata) for name in ("old", "new"))
-    assert run("delta", old, new, "-o", tmp_path / "update") == 0
-    assert run("apply", old, tmp_path / "update", "-o", tmp_path / "result") == 0
+    assert run("delta", "make", old, new, "-o", tmp_path / "update") == 0
+    assert run("delta", "apply", old, tmp_path / "update", "-o", tmp_path / "result") == 0
     assert (tmp_path / "result").read_bytes() == new.read_bytes()
 
 
@@ -216,7 +225,7 @@ def test_updates_that_no_reader_accepts_replace_nothing(files, tmp_path, monkeyp
 
 def test_progress_is_shown_on_terminals_only(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert run("delta", files[0], files[1], "-o", tmp_path / "u") == 0
+    assert run("delta", "make", files[0], files[1], "-o", tmp_path / "u") == 0
     err = capsys.readouterr().err
     assert "100%" in err
     assert err.endswith("\r")
