@@ -82,18 +82,22 @@ def add_commands(commands: Any) -> None:
 
 def run_pack(args: argparse.Namespace) -> int:
     """Run ``codec pack``: compress a model file, each file of a sharded model, an array, or a stream of values."""
+    if args.file.endswith(_INDEX):
+        return _each_shard(args, _pack)
     kind, whole = _kind_of(args.file), (args.output or "").endswith(_PLAIN)
     tensors = kind in (Kind.SAFETENSORS, Kind.NPZ, Kind.TORCH) and args.file != STANDARD
     if not tensors and (args.dtype is not None or (kind is Kind.NPY and not whole)):
         return arrays.pack_array(args)
+    if kind is Kind.UNKNOWN:
+        raise ArgumentError(
+            f"{printable(args.file)} is {kind.value}: for raw values pass --dtype, such as --dtype bfloat16"
+        )
     for name in ("codec", "dtype", "shape"):
         if getattr(args, name) is not None:
             raise ArgumentError(
                 f"--{name} is for .npy files, and for raw values with --dtype: {printable(args.file)} is "
                 f"{'packed without loss' if tensors else kind.value}"
             )
-    if args.file.endswith(_INDEX):
-        return _each_shard(args, _pack)
     stem = args.file
     for suffix in (_PLAIN, ".npz", ".pt", ".pth", ".bin"):
         stem = stem.removesuffix(suffix)
@@ -104,10 +108,10 @@ def run_pack(args: argparse.Namespace) -> int:
 
 def run_unpack(args: argparse.Namespace) -> int:
     """Run ``codec unpack``: restore a model file, each file of a sharded model, or the values of frames."""
-    if _kind_of(args.file) in (Kind.FRAME, Kind.EMPTY):
-        return arrays.unpack_frames(args)
     if args.file.endswith(_INDEX):
         return _each_shard(args, _unpack)
+    if _kind_of(args.file) in (Kind.FRAME, Kind.EMPTY):
+        return arrays.unpack_frames(args)
     output = args.output or (STANDARD if args.file == STANDARD else args.file.removesuffix(_PACKED) + _PLAIN)
     output = check_output(output, args.force, args.file)
     return _report(args, output, [_unpack(args, args.file, output)])

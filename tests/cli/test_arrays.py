@@ -38,7 +38,7 @@ def test_array_files_become_frames(tmp_path, capsys):
     error = failed(capsys, "pack", tmp_path / "x.npy", "--codec", "Quantize(99)", "-o", tmp_path / "z")
     assert error == "codec: bits must be an int from 1 to 8, got 99\n"
     error = failed(capsys, "unpack", tmp_path / "x.npy", "-o", tmp_path / "z")
-    assert f"{tmp_path / 'x.npy'}': not a codec frame" in error
+    assert f"{tmp_path / 'x.npy'} is a .npy file, not a packed file" in error
 
 
 def test_array_files_are_read_from_a_pipe(tmp_path):

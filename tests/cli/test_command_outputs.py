@@ -78,7 +78,7 @@ def test_devices_need_no_force_and_are_written_into(model, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("command", "name"),
-    [("pack m", "-"), ("pack m", "/dev/stdout"), ("pack m", "link"), ("delta m n", "-"), ("apply m u", "-")],
+    [("pack m", "-"), ("pack m", "/dev/stdout"), ("pack m", "link"), ("delta make m n", "-"), ("delta apply m u", "-")],
 )
 def test_names_of_standard_output_are_equal(model, tmp_path, command, name):
     """The output is the same for `-` and for other names of standard output, and no line of the report is in it."""
@@ -86,8 +86,8 @@ def test_names_of_standard_output_are_equal(model, tmp_path, command, name):
     (tmp_path / "n").write_bytes(safetensors({"w": ("F32", (4,), bytes(15) + b"\1")}))
     (tmp_path / "link").symlink_to("/dev/stdout")
     assert run("delta", "make", tmp_path / "m", tmp_path / "n", "-o", tmp_path / "u") == 0
-    verb, *files = command.split()
-    assert run(verb, *(tmp_path / file for file in files), "-o", tmp_path / "file") == 0
+    words = [tmp_path / word if len(word) == 1 else word for word in command.split()]
+    assert run(*words, "-o", tmp_path / "file") == 0
     done = shell(f"{PROGRAM} {command} -o {name} > out", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert (tmp_path / "out").read_bytes() == (tmp_path / "file").read_bytes()
@@ -138,7 +138,7 @@ def test_closed_standard_streams(model, tmp_path):
     done = shell(f"{PROGRAM} pack missing -o q 2>&-", tmp_path)
     assert (done.returncode, done.stdout) == (1, b"")  # the error is not printed on standard output
     assert shell(f"{PROGRAM} ls m.safetensors >&-", tmp_path).returncode == 0
-    for command in ("compress --dtype float32", "pack - -o q", "verify -", "inspect -"):
+    for command in ("pack --dtype float32", "pack - -o q", "unpack -", "verify -", "inspect -"):
         done = shell(f"{PROGRAM} {command} <&-", tmp_path)
         assert done.returncode == 1
         assert done.stderr == b"codec: standard input is closed: name a file to read\n"

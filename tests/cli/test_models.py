@@ -63,7 +63,7 @@ def test_outputs_are_replaced_by_force_only(model, tmp_path, capsys):
 
 def test_standard_input_and_output(model, tmp_path, monkeypatch, capsysbinary):
     def feed(data):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
 
     feed(PLAIN)
     assert run("pack", "-") == 0
