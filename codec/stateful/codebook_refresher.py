@@ -11,17 +11,15 @@ from codec.arguments import shown, whole
 from codec.codebook import Codebook, Counts, count_symbols
 from codec.errors import ArgumentError, SpecError, StateError
 from codec.specs import BoundSpec, Lossless, Truncate
-from codec.stateful.checkpoint import VERSION, array_of, opened, plain
+from codec.stateful.schema import REST, Field, Schema, array, number, read_field
 from codec.tensors.view import dtype_name
 
 _DEFAULT = Lossless()
 _LEAST = 512  # number of values below which the codec ignores codebooks
 _NAMED = 17  # bytes of Codebook.to_bytes besides code lengths; a frame refers to a codebook in as many bytes
 _STEPS = (1 << 62) - 1  # highest step number
+_COUNTS = array("int64", 0, 257)
 _MAX_COUNT = 1 << 53  # maximum of each count on one rank, so that the sum over 1,000 ranks fits int64
-
-_ENTRIES = ("version", "symbols", "latest", "counts")  # entries of a state dict, except codebooks
-_BOOK = re.compile(r"book\[([0-9]{1,19})\]")
 
 
 class CodebookRefresher:
@@ -169,14 +167,9 @@ class CodebookRefresher:
         """
         step = whole("step", step, 0, _STEPS - self.delay)
         try:
-            sums = array_of("summed_counts", summed_counts, "int64")
+            sums = read_field("summed_counts", "pass the sum of counts() over all ranks", _COUNTS, summed_counts)
         except StateError as e:
             raise ArgumentError(str(e)) from None
-        if sums.shape != (257,) or (sums < 0).any():
-            raise ArgumentError(
-                f"summed_counts must be 257 integers, none below 0, got shape {sums.shape} with minimum "
-                f"{min(sums, default=0)}"
-            )
         switch, (at, last) = step + self.delay, next(reversed(self._books.items()))
         if switch <= self._latest:
             raise StateError(
@@ -247,19 +240,20 @@ class CodebookRefresher:
         Returns
         -------
         dict
-            ``version`` and ``symbols`` (int, ``CODEC_SYMBOLS_*``), ``latest`` (int, highest step so far), ``counts``
-            (int64 of shape (257,)), and one or two entries ``"book[step]"``: the bytes (uint8) of the codebook that is
-            used from that step on, empty if none is used. All entries except ``counts`` are equal on all ranks, so a
-            new rank may load the state dict of any other rank.
+            ``format`` (str), ``version`` and ``symbols`` (int, ``CODEC_SYMBOLS_*``), ``latest`` (int, highest step so
+            far), ``counts`` (int64 of shape (257,)), and one or two entries ``"book[step]"``: the bytes (uint8) of the
+            codebook that is used from that step on, empty if none is used. All entries except ``counts`` are equal on
+            all ranks, so a new rank may load the state dict of any other rank.
         """
         books = {f"book[{at}]": book.to_bytes() if book else b"" for at, book in self._books.items()}
-        return {
-            "version": VERSION,
-            "symbols": self._symbols,
-            "latest": self._latest,
-            "counts": self._counts.copy(),
-            **{name: np.frombuffer(data, np.uint8).copy() for name, data in books.items()},
-        }
+        return _STATE.save(
+            {
+                "symbols": self._symbols,
+                "latest": self._latest,
+                "counts": self._counts.copy(),
+                **{name: np.frombuffer(data, np.uint8).copy() for name, data in books.items()},
+            }
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict.
@@ -275,44 +269,36 @@ class CodebookRefresher:
             `state_dict` is not a state dict, has another version, has the symbols of another spec, or contains a number
             out of range. The refresher is unchanged.
         """
-        entries = opened(state_dict)
-        symbols, latest = plain(entries, "symbols", int), plain(entries, "latest", int)
-        if not -1 <= latest <= _STEPS:
-            raise StateError(f"'latest' must be a step from -1 to {_STEPS}, got {shown(latest)}")
+        entries = _STATE.read(state_dict)
+        symbols, counts = entries["symbols"], entries["counts"]
+        books: dict[int, Codebook | None] = {int(name[1]): book for name, book in entries[REST]}
         if symbols != self._symbols:
             raise StateError(
                 f"the counts of this state dict are for other symbols than {self.spec} of {self.dtype} has: load the "
                 "state of a refresher with the same spec and dtype"
             )
-        counts = array_of("counts", entries.get("counts"), "int64")
-        books = {_step(name): _book(name, entries[name]) for name in entries if name not in _ENTRIES}
-        if len(counts) != 257 or (counts < 0).any() or (counts > _MAX_COUNT).any():
-            raise StateError(f"'counts' must be 257 integers from 0 to {_MAX_COUNT}")
-        if len(entries) != len(_ENTRIES) + len(books) or len(books) not in (1, 2):
+        if (counts > _MAX_COUNT).any() or max(books, default=0) > _STEPS:
+            raise StateError(
+                f"a count of this state dict is above {_MAX_COUNT}, or a step above {_STEPS}: the state is damaged"
+            )
+        if len(entries[REST]) != len(books) or len(books) not in (1, 2):
             raise StateError(f"this state dict must have the codebooks of one or two steps, got {len(books)} codebooks")
         if any(book is not None and book.symbols != symbols for book in books.values()):
             raise StateError(
                 f"a codebook of this state dict is for other symbols than {self.spec} has with {self.dtype}: the state "
                 "is damaged"
             )
-        self._counts, self._latest, self._books = counts, latest, dict(sorted(books.items()))
+        self._counts, self._latest, self._books = counts, entries["latest"], dict(sorted(books.items()))
 
 
-def _step(name: object) -> int:
-    """Return the step of an entry "book[step]"."""
-    found = _BOOK.fullmatch(name) if isinstance(name, str) else None
-    if found is None or int(found[1]) > _STEPS:
-        raise StateError(
-            f"the name of a codebook in this state dict must be book[step] with a step up to {_STEPS}, got "
-            f"{shown(name)}"
-        )
-    return int(found[1])
-
-
-def _book(name: str, value: Any) -> Codebook | None:
+def _book(value: Any) -> Codebook | None:
     """Return the codebook of an entry; None if the entry has no bytes."""
-    data = array_of(name, value, "uint8")
-    try:
-        return Codebook.from_bytes(data) if len(data) else None
-    except ArgumentError as e:
-        raise StateError(f"{name}: {e}") from None
+    data = array("uint8").read(value)
+    return Codebook.from_bytes(data) if len(data) else None
+
+
+_STATE = Schema(
+    "CodebookRefresher",
+    {"symbols": number(0, 1 << 30), "latest": number(-1, _STEPS), "counts": _COUNTS},
+    (re.compile(r"book\[([0-9]{1,19})\]"), Field("the bytes of a codebook", _book)),
+)

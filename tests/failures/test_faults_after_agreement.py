@@ -18,7 +18,7 @@ from codec.torch.group.work import Work
 from codec.torch.transport.collective import Collective
 from support import ddp_training
 from support.fault_lines import at_line, raising
-from support.fsdp_training import batch, small_model
+from support.fsdp_training import batch, module_residuals, small_model
 from support.pipelines import BATCH, Pipeline
 from support.rank_loss import FAULTY, digest, fault_points
 from support.ranks import RankPool
@@ -104,7 +104,7 @@ class Hooked(Reduced):
 class Sharded(Hooked):
     """An FSDP2 model whose gradients have error feedback."""
 
-    files = (*PROGRAM, *WORKER, "fsdp/base.py", "fsdp/passes.py", "fsdp/reduce_scatter.py", "feedback/single.py")
+    files = (*PROGRAM, *WORKER, "fsdp/base.py", "fsdp/passes.py", "fsdp/reduce_scatter.py", "feedback/pair.py")
 
     def __init__(self, rank, size):
         self.rank, self.calls = rank, 0
@@ -120,7 +120,7 @@ class Sharded(Hooked):
         self.calls += 1
 
     def state(self):
-        residuals = self.comm.state_dict()[f"rank {self.rank}"][0]["residuals"]
+        residuals = module_residuals(self.comm.state_dict(), self.rank)
         return digest(*(p.to_local() for p in self.model.parameters()), *residuals.values())
 
 

@@ -83,7 +83,7 @@ def test_wrong_states_and_owners_are_rejected():
             lambda: reshard([server], 1, owned=lambda rank: [("a", 9)]),
         ),
         (codec.ArgumentError, r"gives a\[0:10\] to two", lambda: reshard([server], 2, owned=lambda rank: [("a", 10)])),
-        (codec.StateError, "has no .version.", lambda: reshard([worker, {}], 2)),
+        (codec.StateError, "lacks .format.", lambda: reshard([worker, {}], 2)),
         (codec.StateError, "thousands of digits", lambda: reshard([{**worker, "version": 10**5000}], 2)),
         (codec.ArgumentError, "world_size", lambda: reshard([worker], 1 << 62)),
         (codec.ArgumentError, "sequence of state dicts.*got NoneType", lambda: reshard(None, 2)),

@@ -33,3 +33,9 @@ def mean(tensors):
     for t in tensors[1:]:
         total = total + t.float()
     return total / len(tensors)
+
+
+def module_residuals(state, rank):
+    """Return the worker residuals in the state of a collective, by module name."""
+    worker = state[f"rank {rank}"][0]["residuals"].get("worker", {})
+    return {name.rpartition("[")[0]: x for name, x in worker.items() if torch.is_tensor(x)}

@@ -74,3 +74,11 @@ def through_a_file(state):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file)  # torch.load defaults to weights_only=True
+
+
+def parts_of(state):
+    """Yield each dict, list or tuple in a state with each of its keys or indices."""
+    for key in list(state) if isinstance(state, dict) else range(len(state)):
+        yield state, key
+        if isinstance(state[key], dict | list | tuple):
+            yield from parts_of(state[key])

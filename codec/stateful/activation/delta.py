@@ -480,18 +480,26 @@ class ActivationDelta:
             `saved` is not such a state dict, or this object has messages that are neither committed nor rolled back.
             The state is unchanged.
         """
+        load_all([(self, saved)])
+
+    def _checked(self, saved: Any) -> state.ActivationState:
+        """Return a state that :meth:`_adopt` may load; raise StateError if it is invalid for this object."""
         if self._ledger.in_step:
             raise StateError(
                 "a state cannot be loaded while messages of a step are pending: call commit() or rollback() first"
             )
-        entries, contents, draws = state.load(saved, self._traffic.entries, self._traffic.edge)
-        if contents is None and not self._ledger.store.persistent:
+        loaded = state.load(saved, self._traffic.entries, self._traffic.edge)
+        if loaded.contents is None and not self._ledger.store.persistent:
             raise StateError(
                 "the stored activations of this state dict are in files: create ActivationDelta with their folder as "
                 "store="
             )
-        self._ledger.replace(entries, contents)
-        self._sender.draws = self._committed_draws = draws
+        return loaded
+
+    def _adopt(self, loaded: state.ActivationState) -> None:
+        """Replace the state by one that :meth:`_checked` has returned."""
+        self._ledger.replace(loaded.entries, loaded.contents)
+        self._sender.draws = self._committed_draws = loaded.draws
         self._traffic.restart()
 
     def stats(self) -> ActivationStats:
@@ -527,3 +535,16 @@ class ActivationDelta:
     def _accept(self, m: Message, nbytes: int, out: Any, raw: int = 0, deltas: int = 0) -> None:
         self._traffic.received(m.head, nbytes, raw, deltas)
         mark_written(out)
+
+
+def load_all(states: Iterable[tuple[ActivationDelta, Any]]) -> None:
+    """Replace the states of several objects by saved ones; if one of these is invalid, change nothing.
+
+    Raises
+    ------
+    StateError
+        As :meth:`ActivationDelta.load_state_dict`.
+    """
+    checked = [(each, each._checked(saved)) for each, saved in states]  # pyright: ignore[reportPrivateUsage]
+    for each, loaded in checked:
+        each._adopt(loaded)  # pyright: ignore[reportPrivateUsage]

@@ -4,18 +4,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from codec.arguments import shown
 from codec.errors import CodecError, StateError
 from codec.stateful.activation.entries import Bytes, Entry, check_entry
 from codec.stateful.activation.ledger import Ledger
-from codec.stateful.checkpoint import VERSION, array_of, opened, plain
+from codec.stateful.schema import Schema, array, number, one_of, plain
 from codec.tensors.view import empty
 
-KIND = "activations"
+_NUMBERS = {"numel": 1, "visits": 0, "nbytes": 0}  # arrays with a number for each sample, and its minimum
+_STATE = Schema(
+    "ActivationDelta",
+    {
+        "store": one_of("files", "ram"),
+        "edge": number(0, (1 << 64) - 1),
+        "dtype": plain(str),
+        "messages": number(0, (1 << 62) - 1),
+        "samples": array("int64"),
+        "checks": array("int64"),
+        **{name: array("int64", least) for name, least in _NUMBERS.items()},
+        "entries": array("uint8"),
+    },
+)
 _NO_BYTES = np.empty(0, np.uint8)
 
 
-class Saved(NamedTuple):
+class ActivationState(NamedTuple):
     """Validated contents of a state dict."""
 
     entries: dict[int, Entry]
@@ -41,8 +53,6 @@ def save(ledger: Ledger, edge: int, draws: int, like: Any) -> dict[str, Any]:
     contents = [_NO_BYTES if store.persistent else store.entry(sample) for sample in entries]
     found = [_NO_BYTES if c is None else c for c in contents]
     head = {
-        "version": VERSION,
-        "kind": KIND,
         "store": "files" if store.persistent else "ram",
         "edge": edge,
         "dtype": ledger.dtype,
@@ -56,7 +66,7 @@ def save(ledger: Ledger, edge: int, draws: int, like: Any) -> dict[str, Any]:
         "nbytes": np.array([len(c) for c in found], np.int64),
         "entries": np.concatenate(found) if found else _NO_BYTES,
     }
-    return head | {name: _of_kind(x, like) for name, x in arrays.items()}
+    return _STATE.save(head | {name: _of_kind(x, like) for name, x in arrays.items()})
 
 
 def _of_kind(array: Any, like: Any) -> Any:
@@ -68,7 +78,7 @@ def _of_kind(array: Any, like: Any) -> Any:
     return found
 
 
-def load(saved: Any, dtype: str, edge: int) -> Saved:
+def load(saved: Any, dtype: str, edge: int) -> ActivationState:
     """Validate a state dict, and return copies of its entries.
 
     Raises
@@ -76,25 +86,20 @@ def load(saved: Any, dtype: str, edge: int) -> Saved:
     StateError
         `saved` is not a state dict of this edge and dtype of entries.
     """
-    fields = opened(saved)
-    for name, kind, own in (("kind", str, KIND), ("edge", int, edge), ("dtype", str, dtype)):
-        if (found := plain(fields, name, kind)) != own:
-            raise StateError(f"{name!r} of this state dict is {shown(found)}, but must be {own!r} here")
-    if not 0 <= (draws := plain(fields, "messages", int)) < 1 << 62:
-        raise StateError(f"'messages' of this state dict must be from 0 to 2^62, got {draws}: it is damaged")
-    in_files = plain(fields, "store", str) == "files"
-    arrays = {name: _array(fields, name, "int64") for name in ("samples", "numel", "visits", "nbytes")}
-    samples, numel, visits, nbytes = arrays.values()
-    checks, contents = _array(fields, "checks", "int64").view(np.uint64), _array(fields, "entries", "uint8")
-    if any(len(a) != len(samples) for a in (*arrays.values(), checks)) or len(np.unique(samples)) != len(samples):
+    fields = _STATE.read(saved)
+    for name, own in (("edge", edge), ("dtype", dtype)):
+        if fields[name] != own:
+            raise StateError(f"{name!r} of this state dict is {fields[name]!r}, but must be {own!r} here")
+    samples, numel, visits, nbytes = (fields[name] for name in ("samples", *_NUMBERS))
+    checks = fields["checks"].view(np.uint64)
+    if any(len(a) != len(samples) for a in (numel, visits, nbytes, checks)) or len(np.unique(samples)) != len(samples):
         raise StateError("the arrays of this state dict do not have one item for each sample, or a sample occurs twice")
-    if (numel < 1).any() or (visits < 0).any() or (nbytes < 0).any() or (checks == 0).any():
-        raise StateError(
-            "a number in 'numel', 'visits', 'nbytes' or 'checks' of this state dict is out of range: it is damaged"
-        )
+    if (checks == 0).any():
+        raise StateError("a check of this state dict is 0: it is damaged")
     numbers = zip(samples.tolist(), checks.tolist(), numel.tolist(), visits.tolist(), strict=True)
     entries = {sample: Entry(check, n, visit) for sample, check, n, visit in numbers}
-    return Saved(entries, None if in_files else _contents(entries, dtype, nbytes, contents), draws)
+    contents = None if fields["store"] == "files" else _contents(entries, dtype, nbytes, fields["entries"])
+    return ActivationState(entries, contents, fields["messages"])
 
 
 def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Bytes) -> dict[int, Bytes]:
@@ -112,9 +117,3 @@ def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Byte
         except CodecError as e:
             raise StateError(f"the entry of sample {sample} in this state dict is invalid: {e}") from None
     return found
-
-
-def _array(fields: dict[str, Any], name: str, dtype: str) -> Any:
-    if name not in fields:
-        raise StateError(f"the state dict has no {name!r}: load one that state_dict() returned")
-    return array_of(name, fields[name], dtype)

@@ -7,24 +7,37 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from codec import ArgumentError, StateError
+from codec import StateError
 from codec.arguments import whole
-from codec.stateful import ErrorFeedback
-from codec.stateful.checkpoint import opened, plain
+from codec.stateful import ErrorFeedback, schema
+from codec.stateful.checkpoint import ROLES
 from codec.stateful.ranges import Range, shown
 from codec.torch._compat import from_numpy, local
 from codec.torch.ddp.buckets import n_values
-from codec.torch.feedback.checkpoint import DIGEST, ROLES, UNKNOWN, check_complete, of_tensors, signed
+from codec.torch.feedback.checkpoint import PLACE, UNKNOWN, check_order, check_place, of_tensors
 
-VERSION = 1
-_NUMBERS = ("rank", "world_size", "steps")
-_LISTS = ("sparse", "dense", "buckets", "shapes")
-_HEAD = ("version", *_NUMBERS, *_LISTS, DIGEST)
+_NAMES = schema.items(schema.plain(str))
+_PARTS = (*ROLES, "refresher", "auto")  # states of objects that not all hooks have
+HOOK = schema.Schema(
+    "Hook",
+    {
+        **PLACE,
+        "steps": schema.STEPS,
+        "sparse": schema.in_json(_NAMES),
+        "dense": schema.in_json(_NAMES),
+        "buckets": schema.in_json(schema.items(_NAMES)),
+        "shapes": schema.in_json(schema.items(schema.row(schema.plain(str), schema.items(schema.number(0, 1 << 60))))),
+        **dict.fromkeys((*ROLES, "refresher"), schema.optional(schema.mapping())),
+        "auto": schema.optional(schema.plain(str)),
+    },
+    signed=True,
+)
+_GATHERED = schema.Schema("Hook", {"ranks": schema.items(schema.mapping())})
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
 
 
-def head(
+def entries_of(
     rank: int,
     world_size: int,
     steps: int,
@@ -50,10 +63,16 @@ def head(
     names = {True: "sparse", False: "dense"}
     lists = {entry: json.dumps(sorted(name for name in zeros if zeros[name] is kind)) for kind, entry in names.items()}
     lists |= {"buckets": json.dumps(buckets), "shapes": json.dumps(list(shapes.items()))}
-    return {"version": VERSION, "rank": rank, "world_size": world_size, "steps": steps, **lists}
+    return {"rank": rank, "world_size": world_size, "steps": steps, **lists}
 
 
-class Saved:
+def gathered(states: Sequence[bytes]) -> dict[str, Any]:
+    """Return the state of all ranks from the states that :func:`packed` has serialized."""
+    # A tuple: torch.distributed.checkpoint loads it as a whole, but of a list only entries that exist before.
+    return _GATHERED.save({"ranks": tuple(unpacked(each) for each in states)})
+
+
+class HookState:
     """Parsed and validated state of a hook.
 
     Parameters
@@ -72,24 +91,15 @@ class Saved:
     """
 
     def __init__(self, state: Any, rank: int, world_size: int) -> None:
-        if not isinstance(state, Mapping):
-            raise StateError(f"the state of a hook must be a dict, got {type(state).__name__}")
-        entries = opened(cast(Mapping[str, Any], state))
-        if "ranks" in entries:
-            entries = opened(_one_of(entries["ranks"], rank, world_size))
-        check_complete(entries, "hook")
-        self.rank, self.world_size, self.steps = (plain(entries, name, int) for name in _NUMBERS)
-        if not UNKNOWN <= self.rank < max(1, self.world_size) or not 0 <= self.steps < 1 << 48:
-            raise StateError(
-                f"the hook's state is damaged: it names rank {self.rank} of {self.world_size} ranks, after "
-                f"{self.steps} steps"
-            )
-        kinds = {name: _names(name, _read(name, plain(entries, name, str))) for name in ("sparse", "dense")}
-        self.zeros = dict.fromkeys(kinds["dense"], False) | dict.fromkeys(kinds["sparse"], True)
-        buckets = _read("buckets", plain(entries, "buckets", str))
-        self.buckets = [_names("buckets", bucket) for bucket in buckets]
-        self.shapes = _shapes(_read("shapes", plain(entries, "shapes", str)))
-        self.parts: dict[str, Any] = {name: part for name, part in entries.items() if name not in _HEAD}
+        if isinstance(state, Mapping) and "ranks" in state:
+            state = _one_of(_GATHERED.read(state)["ranks"], rank, world_size)
+        entries = HOOK.read(state)
+        check_place(entries)
+        self.rank, self.world_size, self.steps = entries["rank"], entries["world_size"], entries["steps"]
+        self.zeros = dict.fromkeys(entries["dense"], False) | dict.fromkeys(entries["sparse"], True)
+        self.buckets: list[list[str]] = entries["buckets"]
+        self.shapes = {name: tuple(shape) for name, shape in entries["shapes"]}
+        self.parts: dict[str, Any] = {name: entries[name] for name in _PARTS if entries[name] is not None}
 
     def check_parts(self, expected: Iterable[str]) -> None:
         """Raise StateError unless `parts` has exactly the `expected` keys, such as ``worker`` or ``refresher``."""
@@ -150,29 +160,24 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
     """Return states for `world_size` ranks, whose residuals have the same total effect; see Hook.reshard."""
     world_size = whole("world_size", world_size, 1, 1 << 20)
     if isinstance(states, Mapping) and "ranks" in states:
-        states = opened(cast(Mapping[str, Any], states))["ranks"]
+        states = _GATHERED.read(states)["ranks"]
     if not isinstance(states, Sequence) or not states:
         raise StateError(
             "states must be a list of the states of all ranks, in the order of ranks, or one of state_dict(gather=True)"
         )
-    old = cast(Sequence[Any], states)
-    saved = [Saved(state, UNKNOWN, UNKNOWN) for state in old]
-    for rank, each in enumerate(saved):
-        if each.rank != UNKNOWN and (each.rank, each.world_size) != (rank, len(saved)):
-            raise StateError(
-                f"item {rank} of the {len(saved)} states is of rank {each.rank} of {each.world_size}: pass the states "
-                "of all ranks, in the order of ranks"
-            )
+    saved = [HookState(state, UNKNOWN, UNKNOWN) for state in cast(Sequence[Any], states)]
+    check_order([(each.rank, each.world_size) for each in saved])
+    for each in saved:
         each.check_parts(saved[0].parts)
     first = saved[0]
     known = first.steps, first.zeros, first.buckets, first.shapes
-    new = [head(rank, world_size, *known) | first.parts for rank in range(world_size)]
+    new = [entries_of(rank, world_size, *known) | first.parts for rank in range(world_size)]
     for role in set(ROLES) & set(first.parts):
         for state, part in zip(
             new, ErrorFeedback.reshard([each.parts[role] for each in saved], world_size), strict=True
         ):
             state[role] = of_tensors(part)
-    return [signed(state) for state in new]
+    return [HOOK.save(state) for state in new]
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
@@ -204,31 +209,32 @@ def unpacked(data: bytes) -> dict[str, Any]:
     StateError
         `data` is no serialized state.
     """
+    return schema.read_field("the bytes that another rank has sent", "all ranks must use this library", PACKED, data)
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    try:
-        at = 8 + int.from_bytes(data[:8], "little")
-        for path, value in json.loads(data[8:at]):
-            *folders, name = path
-            place = state
-            for folder in folders:
-                place = place.setdefault(folder, {})
-            if isinstance(value, list):
-                dtype, length = cast(list[Any], value)
-                kind, count = np.dtype(dtype), whole("a length", length, 0)
-                place[name] = from_numpy(np.frombuffer(data, kind, count, at).copy())
-                at += kind.itemsize * count
-            else:
-                place[name] = value
-    except (ValueError, TypeError, AttributeError, OverflowError) as e:
-        raise StateError(f"another rank has sent bytes that are not the state of a hook: {e}") from e
+    at = 8 + int.from_bytes(data[:8], "little")
+    for path, value in json.loads(data[8:at]):
+        *folders, name = path
+        place = state
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        if isinstance(value, list):
+            dtype, length = cast(list[Any], value)
+            kind, count = np.dtype(dtype), whole("a length", length, 0)
+            place[name] = from_numpy(np.frombuffer(data, kind, count, at).copy())
+            at += kind.itemsize * count
+        else:
+            place[name] = value
     return state
 
 
-def _one_of(ranks: Any, rank: int, world_size: int) -> Any:
-    """Return the state of `rank` from the list of the states of all ranks."""
-    if not isinstance(ranks, Sequence):
-        raise StateError(f"'ranks' of the state must be a list of the states of all ranks, got {type(ranks).__name__}")
-    states = cast(Sequence[Any], ranks)
+PACKED = schema.Field("a serialized state", _unpacked)
+
+
+def _one_of(states: Sequence[Any], rank: int, world_size: int) -> Any:
+    """Return the state of `rank` from the states of all ranks."""
     if rank == UNKNOWN:
         raise StateError(
             "the hook is not registered, so that its rank is not known: register it before a state of all ranks is "
@@ -240,26 +246,3 @@ def _one_of(ranks: Any, rank: int, world_size: int) -> Any:
             f"{world_size}), and load the item of this rank"
         )
     return states[rank]
-
-
-def _read(name: str, text: str) -> list[Any]:
-    try:
-        read = json.loads(text)
-    except ValueError:
-        read = None
-    if not isinstance(read, list):
-        raise StateError(f"{name!r} of this state must be a list of names: the state is damaged")
-    return cast(list[Any], read)
-
-
-def _shapes(read: list[Any]) -> dict[str, tuple[int, ...]]:
-    try:
-        return {str(name): tuple(whole("a dimension", n, 0) for n in shape) for name, shape in read}
-    except (TypeError, ValueError, ArgumentError):
-        raise StateError("'shapes' of this state must be a list of names and shapes: the state is damaged") from None
-
-
-def _names(name: str, read: Any) -> list[str]:
-    if not isinstance(read, list) or not all(isinstance(each, str) for each in cast(list[Any], read)):
-        raise StateError(f"{name!r} of this state must be a list of names: the state is damaged")
-    return cast(list[str], read)

@@ -295,8 +295,7 @@ class Hook(lifetime.Watched):
                 "the hook is not registered, so that it has no ranks: register it before state_dict(gather=True)"
             )
         data = exchange([checkpoint.packed(state)] * group.size(), group=group, options=self.reducer.settings)
-        # A tuple: torch.distributed.checkpoint loads it as a whole, but of a list only entries that exist before.
-        return {"version": checkpoint.VERSION, "ranks": tuple(checkpoint.unpacked(each) for each in data)}
+        return checkpoint.gathered(data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state by a copy of one that :meth:`state_dict` returned.

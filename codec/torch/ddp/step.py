@@ -10,13 +10,14 @@ import torch
 
 from codec import ArgumentError, PeerError, Status
 from codec.stateful import CodebookRefresher
+from codec.stateful.checkpoint import ROLES
 from codec.torch.ddp import checkpoint
 from codec.torch.ddp.buckets import Bucket, Buffers, Part, n_values, needs_optimizer, shape_of
 from codec.torch.ddp.codebook_sync import CodebookSync
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.residuals import Residuals
 from codec.torch.ddp.stats import Stats
-from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
+from codec.torch.feedback.checkpoint import UNKNOWN, of_tensors
 from codec.torch.group.autotune import RawFallback, Timing, Tuner
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
@@ -352,18 +353,18 @@ class StepState:
         """Return the state of this rank; see :meth:`codec.torch.Hook.state_dict`."""
         if self.codebooks is not None:
             self.codebooks.wait()
-        state = checkpoint.head(*self.owner, self.count, self._plan.zeros, self.buckets, self.shapes)
+        state = checkpoint.entries_of(*self.owner, self.count, self._plan.zeros, self.buckets, self.shapes)
         if self.residuals is not None:
             state |= self.residuals.state_dict()
         if self.codebooks is not None:
             state["refresher"] = of_tensors(self.codebooks.refresher.state_dict())
         if self._plan.auto is not None:
             state["auto"] = self._plan.auto.state_dict()
-        return checkpoint.signed(state)
+        return checkpoint.HOOK.save(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state of this rank; see :meth:`codec.torch.Hook.load_state_dict`."""
-        saved = checkpoint.Saved(state, *self.owner)
+        saved = checkpoint.HookState(state, *self.owner)
         of_auto, auto = saved.parts.pop("auto", None), self._plan.auto
         chosen = None if auto is None or of_auto is None else auto.parsed(of_auto)
         expected = ROLES if self.residuals is not None else ()

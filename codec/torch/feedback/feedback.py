@@ -92,7 +92,7 @@ class Feedback:
     >>> codec.torch.all_reduce(bucket, feedback=feedback)
     >>> state = feedback.state_dict()
     >>> sorted(state["worker"])
-    ['bias[0:10]', 'role', 'version', 'weight[0:100]']
+    ['bias[0:10]', 'format', 'role', 'version', 'weight[0:100]']
     >>> feedback.load_state_dict(state)
     """
 
@@ -127,7 +127,7 @@ class Feedback:
         """
         with self._lock:
             rank, world_size = self._owner
-            return checkpoint.signed(checkpoint.head(rank, world_size, self._op) | self._pair.state_dict())
+            return checkpoint.save(rank, world_size, self._op, self._pair.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the residuals by copies of those in a state of this rank.
@@ -225,8 +225,6 @@ class Feedback:
             collective is in flight. The residuals are unchanged.
         """
         check_contraction(r.spec)
-        if r.op == "max":
-            raise ArgumentError("error feedback needs op to be a sum or a mean, got a maximum: pass feedback=False")
         owned = owned_values(r, algorithm, channel.rank, channel.size)
         with self._lock:
             if self._change is not None and not self._change.is_over:

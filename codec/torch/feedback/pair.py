@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from codec import ArgumentError
 from codec.specs import Spec
+from codec.stateful.checkpoint import ROLES
 from codec.stateful.ranges import Layout, Range, cut, union
 from codec.stateful.residual_store import ResidualStore
+from codec.stateful.schema import mapping, read_fields
 from codec.torch.feedback.checkpoint import of_tensors
 from codec.torch.reduction import partition
 from codec.torch.reduction.host import Reduction, square
@@ -60,7 +63,14 @@ class ResidualPair:
         -------
         ndarray of float32 or None
             Array for the residual of the sums; None if this rank encodes no sums.
+
+        Raises
+        ------
+        ArgumentError
+            The op of the reduction is "max".
         """
+        if r.op == "max":
+            raise ArgumentError("error feedback needs op to be a sum or a mean, got a maximum: pass feedback=False")
         begin, end = owned
         if moved:
             elsewhere = cut(layout, 0, begin) + cut(layout, end, r.n)
@@ -89,6 +99,11 @@ class ResidualPair:
         again.worker, again.server = self.worker.fork(), self.server.fork()
         return again
 
+    def adopt(self, changed: "ResidualPair") -> None:
+        """Commit the new residuals of a pair that :meth:`forked` returned, and replace those of this pair by them."""
+        changed.commit()
+        self.worker, self.server = changed.worker, changed.server
+
     def rescale(self, scale: float) -> None:
         """Rescale the residuals to gradients that are multiplied by `scale`."""
         self.worker.rescale(scale)
@@ -111,8 +126,9 @@ class ResidualPair:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the residuals by those of a state; after an error they are unchanged."""
         loaded = ResidualPair(self.spec, self.decay)
+        parts = read_fields("the state", "load one that state_dict() returned", dict.fromkeys(ROLES, mapping()), state)
         for store in (loaded.worker, loaded.server):
-            store.load_state_dict(state[store.role])
+            store.load_state_dict(parts[store.role])
         self.worker, self.server = loaded.worker, loaded.server
 
     def ranges(self) -> list[Range]:

@@ -8,14 +8,13 @@ import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions
 from codec.specs import Lossless, Preset, Spec
-from codec.torch.feedback.single import JointResidual
+from codec.torch.feedback.pair import owned_values
 from codec.torch.fsdp.base import GradientCollective, modules_of
 from codec.torch.fsdp.layout import gradient_segments
 from codec.torch.fsdp.passes import Pass
 from codec.torch.group.communicator import Communicator
 from codec.torch.reduction.arguments import NAMES, OpLike, check_output, op_of, publish, reduction_of
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run_all_reduce
-from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import check_request
 from codec.torch.transport.collective import Collective
 
@@ -123,22 +122,17 @@ class AllReduce(GradientCollective):
         now = Pass.current()
 
         async def work(comm: Communicator, collective: Collective, stream: int) -> None:
-            feedback: JointResidual | None = None
-
             def prepare() -> Planned:
-                nonlocal feedback
                 segments = gradient_segments(module, tensor.numel(), 1)
                 r = reduction_of(tensor, self._spec, self._op, stream, segments=segments, settings=self._settings)
                 check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
-                feedback = self._feed(r, now, name)
-                return r, choose(self._algorithm, r, comm.channel)
+                algorithm, rank, size = choose(self._algorithm, r, comm.channel), comm.channel.rank, comm.channel.size
+                self._feed(r, now, name, owned_values(r, algorithm, rank, size), size)
+                return r, algorithm
 
-            def store(result: Values, r: Reduction) -> None:
-                publish(result, r, tensor)
-                if feedback is not None:
-                    feedback.add_sum_errors(comm.channel.size)
-
-            await run_all_reduce(comm, collective, self._algorithm, prepare, store)
+            await run_all_reduce(
+                comm, collective, self._algorithm, prepare, lambda result, r: publish(result, r, tensor)
+            )
 
         begin = functools.partial(
             self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor

@@ -1,5 +1,7 @@
 """Base classes of the FSDP2 collectives: codec, random streams, statistics, residuals and state dicts."""
 
+import math
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +14,9 @@ from codec import ArgumentError, CallOptions, StateError
 from codec._options import settings_of
 from codec.arguments import decay_of
 from codec.specs import Preset, Spec, check_contraction, require_feedback
-from codec.stateful.checkpoint import VERSION, opened, plain
+from codec.stateful.schema import REST, Schema, mapping, number, read_fields, row
 from codec.torch._compat import all_gather_object
-from codec.torch.feedback.single import JointResidual, Residuals
+from codec.torch.feedback.pair import ResidualPair
 from codec.torch.fsdp.passes import Pass
 from codec.torch.fsdp.stats import CommStats
 from codec.torch.group.communicator import Communicator, start
@@ -25,6 +27,10 @@ from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 
 _STREAM = 1 << 32  # offset between the random streams of two collectives; larger than the number of frames in one
+_RANK = {"calls": number(0, _STREAM - 1), "residuals": mapping()}
+_STATE = Schema(
+    "FSDP2 collective", {"world_size": number(1, 1 << 30)}, (re.compile("rank ([0-9]{1,9})"), row(mapping()))
+)
 
 
 class ModuleCollective:
@@ -100,7 +106,8 @@ class GradientCollective(ModuleCollective):
             check_contraction(self._spec)
         else:
             require_feedback(self._spec, "pass feedback=True, or its decay, such as feedback=0.95")
-        self._residuals = Residuals(decay_of(1.0 if feedback is True else feedback)) if feedback else None
+        decay = decay_of(1.0 if feedback is True else feedback) if feedback else 1.0
+        self._residuals = ResidualPair(self._spec, decay) if feedback else None
         self._names: list[str] = []  # names of the registered modules
 
     def stats(self) -> CommStats:
@@ -112,20 +119,37 @@ class GradientCollective(ModuleCollective):
             A copy, which later collectives do not change.
         """
         stats = super().stats()
-        stats.residual_norm = 0.0 if self._residuals is None else self._residuals.norm()
+        norms = {} if self._residuals is None else self._residuals.norms()
+        stats.residual_norm = math.hypot(*norms.values())
         return stats
 
-    def _feed(self, r: Reduction, now: Pass, name: str | None) -> JointResidual | None:
-        """If error feedback is on, add the residual of module `name` to a reduction of its gradients."""
+    def _feed(self, r: Reduction, now: Pass, name: str | None, owned: tuple[int, int], size: int) -> None:
+        """If error feedback is on, add the residuals of module `name` to a reduction of its gradients.
+
+        `owned` and `size` are those of :meth:`ResidualPair.feed`.
+        """
         now.check()
         if self._residuals is None:
-            return None
+            return
         if name is None:
             raise ArgumentError(
                 "error feedback keeps a residual for each module, by its name: call register(model), or pass "
                 "feedback=False"
             )
-        return JointResidual(r, now.begin(self._residuals, name, r))
+        pair, layout = now.changed(self._residuals), ((name, 0, r.n),)
+        for (key, _, n), _ in pair.worker.pieces():
+            if key == name and n != r.n:
+                raise ArgumentError(
+                    f"module {name!r} reduces {r.n} values, but its residual has {n}, because parameters have no "
+                    "gradients or the sharding has changed: call set_reduce_scatter_unused_params(True), and load only "
+                    "states that were saved with the same sharding"
+                )
+        moved = any(key == name and (start, stop) != owned for (key, start, stop), _ in pair.server.pieces())
+        if layout in pair.worker.state.pending:  # the module is reduced twice in this backward pass
+            pair.commit()
+            for store in (pair.worker, pair.server):  # a failure returns to these arrays, so they must not be reused
+                store.state = store.state._replace(spare={})
+        pair.feed(r, layout, owned, size, moved=moved)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the residuals and the number of calls, so that a resumed run continues bit-identically.
@@ -138,20 +162,21 @@ class GradientCollective(ModuleCollective):
         Returns
         -------
         dict
-            ``version``, ``world_size``, and an entry ``"rank <r>"`` for this rank, or for each rank. The entry is a
-            tuple of one dict: of ``calls``, the number of calls, and ``residuals``, a dict of float32 tensors by module
-            name. torch.distributed.checkpoint saves the entry of each rank, and loads a tuple as a whole. Residuals are
-            those after the last successful backward pass.
+            ``format``, ``version``, ``world_size``, and an entry ``"rank <r>"`` for this rank, or for each rank. The
+            entry is a tuple of one dict: of ``calls``, the number of calls, and ``residuals``. Residuals are those
+            after the last successful backward pass, as state dicts of :class:`codec.ErrorFeedback` by role, whose keys
+            are module names and ranges. torch.distributed.checkpoint saves the entry of each rank, and loads a tuple as
+            a whole.
         """
-        kept = {} if self._residuals is None else self._residuals.tensors()
+        kept = {} if self._residuals is None else self._residuals.state_dict()
         mine = {f"rank {dist.get_rank()}": ({"calls": self._calls, "residuals": kept},)}
         found: list[dict[str, Any]] = [mine] * dist.get_world_size()
         if gather:
             all_gather_object(found, mine)
-        state: dict[str, Any] = {"version": VERSION, "world_size": len(found)}
+        state: dict[str, Any] = {"world_size": len(found)}
         for each in found:
             state |= each
-        return state
+        return _STATE.save(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned. Call :meth:`register` first.
@@ -167,29 +192,31 @@ class GradientCollective(ModuleCollective):
             The mapping is not a state of this class, or belongs to another rank, number of ranks, version or model.
             This object is unchanged.
         """
-        state, rank, size = opened(state_dict), dist.get_rank(), dist.get_world_size()
-        if (saved := plain(state, "world_size", int)) != size:
+        fields, rank, size = _STATE.read(state_dict), dist.get_rank(), dist.get_world_size()
+        if (saved := fields["world_size"]) != size:
             raise StateError(
                 f"the state is of {saved} ranks, but this job has {size}, and residuals of shards cannot be resharded: "
                 "continue without this state"
             )
-        found = state.get(f"rank {rank}")
-        items = cast(tuple[Any, ...], found) if isinstance(found, tuple) else ()
-        if len(items) != 1 or not isinstance(items[0], Mapping):
+        ranks = {int(name[1]): item for name, (item,) in fields[REST]}
+        if rank not in ranks:
             raise StateError(
-                f"the state has no entry 'rank {rank}', only {sorted(map(str, state))}: load the state that this rank "
-                "saved, or one of state_dict(gather=True)"
+                f"the state has no entry 'rank {rank}', only those of the ranks {sorted(ranks)}: load the state that "
+                "this rank saved, or one of state_dict(gather=True)"
             )
-        mine = cast(Mapping[str, Any], items[0])
-        calls = plain(mine, "calls", int)
-        if not 0 <= calls < _STREAM:
-            raise StateError(f"'calls' of the state must be from 0 to {_STREAM - 1}, got {calls}: the state is damaged")
-        residuals = mine.get("residuals")
-        if self._residuals is not None:
-            self._residuals.load(residuals, self._names)
-        elif residuals:
+        mine = read_fields(f"'rank {rank}' of the state", "load a state that state_dict() returned", _RANK, ranks[rank])
+        if mine["residuals"] and self._residuals is None:
             raise StateError("the state has residuals, but error feedback is off: pass feedback=True")
-        self._calls = calls
+        if self._residuals is not None:
+            loaded = ResidualPair(self._residuals.spec, self._residuals.decay)
+            if mine["residuals"]:
+                loaded.load_state_dict(mine["residuals"])
+            if unknown := [key for key, _, _ in loaded.ranges() if key not in self._names]:
+                raise StateError(
+                    f"the state has a residual of {unknown[0]!r}, but the registered modules are {self._names}"
+                )
+            self._residuals.adopt(loaded)
+        self._calls = mine["calls"]
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, Any]:

@@ -8,9 +8,8 @@ import torch
 
 from codec import CodecError, PeerError
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward
-from codec.torch.feedback.single import Residuals
+from codec.torch.feedback.pair import ResidualPair
 from codec.torch.group.communicator import close_communicator, key_of
-from codec.torch.reduction.host import Reduction, Values
 
 _passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # in progress, by graph task id
 
@@ -25,7 +24,7 @@ class Pass:
 
     def __init__(self) -> None:
         self._error: CodecError | None = None
-        self._copies: dict[Residuals, dict[str, Values]] = {}
+        self._changed: dict[ResidualPair, ResidualPair] = {}  # copy of each pair of residuals, which the pass changes
         self._groups: list[Any] = []  # groups of the pass's collectives
         self._ended = False  # True: this rank's program knows the outcome, or is about to receive the pass's error
 
@@ -45,12 +44,11 @@ class Pass:
             call_after_backward(BackwardEnd(current.end, current.abandon))
         return current
 
-    def begin(self, residuals: Residuals, key: str, r: Reduction) -> Values:
-        """Return this pass's copy of a module's residual, which the reduction of the module's gradients updates."""
-        copies = self._copies.setdefault(residuals, {})
-        if key not in copies:
-            copies[key] = residuals.copy(key, r.n, r.memory)
-        return copies[key]
+    def changed(self, residuals: ResidualPair) -> ResidualPair:
+        """Return this pass's copy of a collective's residuals, whose changes :meth:`end` commits."""
+        if residuals not in self._changed:
+            self._changed[residuals] = residuals.forked()
+        return self._changed[residuals]
 
     def check(self) -> None:
         """Raise PeerError if an earlier collective of this pass has failed, so that the ranks of all groups fail."""
@@ -80,13 +78,13 @@ class Pass:
             raise
 
     def end(self) -> None:
-        """Raise the first error of the pass; if there is none, replace the residuals by the updated copies."""
+        """Raise the first error of the pass; if there is none, commit the changed residuals."""
         if self._error is not None:
-            self._ended, self._copies = True, {}
+            self._ended, self._changed = True, {}
             raise self._error
-        for residuals, written in self._copies.items():
-            residuals.replace(written)
-        self._copies = {}
+        for residuals, changed in self._changed.items():
+            residuals.adopt(changed)
+        self._changed = {}
 
     def abandon(self) -> None:
         """Close the connections of all groups, unless the pass has failed on all ranks: this rank has not ended it.

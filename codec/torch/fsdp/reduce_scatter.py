@@ -110,7 +110,7 @@ class ReduceScatter(GradientCollective):
                 segments = gradient_segments(module, tensor.numel(), comm.channel.size)
                 r = reduction_of(tensor, self._spec, op, stream, segments=segments, settings=self._settings)
                 check_output(output, output.dtype, output.numel())
-                self._feed(r, now, name)
+                self._feed(r, now, name, (0, 0), comm.channel.size)
                 return r
 
             await run(comm, collective, REDUCE_SCATTER, prepare, lambda result, r: publish(result, r, output))

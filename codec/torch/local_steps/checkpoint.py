@@ -7,17 +7,21 @@ from typing import Any, cast
 import torch
 
 from codec import StateError
-from codec.arguments import shown
-from codec.stateful.checkpoint import plain
+from codec.stateful.schema import STEPS, Field, Refused, Schema, mapping, number, plain, read_fields
 from codec.torch.feedback.checkpoint import parse
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.replicas import residuals
 
-VERSION = 2
-_NUMBERS = ("rank", "world_size", "steps", "rounds", "apart", "start", "length")
-_PARTS = ("anchors", "residuals", "outer", "bases", "pending")
-_PENDING = ["due", "fragment", "mean", "mine"]
-_MOST = 1 << 48
+STATE = Schema(
+    "LocalSteps",
+    {
+        **dict.fromkeys(("rank", "world_size", "steps", "rounds", "start", "length"), STEPS),
+        "apart": number(0, 1),
+        "parameters": plain(str),
+        **dict.fromkeys(("anchors", "bases", "residuals", "outer", "pending"), mapping()),
+    },
+)
+_WHAT, _REMEDY = "the LocalSteps state", "load the model and the state that this rank saved"
 
 
 @dataclass
@@ -64,40 +68,25 @@ def parsed(
     StateError
         The state is damaged, or belongs to another rank, model or other arguments.
     """
-    if not isinstance(state, Mapping):
-        raise StateError(f"the state of LocalSteps must be a dict, got {shown(state)}")
-    entries = cast(Mapping[str, Any], state)
-    expected = {"version", "parameters", *_NUMBERS, *_PARTS}
-    if wrong := sorted(map(str, set(entries) ^ expected)):
+    fields = STATE.read(state)
+    if (fields["rank"], fields["world_size"]) != place:
         raise StateError(
-            f"the state of LocalSteps must have the entries {sorted(expected)}, but {wrong[0]!r} is missing or unknown"
-        )
-    if plain(entries, "version", int) != VERSION:
-        raise StateError(f"the state has version {shown(entries['version'])}, but this library reads version {VERSION}")
-    numbers = {name: plain(entries, name, int) for name in _NUMBERS}
-    if not all(0 <= x < _MOST for x in numbers.values()) or numbers["apart"] > 1:
-        raise StateError(f"the state of LocalSteps is damaged: a number is out of range in {shown(numbers)}")
-    if (numbers["rank"], numbers["world_size"]) != place:
-        raise StateError(
-            f"the state is of rank {numbers['rank']} of {numbers['world_size']}, but this is rank {place[0]} of "
+            f"the state is of rank {fields['rank']} of {fields['world_size']}, but this is rank {place[0]} of "
             f"{place[1]}: load the state that this rank saved. To continue with another number of ranks, call "
             "synchronize(exact=True) before the model is saved, and create a new LocalSteps for the loaded model"
         )
-    for name in _PARTS:
-        if not isinstance(entries[name], Mapping):
-            raise StateError(f"{name!r} of the state must be a dict, got {shown(entries[name])}")
     return LocalState(
-        numbers["steps"],
-        numbers["rounds"],
-        bool(numbers["apart"]),
-        numbers["start"],
-        numbers["length"],
-        plain(entries, "parameters", str),
-        _tensors(entries["anchors"], anchors),
-        _tensors(entries["bases"], anchors, "base", partial=True),
-        _feedback(entries["residuals"], anchors, feedback, place),
-        dict(entries["outer"]),
-        _pending(entries["pending"], anchors, fragments),
+        fields["steps"],
+        fields["rounds"],
+        bool(fields["apart"]),
+        fields["start"],
+        fields["length"],
+        fields["parameters"],
+        _tensors("anchors", fields["anchors"], anchors),
+        _tensors("bases", fields["bases"], anchors, partial=True),
+        _feedback(fields["residuals"], anchors, feedback, place),
+        fields["outer"],
+        _pending(fields["pending"], anchors, fragments),
     )
 
 
@@ -138,33 +127,31 @@ def _fits(x: Any, shape: torch.Size) -> bool:
 
 
 def _tensors(
-    given: Mapping[str, Any], expected: Mapping[str, torch.Tensor], what: str = "anchor", *, partial: bool = False
+    part: str, given: Mapping[str, Any], expected: Mapping[str, torch.Tensor], *, partial: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state; raise StateError unless names, shapes and dtypes are those of `expected`.
+    """Return the tensors of a part of a state, which must have the names, shapes and dtypes of `expected`.
 
-    If `partial`, some tensors may be missing.
+    If `partial`, some tensors may be missing. Other tensors are a StateError.
     """
     if wrong := sorted(map(str, set(given) - set(expected) if partial else set(given) ^ set(expected))):
         raise StateError(
             f"the parameters of the state and of the model, or their fragments, differ: only one of both has "
             f"{wrong[0]!r}; pass the model and the fragments= of the saved LocalSteps"
         )
-    for name, x in given.items():
-        _check(f"the {what} of {name!r}", x, expected[name].shape, expected[name].dtype)
-    return dict(given)
+    return read_fields(f"{part!r} of {_WHAT}", _REMEDY, {name: _like(expected[name]) for name in given}, given)
 
 
-def _check(what: str, x: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
-    if (
-        not isinstance(x, torch.Tensor)
-        or x.layout != torch.strided
-        or tuple(x.shape) != tuple(shape)
-        or x.dtype != dtype
-    ):
-        found = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, torch.Tensor) else shown(x)
-        raise StateError(f"{what} in the state must have shape {tuple(shape)} and dtype {dtype}, got {found}")
-    if not bool(x.isfinite().all()):
-        raise StateError(f"{what} in the state holds NaN or Inf")
+def _like(expected: torch.Tensor) -> Field:
+    """Return the kind of finite tensors with the shape and dtype of a tensor."""
+
+    def read(x: Any) -> torch.Tensor:
+        if x.layout != torch.strided or x.shape != expected.shape or x.dtype != expected.dtype:
+            raise Refused
+        if not bool(x.isfinite().all()):
+            raise Refused("NaN or Inf")
+        return x
+
+    return Field(f"a tensor of {expected.dtype} with shape {tuple(expected.shape)}", read)
 
 
 def _feedback(
@@ -197,17 +184,8 @@ def _pending(
     """Return the synchronization that was in flight when the state was saved; {} if there was none."""
     if not given:
         return {}
-    if (names := sorted(map(str, given))) != _PENDING:
-        raise StateError(f"'pending' of the state must have the entries {_PENDING}, got {names}")
-    number: int = plain(given, "fragment", int)
-    due: int = plain(given, "due", int)
-    if not 0 <= number < len(fragments) or not 0 <= due < _MOST:
-        raise StateError(
-            f"'pending' of the state is damaged: it names fragment {number} of {len(fragments)}, due after step {due}"
-        )
-    expected = {name: anchors[name].to("meta", torch.float32) for name in fragments[number]}
-    for key in ("mine", "mean"):
-        if not isinstance(given[key], Mapping):
-            raise StateError(f"{key!r} of 'pending' must be a dict, got {shown(given[key])}")
-        _tensors(given[key], expected, f"entry {key!r} of 'pending'")
-    return {"fragment": number, "due": due, "mine": given["mine"], "mean": given["mean"]}
+    names: dict[str, Field] = {"fragment": number(0, len(fragments) - 1), "due": STEPS}
+    found = read_fields(f"'pending' of {_WHAT}", _REMEDY, names | dict.fromkeys(("mine", "mean"), mapping()), given)
+    place: int = found["fragment"]
+    expected = {name: anchors[name].to("meta", torch.float32) for name in fragments[place]}
+    return found | {key: _tensors(f"pending.{key}", found[key], expected) for key in ("mine", "mean")}

@@ -343,8 +343,8 @@ class LocalSteps(Training):
         """
         self._check_reading()
         self._state.settle(self._ranks, joint=False)
-        own = {"version": checkpoint.VERSION, "rank": self._ranks.rank, "world_size": self._ranks.size}
-        return own | {"steps": self._steps, "apart": int(self._apart)} | self._state.state_dict()
+        own = {"rank": self._ranks.rank, "world_size": self._ranks.size, "steps": self._steps}
+        return checkpoint.STATE.save(own | {"apart": int(self._apart)} | self._state.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state by a copy of one that :meth:`state_dict` returned, after the model's state was loaded.

@@ -7,27 +7,49 @@ only integers, strings and bytes, so that the state of a new optimizer can be th
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from codec import StateError
-from codec.arguments import shown
+from codec.stateful import schema
 from codec.torch._compat import local
-from codec.torch.ddp.checkpoint import packed, unpacked
+from codec.torch.ddp.checkpoint import PACKED, packed
 from codec.torch.ddp.hook import Hook
-from codec.torch.feedback.checkpoint import signed
 from codec.torch.one_bit_adam import parameters
 from codec.torch.one_bit_adam.link import SENT, Link
 from codec.torch.one_bit_adam.phase import Phase
 from codec.torch.one_bit_adam.schedule import Kind
 
 KEY = "one_bit"
-VERSION = 1
+_REMEDY = "load a state that optimizer.state_dict() returned"
 _RANK = re.compile("rank ([0-9]{1,9}) of ([0-9]{1,9})(?:, shard ([0-9]{1,9}) of ([0-9]{1,9}))?")
 Place = tuple[int, int]  # index of a rank's shard, and number of shards
-_NUMBERS = ("lr", "eps", "weight_decay")  # entries of a parameter group that are numbers
-_LARGEST = 2.0**53  # upper bound of these numbers
+
+ONE_BIT = schema.Schema(
+    "OneBitAdam",
+    {
+        "steps": schema.STEPS,
+        "frozen": schema.number(0, 1),
+        "drift": schema.optional(schema.in_json(schema.items(schema.row(schema.STEPS, schema.plain(float))))),
+        "ranks": schema.number(0, 1 << 30),
+    },
+    (_RANK, schema.plain(bytes)),
+)
+
+
+def _index(value: Any) -> Any:
+    return value if type(value) is str else schema.STEPS.read(value)
+
+
+_FLAGS = ("foreach", "decoupled_weight_decay", "bias_correction")
+_GROUP = {
+    "params": schema.items(schema.Field("an int or a str", _index)),
+    **dict.fromkeys(parameters.UNSUPPORTED, schema.optional(schema.one_of(None, False))),
+    **dict.fromkeys(_FLAGS, schema.optional(schema.one_of(None, False, True))),
+    **dict.fromkeys(("lr", "eps", "weight_decay"), schema.real(2.0**53)),
+    "betas": schema.row(schema.real(1.0), schema.real(1.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -71,10 +93,7 @@ class HookStates:
         return {kind: Hook.reshard([states[kind] for states in old], size)[rank] for kind in SENT}
 
     def _unpacked(self, rank: int, ranks: Mapping[int, bytes]) -> Mapping[Kind, Any]:
-        try:
-            states = cast(Mapping[Kind, Any], unpacked(ranks[rank]))
-        except (StateError, RecursionError, KeyError) as e:
-            raise StateError(f"'rank {rank} of {self.size}' of {KEY!r} is damaged: {shown(e)}") from e
+        states = schema.read_field(f"'rank {rank} of {self.size}' of {KEY!r}", _REMEDY, PACKED, ranks[rank])
         if sorted(states) != sorted(SENT):
             raise StateError(
                 f"'rank {rank} of {self.size}' of {KEY!r} must have the states {sorted(SENT)}, got {sorted(states)}"
@@ -105,7 +124,7 @@ def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookSta
 def moved(link: Link, group: Any) -> HookStates:
     """Return the states of this rank's hooks, relabeled with its rank in another group."""
     here = {"rank": group.rank(), "world_size": group.size()}
-    states = {kind: signed(hook.state_dict() | here) for kind, hook in link.hooks.items()}
+    states = {kind: schema.signed(hook.state_dict() | here) for kind, hook in link.hooks.items()}
     return HookStates(group.size(), {(group.rank(), link.shards.place): packed(states)})
 
 
@@ -133,13 +152,13 @@ def _name(rank: int, place: Place, size: int) -> str:
 
 def with_entry(state: dict[str, Any], phase: Phase, hooks: HookStates) -> dict[str, Any]:
     """Add the entry ``one_bit``, with the optimizer's phase and hook states, to a state of torch.optim.Adam."""
-    entry = {"version": VERSION, "steps": phase.steps, "frozen": int(phase.frozen), "drift": phase.drift.state()}
+    entry = {"steps": phase.steps, "frozen": int(phase.frozen), "drift": phase.drift.state()}
     entry |= {"ranks": hooks.size} | {_name(*which, hooks.size): data for which, data in hooks.ranks.items()}
     first, *others = state["param_groups"]
-    return state | {"param_groups": [first | {KEY: entry}, *others]}
+    return state | {"param_groups": [first | {KEY: ONE_BIT.save(entry)}, *others]}
 
 
-class Saved:
+class AdamState:
     """Parsed and checked state dict of OneBitAdam, or of torch's Adam or AdamW.
 
     Parameters
@@ -157,8 +176,8 @@ class Saved:
         Number of steps.
     frozen : bool
         True if second moments are frozen.
-    drift : str or None
-        Measurements of the second moments' drift, in JSON.
+    drift : list of (int, float)
+        Measurements of the second moments' drift.
     hooks : HookStates
         States of the hooks for gradients and momenta, by rank.
     refreshed : bool
@@ -175,7 +194,7 @@ class Saved:
         numbers = [i for group in groups for i in group["params"]]
         for i, p in zip(numbers, parameters.of(optimizer), strict=False):  # torch checks their number later
             if i in states:
-                _check_parameter(i, p, states[i])
+                states[i] |= _read_parameter(i, p, states[i])
         counts = {i: int(state["step"]) for i, state in states.items()}
         entries = [group[KEY] for group in groups if KEY in group]
         taken = max(counts.values(), default=0)
@@ -184,9 +203,9 @@ class Saved:
                 f"the state of OneBitAdam lacks the entry {KEY!r} of the first parameter group, which has the phase "
                 "and the residuals: save and load all entries of optimizer.state_dict()"
             )
-        entry = _checked_entry(entries[0]) if entries else None
+        entry: dict[str, Any] | None = ONE_BIT.read(entries[0]) if entries else None
         if entry is None or entry["steps"] < taken:  # torch.optim.AdamW loaded this entry, and then took more steps
-            entry = {"steps": taken, "frozen": 0, "ranks": 0}
+            entry = {"steps": taken, "frozen": 0, "ranks": 0, "drift": None, schema.REST: []}
             states = {i: state | {"variance_step": counts[i]} for i, state in states.items()}
         if lacking := [i for i, state in states.items() if "variance_step" not in state]:
             raise StateError(
@@ -197,107 +216,52 @@ class Saved:
             if "bias_correction" in own:  # a state of torch.optim.AdamW lacks this option
                 group.setdefault("bias_correction", own["bias_correction"])
         self.adam = {"state": states, "param_groups": [{k: g[k] for k in g if k != KEY} for g in groups]}
-        self.steps, self.frozen, self.drift = entry["steps"], bool(entry["frozen"]), entry.get("drift")
-        self.hooks = _hooks_of(entry)
+        self.steps, self.frozen = entry["steps"], bool(entry["frozen"])
+        self.drift: list[tuple[int, float]] = entry["drift"] or []
+        others: list[tuple[re.Match[str], bytes]] = entry[schema.REST]
+        found = [(name, data) for name, data in others if int(name[2]) == entry["ranks"]]
+        ranks = {(int(r[1]), (int(r[3] or 0), int(r[4] or 1))): data for r, data in found}
+        self.hooks = HookStates(entry["ranks"], ranks)
         self.refreshed = all(state["variance_step"] == counts[i] for i, state in states.items())
 
 
 def _parsed(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
     """Return copies of the groups of a state dict, and of the state of each parameter that has one."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(cast(Any, state_dict)):
-        raise StateError(
-            f"the state of an optimizer must have 'state' and 'param_groups', got {shown(cast(Any, state_dict))}"
-        )
-    entries = cast(Mapping[str, Any], state_dict)
-    try:
-        groups = [dict(group) for group in entries["param_groups"]]
-        numbers: list[Any] = [i for group in groups for i in group["params"]]
-        given: dict[Any, Any] = {i: entries["state"][i] for i in numbers if i in entries["state"]}
-    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as e:
-        raise StateError(f"the state of an optimizer is damaged: {shown(e)}") from e
-    for group in groups:
-        _check_group(group)
-    for i, state in given.items():
-        if not isinstance(state, Mapping):
-            raise StateError(f"the state of parameter {i} must be a dict, got {shown(state)}: the state is damaged")
-    return groups, {i: dict(state) for i, state in given.items() if state}
+    what = "the state of an optimizer"
+    fields = {"state": schema.mapping(), "param_groups": schema.items(schema.mapping())}
+    entries = schema.read_fields(what, _REMEDY, fields, schema.read_field(what, _REMEDY, schema.mapping(), state_dict))
+    groups: list[dict[str, Any]] = entries["param_groups"]
+    for i, group in enumerate(groups):
+        group |= {"params": schema.read_fields(f"group {i} of {what}", _REMEDY, _GROUP, group)["params"]}
+    numbers = [i for group in groups for i in group["params"] if i in entries["state"]]
+    states = schema.read_fields(what, _REMEDY, dict.fromkeys(numbers, schema.mapping()), entries["state"])
+    return groups, {i: state for i, state in states.items() if state}
 
 
-def _check_group(group: Mapping[str, Any]) -> None:
-    """Raise StateError if an option of a saved group is not supported, or has an invalid value."""
-    if on := [name for name in parameters.UNSUPPORTED if not _is_flag(group.get(name), False)]:
-        raise StateError(f"the state was saved by an optimizer with {', '.join(on)}, which OneBitAdam does not support")
-    for name in ("foreach", "decoupled_weight_decay", "bias_correction"):
-        if not _is_flag(group.get(name), False, True):
-            raise StateError(f"{name} of a saved group must be True, False or None, got {shown(group.get(name))}")
-    betas = group.get("betas")
-    if not isinstance(betas, tuple | list) or len(cast(Any, betas)) != 2:
-        raise StateError(f"betas of a saved group must be two numbers, got {shown(cast(Any, betas))}")
-    values = [(name, group.get(name), _LARGEST) for name in _NUMBERS]
-    for name, value, limit in [*values, *(("betas", b, 1.0) for b in cast(Any, betas))]:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < limit:
-            raise StateError(f"{name} of a saved group must be a number from 0 to below {limit}, got {shown(value)}")
+def _read_parameter(index: Any, p: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of variance updates of a parameter, if `state` has it.
 
+    Raises
+    ------
+    StateError
+        The saved state of the parameter is damaged, or has other shapes than the parameter.
+    """
 
-def _is_flag(value: Any, *values: bool) -> bool:
-    """Return True if `value` is None, or is one of the allowed bools, which are the arguments `values`."""
-    return value is None or any(value is each for each in values)
+    def moment(x: Any) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor) or x.shape != p.shape or local(x).shape != local(p).shape:
+            raise schema.Refused
+        return x
 
+    def step(x: Any) -> int:
+        if not (found := float(x)).is_integer():
+            raise schema.Refused
+        return schema.STEPS.read(int(found))
 
-def _check_parameter(number: Any, p: torch.Tensor, state: Mapping[str, Any]) -> None:
-    """Raise StateError if the saved state of a parameter is damaged, or has other shapes than the parameter."""
-    try:
-        step = float(state["step"])
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
-        step = -1.0
-    if not (step >= 0 and step.is_integer() and step < 1 << 48):
-        raise StateError(
-            f"step of parameter {number} must be a number of steps, got {shown(state.get('step'))}: the state is "
-            "damaged"
-        )
-    updates = state.get("variance_step", 0)
-    if type(updates) is not int or not 0 <= updates <= step:
-        raise StateError(
-            f"variance_step of parameter {number} must be an int from 0 to step, got {shown(updates)}: the state is "
-            "damaged"
-        )
-    for name in ("exp_avg", "exp_avg_sq"):
-        x = state.get(name)
-        if not isinstance(x, torch.Tensor) or x.shape != p.shape:
-            found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise StateError(
-                f"{name} of parameter {number} must have the shape of the parameter, {tuple(p.shape)}, got {found}"
-            )
-        if local(x).shape != local(p).shape:
-            raise StateError(
-                f"{name} of parameter {number} must be sharded as the parameter is: load it by "
-                "torch.distributed.checkpoint"
-            )
-
-
-def _checked_entry(entry: Any) -> Mapping[str, Any]:
-    """Return the entry ``one_bit``; raise StateError if its version or numbers are invalid."""
-    if not isinstance(entry, Mapping):
-        raise StateError(f"{KEY!r} of the state must be a dict, got {type(entry).__name__}")
-    entries = cast(Mapping[str, Any], entry)
-    if type(entries.get("version")) is not int or entries["version"] != VERSION:
-        raise StateError(
-            f"{KEY!r} of the state has version {entries.get('version')!r}, but this library reads version {VERSION}"
-        )
-    for name, limit in (("steps", 1 << 48), ("frozen", 2), ("ranks", 1 << 30)):
-        value = entries.get(name)
-        if type(value) is not int or not 0 <= value < limit:
-            raise StateError(f"{name!r} in {KEY!r} of the state is out of range, {shown(value)}: the state is damaged")
-    return entries
-
-
-def _hooks_of(entry: Mapping[str, Any]) -> HookStates:
-    """Return the states of hooks in an entry ``one_bit``."""
-    found: dict[tuple[int, Place], bytes] = {}
-    for name, data in entry.items():
-        match = _RANK.fullmatch(str(name))
-        if match and int(match[2]) == entry["ranks"]:
-            if not isinstance(data, bytes):
-                raise StateError(f"{name!r} in {KEY!r} of the state must be bytes, got {type(data).__name__}")
-            found[int(match[1]), (int(match[3] or 0), int(match[4] or 1))] = data
-    return HookStates(entry["ranks"], found)
+    tensor = schema.Field(f"a tensor of shape {tuple(p.shape)}, sharded as the parameter", moment)
+    fields = {"step": schema.Field("a number of steps", step), "variance_step": schema.optional(schema.STEPS)}
+    what = f"the state of parameter {index}"
+    found = schema.read_fields(what, _REMEDY, fields | {"exp_avg": tensor, "exp_avg_sq": tensor}, state)
+    updates = found["variance_step"]
+    if updates is not None and updates > found["step"]:
+        raise StateError(f"'variance_step' of {what} must be at most 'step', got {updates}: {_REMEDY}")
+    return {} if updates is None else {"variance_step": updates}

@@ -367,7 +367,7 @@ class OneBitAdam(torch.optim.Adam):
             The mapping is no such state, or belongs to other parameters, another rank or another number of ranks. The
             optimizer is unchanged.
         """
-        saved = checkpoint.Saved(self, state_dict)
+        saved = checkpoint.AdamState(self, state_dict)
         phase = self._phase.loaded(saved.steps, saved.frozen, saved.refreshed, saved.drift)
         hooks = self._averager.new_hooks(saved.hooks)
         updating, self._phase.updating = self._phase.updating, True

@@ -86,23 +86,10 @@ class Drift:
         """Return the measurements in JSON, as a list of pairs (step, sum)."""
         return json.dumps(self.samples)
 
-    def loaded(self, state: Any) -> "Drift":
-        """Return a Drift with the same window and the measurements of a :meth:`state`; None: no measurements.
-
-        Raises
-        ------
-        StateError
-            `state` is damaged.
-        """
+    def loaded(self, samples: Iterable[tuple[int, float]]) -> "Drift":
+        """Return a Drift with the same window and the given measurements."""
         drift = Drift(self.window)
-        if state is None:
-            return drift
-        try:
-            drift.samples = [(int(step), float(total)) for step, total in json.loads(state)]
-        except (TypeError, ValueError, OverflowError, RecursionError) as e:
-            raise StateError(
-                "'drift' of this state must be a list of steps and sums in JSON: the state is damaged"
-            ) from e
+        drift.samples = list(samples)
         return drift
 
 
@@ -226,7 +213,7 @@ class Phase:
                 f"call finish() on all ranks first, or save after a step that is a multiple of {interval}"
             )
 
-    def loaded(self, steps: int, frozen: bool, refreshed: bool, drift: Any) -> "Phase":
+    def loaded(self, steps: int, frozen: bool, refreshed: bool, drift: Iterable[tuple[int, float]]) -> "Phase":
         """Return the phase that a checkpoint restores.
 
         Parameters
@@ -237,13 +224,13 @@ class Phase:
             True if second moments were frozen. They are unfrozen if this schedule's `freeze_step` is later.
         refreshed : bool
             True if all steps have updated the second moments.
-        drift : object
-            Return value of :meth:`Drift.state`, or None.
+        drift : iterable of (int, float)
+            Measurements of the drift.
 
         Raises
         ------
         StateError
-            The checkpoint is damaged; or it is of 0/1 Adam before the freeze, and there is no schedule.
+            The checkpoint is of 0/1 Adam before the freeze, and there is no schedule.
         """
         if self._schedule is None and not refreshed and not frozen:
             raise StateError(

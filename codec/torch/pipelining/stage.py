@@ -170,9 +170,7 @@ class CompressedStage(PipelineStage):
         """
         if self.traffic.notes is not None:
             raise StateError("the state of a stage cannot be loaded inside an attempt")
-        checkpoint.load(self.traffic.ends, saved)
-        if self.traffic.auto is not None:
-            self.traffic.load_choice(saved.get("auto"))
+        self.traffic.load_choice(checkpoint.load(self.traffic.ends, saved))
 
     def close(self) -> None:
         """If m, the stored activations, is in files, write and close them. The stage must not be used afterwards."""

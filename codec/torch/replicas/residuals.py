@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from codec.stateful.checkpoint import load
+from codec.stateful.checkpoint import ROLES, load
 from codec.stateful.ranges import Range, pieces
+from codec.stateful.schema import signed
 from codec.torch._compat import from_numpy
-from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, signed
+from codec.torch.feedback.checkpoint import UNKNOWN
 from codec.torch.feedback.feedback import Feedback
 
 

@@ -12,6 +12,7 @@ from codec.torch.ddp import uncompressed
 from codec.torch.group import communicator
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import gpu, host
+from support.fsdp_training import module_residuals
 from support.gpu_collectives import how, outcome
 
 
@@ -50,7 +51,7 @@ def _fsdp(rank, size, kind):
             replicas = codec.torch.AllReduce(codec.Quantize(4), group=group, feedback=True, options=how())
             for step in range(3):
                 replicas.all_reduce("layer", gradients := place(rank_values(10 * step + rank, (9000,))))
-            residual = replicas.state_dict()[f"rank {rank}"][0]["residuals"]["layer"]
+            residual = module_residuals(replicas.state_dict(), rank)["layer"]
             norm = replicas.stats().residual_norm
             results.append((*(tensor_bytes(host(t)) for t in (shard, whole, gradients, residual)), norm))
         assert results[0][:4] == results[1][:4]

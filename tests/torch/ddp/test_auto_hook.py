@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.advisor.cost_model import Link
+from codec.stateful.schema import signed
 from codec.torch.auto import costs
-from codec.torch.feedback.checkpoint import signed
 from support.ddp_training import (
     hook_state_bytes,
     net,

@@ -197,6 +197,7 @@ def test_wrong_refresher_arguments_are_rejected():
     hook = codec.torch.ddp_hook(refresher=codec.CodebookRefresher(interval=7, delay=2))
     assert pickle.loads(pickle.dumps(hook)).refresher.interval == 7
     assert set(hook.state_dict()) == {
+        "format",
         "version",
         "rank",
         "world_size",
@@ -288,7 +289,7 @@ def _change_algorithm(rank, size):
             torch.testing.assert_close(sent + now, mean + was, atol=1e-5, rtol=1e-4)
             was = now
         RawFallback.way, execution._SMALL = way, small
-        left.append((bool(now.any()), len(hook.state_dict()["server"].keys() - {"version", "role"})))
+        left.append((bool(now.any()), len(hook.state_dict()["server"].keys() - {"format", "version", "role"})))
     return left
 
 
@@ -349,7 +350,7 @@ def _between(rank, size):
     assert all([part.whole for part in parts] == [True, False] for _, parts in hook.reducer._parts.values())
     state = hook.state_dict()
     keys = {key.partition("[")[0] for role in ("worker", "server") for key in state[role]}
-    assert keys == {"version", "role", *large}
+    assert keys == {"format", "version", "role", *large}
     left = torch.cat([total[n].flatten() for n in total])
     torch.testing.assert_close(residual_sum(hook, model), left, atol=1e-5, rtol=1e-4)
     before = hook_state_bytes(hook)

@@ -132,7 +132,7 @@ def _as_hook(rank, size):
     hooks, mine = hook.state_dict(), feedback.state_dict()
     for role in ("worker", "server"):
         assert hooks[role].keys() == mine[role].keys()
-        assert len(hooks[role]) == 3
+        assert len(hooks[role]) == 4
         for key, x in hooks[role].items():
             assert torch.equal(torch.as_tensor(mine[role][key]), torch.as_tensor(x)) if key.startswith(name) else True
 
@@ -187,7 +187,7 @@ def _scattered(rank, size, steps):
     lost = float((lost[mine] - got).abs().max())
     state = feedback.state_dict()
     put -= torch.cat([state["worker"][f"a[0:{n - 100}]"], state["worker"]["b[0:100]"]])
-    assert len(state["server"]) == 2
+    assert len(state["server"]) == 3
     dist.all_reduce(put)
     return float((put[mine] - got).abs().max()), lost
 

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import codec
 import codec.torch
-from support.fsdp_training import batch, small_model
+from support.fsdp_training import batch, module_residuals, small_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -24,6 +24,10 @@ def _model(feedback):
     return net, gradients
 
 
+def _residuals(gradients, rank):
+    return {name: r.tolist() for name, r in module_residuals(gradients.state_dict(), rank).items()}
+
+
 def _trained(rank, feedback, manual, passes):
     """Train; each step has `passes` backward passes. FSDP2 reduces the first layer only when it ends a pass."""
     net, gradients = _model(feedback)
@@ -37,8 +41,7 @@ def _trained(rank, feedback, manual, passes):
             net.finalize_backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = gradients.state_dict()[f"rank {rank}"]["residuals"]
-    return [p.to_local().tolist() for p in net.parameters()], {name: r.tolist() for name, r in state.items()}
+    return [p.to_local().tolist() for p in net.parameters()], _residuals(gradients, rank)
 
 
 def _as_automatic(rank, size):
@@ -60,13 +63,13 @@ def _refused(rank, size):
     net.set_manual_backward_finalization(True)
     net(batch(rank)).square().mean().backward()
     net.finalize_backward()
-    before = {name: r.tolist() for name, r in gradients.state_dict()[f"rank {rank}"]["residuals"].items()}
+    before = _residuals(gradients, rank)
     x = batch(rank)
     if rank == 1:
         x[0, 0] = float("nan")
     with pytest.raises(codec.CodecError) as e:
         net(x).square().mean().backward()
-    after = {name: r.tolist() for name, r in gradients.state_dict()[f"rank {rank}"]["residuals"].items()}
+    after = _residuals(gradients, rank)
     assert after == before
     assert before
     with pytest.raises(codec.CodecError):  # the first layer, which FSDP2 reduces now

@@ -1,7 +1,6 @@
 """OneBitAdam's state dicts resume bit for bit, load on other numbers of ranks, and are exchanged with AdamW."""
 
 import copy
-import math
 import pickle
 
 import numpy as np
@@ -168,101 +167,25 @@ def changed(state, *path_and_value):
 def test_wrong_states_are_refused_and_change_nothing():
     _, optimizer = trained(codec.torch.OneBitAdam, 5, freeze_step=3)
     good = optimizer.state_dict()
-    shape = copy.deepcopy(good)
-    shape["state"][0]["exp_avg_sq"] = torch.ones(3)
-    steps = [[], None, "x", float("nan"), float("inf"), -1, 1.5, 2**60, torch.ones(2), torch.tensor(float("nan"))]
-    groups_of = {"lr": ["x", -1.0, float("nan"), True, torch.ones(2)], "eps": [None, -1], "weight_decay": [[], -0.1]}
-    groups_of["betas"] = [0.9, (0.9,), (0.9, 1.0), (-0.1, 0.9), ("x", 0.9), None]
     amsgrad = copy.deepcopy(good)
     amsgrad["param_groups"][0]["amsgrad"] = True
     groups = copy.deepcopy(good)
     groups["param_groups"] *= 2
     without_entry = copy.deepcopy(good)
     del without_entry["param_groups"][0]["one_bit"]
-    no_dict = copy.deepcopy(good)
-    no_dict["param_groups"][0]["one_bit"] = 5
     before = plain(good)
     for wrong, match in [
-        *((changed(good, "state", 0, "step", x), "step of parameter 0 must be") for x in steps),
-        *((changed(good, "param_groups", 0, k, x), k) for k, some in groups_of.items() for x in some),
-        *((changed(good, "state", 0, x), "damaged") for x in ("x", 5, [1])),
-        (changed(good, "state", 0, "variance_step", 9), "variance_step"),
-        (changed(good, "param_groups", torch.ones(3)), "damaged"),
-        (changed(good, "param_groups", 0, "params", 5), "damaged"),
-        ("x", "must have 'state' and 'param_groups'"),
-        ({}, "must have 'state' and 'param_groups'"),
-        ({"state": {}, "param_groups": 5}, "damaged"),
-        (shape, r"exp_avg_sq of parameter 0 must have the shape of the parameter, \(30, 20\), got \(3,\)"),
+        (changed(good, "state", 0, "exp_avg", torch.ones(3)), r"'exp_avg' of .* must be a tensor of shape \(30, 20\)"),
+        (changed(good, "state", 0, "variance_step", 9), "'variance_step' of .* must be at most 'step', got 9"),
         (amsgrad, "amsgrad"),
         (groups, "does not fit"),
         (without_entry, "lacks the entry 'one_bit'"),
-        (no_dict, "must be a dict, got int"),
-        (with_entry(good, version=None), "version None"),
-        *((with_entry(good, frozen=x), "'frozen'") for x in (None, 2, True, "1")),
-        *((with_entry(good, steps=x), "'steps'") for x in (None, -1, 5.0)),
-        *((with_entry(good, ranks=x), "'ranks'") for x in (None, -1, 2**40)),
-        *((with_entry(good, drift=x), "'drift'") for x in (5, "x", "[[1]]", "[[1, []]]", "[" * 10**5)),
-        (with_entry(good, **{"ranks": 1, "rank 0 of 1": "x"}), "'rank 0 of 1'.*must be bytes"),
     ]:
         with pytest.raises(codec.StateError, match=match):
             optimizer.load_state_dict(wrong)
         assert plain(optimizer.state_dict()) == before
     with pytest.raises(codec.StateError, match="no model is registered"):
         optimizer.state_dict(gather=True)
-
-
-ODD = [None, True, -1, 2**70, 1.5, math.nan, math.inf, "", "x", b"", b"x" * 9, [], [1], (), {}, {"x": 1}, 1j, object()]
-ODD += [torch.ones(2), torch.ones(0), torch.tensor(5.0), torch.tensor(math.nan), torch.ones(30, 20, dtype=torch.int64)]
-
-
-def paths_of(state, path=()):
-    """Yield the path of each entry of a state."""
-    for key in state if isinstance(state, dict) else range(len(state)):
-        yield (*path, key)
-        if isinstance(state[key], dict | list | tuple):
-            yield from paths_of(state[key], (*path, key))
-
-
-def _odd_entries(rank, size, every):
-    """A state with a changed or missing entry either raises StateError and changes nothing, or loads and trains."""
-    model = nn.ParameterDict({"p": torch.randn(30, 20)})
-    optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-2, freeze_step=3, spec=codec.Sign(group_size=20))
-    optimizer.register(model, policy=codec.torch.Policy(lossless_small=False), options=OPTIONS)
-    more_steps(model["p"], optimizer, 0, 5)
-    good = optimizer.state_dict()
-    before = plain(good)
-    refused = taken = 0
-    for path in paths_of(good):
-        for odd in (*ODD, "missing")[len(path) % every :: every]:
-            state = copy.deepcopy(good)
-            *outer, last = path
-            place = state
-            for key in outer:
-                place = list(place) if isinstance(place, tuple) else place
-                place = place[key]
-            if isinstance(place, tuple):
-                continue
-            if isinstance(odd, str) and odd == "missing":
-                del place[last]
-            else:
-                place[last] = odd
-            try:
-                optimizer.load_state_dict(state)
-            except codec.StateError:
-                refused += 1
-                assert plain(optimizer.state_dict()) == before, (path, odd)
-                continue
-            taken += 1
-            more_steps(model["p"], optimizer, 5, 6)
-            optimizer.load_state_dict(copy.deepcopy(good))
-            assert plain(optimizer.state_dict()) == before, (path, odd)
-    assert refused > taken
-    return refused, taken
-
-
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.nightly)])
-def test_odd_entries_are_refused_or_harmless(every):
-    run_ranks(1, _odd_entries, every)
 
 
 def _parts_missing(rank, size):
@@ -287,9 +210,9 @@ def _parts_missing(rank, size):
         (with_entry(own, **{mine: None, other: data}), f"none of rank {rank}: load"),
         (with_entry(own, **{mine: good["param_groups"][0]["one_bit"][other]}), f"belong to rank {1 - rank}"),
         (with_entry(own, ranks=3), "that of one of 3 ranks"),
-        *((with_entry(own, **{mine: data[:n]}), "is damaged") for n in (0, 7, 8, 100, len(data) - 1)),
+        *((with_entry(own, **{mine: data[:n]}), "must be a serialized state") for n in (0, 7, 8, 100, len(data) - 1)),
         (with_entry(own, **{mine: b"\x02" + bytes(7) + b"{}"}), r"damaged|must have the states .*, got \[\]"),
-        (with_entry(own, **{mine: (10**5).to_bytes(8, "little") + b"[" * 10**5}), "is damaged"),
+        (with_entry(own, **{mine: (10**5).to_bytes(8, "little") + b"[" * 10**5}), "must be a serialized state"),
     ]:
         with pytest.raises(codec.StateError, match=match):
             optimizer.load_state_dict(wrong)
