@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from codec import StateError
-from codec.stateful.schema import STEPS, Field, Refused, Schema, mapping, number, plain, read_fields
+from codec.stateful.schema import STEPS, Field, Refused, Schema, items, mapping, number, plain, read_fields
 from codec.torch.feedback.checkpoint import parse
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.replicas import residuals
@@ -97,33 +97,21 @@ def check_outer(outer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -
             raise StateError("the state was saved with an outer optimizer, but LocalSteps has none: pass outer=")
         return
     shapes = [p.shape for group in outer.param_groups for p in group["params"]]
-    groups, entries = state.get("param_groups"), state.get("state")
-    fits = isinstance(groups, list) and isinstance(entries, Mapping)
-    if fits:
-        here = [len(group["params"]) for group in outer.param_groups]
-        given = [_length(group) for group in cast(list[Any], groups)]
-        places = cast(Mapping[Any, Any], entries)
-        fits = here == given and all(type(i) is int and 0 <= i < len(shapes) for i in places)
-        fits = fits and all(
-            isinstance(entry, Mapping) and all(_fits(x, shapes[i]) for x in cast(Mapping[str, Any], entry).values())
-            for i, entry in places.items()
-        )
-    if not fits:
-        raise StateError(
-            "the state lacks the state of an outer optimizer for these parameters: load a state that was saved with "
-            "outer="
-        )
-
-
-def _length(group: Any) -> int:
-    """Return the number of parameters in an entry of ``param_groups``; -1 if `group` is not such an entry."""
-    params: Any = cast(Mapping[str, Any], group).get("params") if isinstance(group, Mapping) else None
-    return len(cast(list[Any], params)) if isinstance(params, list) else -1
+    what, remedy = "the state of the outer optimizer", "load a state that was saved with this outer="
+    entries = read_fields(what, remedy, {"param_groups": items(mapping()), "state": mapping(mapping())}, state)
+    groups = [read_fields(what, remedy, {"params": items(STEPS)}, group) for group in entries["param_groups"]]
+    places: dict[Any, dict[str, Any]] = entries["state"]
+    if (
+        [len(group["params"]) for group in groups] != [len(group["params"]) for group in outer.param_groups]
+        or not all(type(i) is int and 0 <= i < len(shapes) for i in places)
+        or not all(_fits(x, shapes[i]) for i, entry in places.items() for x in entry.values())
+    ):
+        raise StateError(f"{what} is of other parameters: {remedy}")
 
 
 def _fits(x: Any, shape: torch.Size) -> bool:
     """Return True if `x` may be an entry in the optimizer state of a parameter with this shape."""
-    return not isinstance(x, torch.Tensor) or x.shape == shape or x.numel() == 1
+    return not isinstance(x, torch.Tensor) or (not x.is_meta and (x.shape == shape or x.numel() == 1))
 
 
 def _tensors(
