@@ -8,8 +8,6 @@ which NumPy, torch.save and torch.distributed.checkpoint can store.
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -120,6 +118,8 @@ def read_field(name: str, remedy: str, field: Field, value: Any) -> Any:
 
 def signed(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with a digest of all its entries."""
+    import hashlib  # here and below, because `import codec` should be fast, and few programs need these modules
+
     plain = {name: value for name, value in state.items() if name != DIGEST}
     text = repr(sorted(_leaves("", plain))).encode()
     return plain | {DIGEST: int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)}
@@ -203,7 +203,13 @@ def row(*kinds: Field) -> Field:
 
 def in_json(kind: Field) -> Field:
     """Return the kind of texts in JSON whose contents are of a kind."""
-    return Field(f"JSON of {kind.accepts}", lambda x: kind.read(json.loads(plain(str).read(x))))
+
+    def read(value: Any) -> Any:
+        import json
+
+        return kind.read(json.loads(plain(str).read(value)))
+
+    return Field(f"JSON of {kind.accepts}", read)
 
 
 def array(dtype: str, least: int | None = None, length: int | None = None) -> Field:
