@@ -23,7 +23,7 @@ from codec.batch import decode_many, encode_many
 from codec.code_sums import sum_codes
 from codec.codebook import Codebook
 from codec.decoding import decode
-from codec.delta import compose, decode_blocks
+from codec.delta import apply_delta_blocks, compose_deltas
 from codec.encoding import bound, encode, encode_async
 from codec.engines import engines
 from codec.errors import (
@@ -91,10 +91,10 @@ __all__ = [
     "WeightSender",
     "accumulate",
     "advise",
+    "apply_delta_blocks",
     "bound",
-    "compose",
+    "compose_deltas",
     "decode",
-    "decode_blocks",
     "decode_many",
     "digest",
     "encode",

@@ -12,7 +12,7 @@ NAMES = (
     "codec.torch.OneBitAdam",
     "codec.torch.ParameterClient",
     "codec.torch.ParameterServer",
-    "codec.torch.ZeroOneSchedule",
+    "codec.torch.VarianceSchedule",
     "codec.torch.pipelining",  # with all of its names
     "codec.torch.saved_tensors",
 )

@@ -20,7 +20,7 @@ from codec.tensors.view import Array, TensorView, empty, fetch, mark_written, vi
 from codec.tensors.wrapper import view as make_view
 
 
-def compose(
+def compose_deltas(
     frames: Sequence[Any], spec: Delta | None = None, *, base: Any, options: CallOptions | None = None
 ) -> bytes:
     """Merge consecutive updates into one frame with the same effect.
@@ -59,13 +59,13 @@ def compose(
     --------
     >>> a, b, c = np.zeros(1000, np.float32), np.ones(1000, np.float32), np.full(1000, 2, np.float32)
     >>> steps = [codec.encode(b, codec.Delta(), base=a), codec.encode(c, codec.Delta(), base=b)]
-    >>> both = codec.compose(steps, base=a)
+    >>> both = codec.compose_deltas(steps, base=a)
     >>> both == codec.encode(c, codec.Delta(), base=a)
     True
     """
     spec = Delta() if spec is None else spec
     if not isinstance(spec, Delta):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"spec= of compose must be Delta(), got {shown(spec)}")
+        raise SpecError(f"spec= of compose_deltas must be Delta(), got {shown(spec)}")
     views = views_of(frames)
     if not views:
         raise ArgumentError("frames is empty: pass at least one frame")
@@ -84,7 +84,7 @@ def compose(
     return encode(make_view(result, info.dtype), spec, base=make_view(bits, info.dtype), options=options)
 
 
-def decode_blocks(frame: Any, first: int, count: int, *, base: Any, out: Any = None) -> Any:
+def apply_delta_blocks(frame: Any, first: int, count: int, *, base: Any, out: Any = None) -> Any:
     """Decode consecutive blocks of a frame of :class:`Delta`, for a rank that holds a shard of the tensor.
 
     Let ``info`` be the result of :func:`inspect`. Block i has the values i * ``info.block`` to (i + 1) * ``info.block``
@@ -120,14 +120,14 @@ def decode_blocks(frame: Any, first: int, count: int, *, base: Any, out: Any = N
     >>> frame = codec.encode(new, codec.Delta(), base=old)
     >>> n = codec.inspect(frame).block
     >>> shard = old[n : 3 * n].copy()
-    >>> bool((codec.decode_blocks(frame, 1, 2, base=shard, out=shard) == 1).all())
+    >>> bool((codec.apply_delta_blocks(frame, 1, 2, base=shard, out=shard) == 1).all())
     True
     """
     v = fetch("a frame", view_bytes(frame))
     check_frame(v)  # first, so that a damaged frame is reported as such and not as an argument that does not fit
     info = read_header(v)
     if info.spec.codec != lib.CODEC_DELTA:
-        raise ArgumentError(f"decode_blocks takes frames of Delta, got a frame of {spec_of(info.spec)}")
+        raise ArgumentError(f"apply_delta_blocks takes frames of Delta, got a frame of {spec_of(info.spec)}")
     dtype = DTYPE_NAMES[info.dtype]
     nblocks, n = info.nblocks or min(info.n, 1), info.n  # without changes a frame has no blocks: treat it as one block
     block = info.block_nvalues or n

@@ -44,14 +44,14 @@ def all_reduce_in_steps(matrix: torch.Tensor, spec: codec.Float8, op: str) -> No
     frames = [codec.encode(rows, spec) for rows in slices]
 
     # 2. All-to-all: frame r goes to rank r.
-    terms = codec.torch.exchange(frames)
+    terms = codec.torch.all_to_all_bytes(frames)
 
     # 3. Dequantize the terms, add them up in float32 in the order of ranks, and quantize the result.
     total = codec.reduce(terms, like=matrix, op=op)
     frame = codec.encode(total.to(matrix.dtype), spec)
 
     # 4. All-gather: each rank receives the quantized sums of all slices.
-    sums = codec.torch.exchange([frame] * size)
+    sums = codec.torch.all_to_all_bytes([frame] * size)
 
     # 5. Dequantize. The rank that encoded a sum decodes its own frame, too, so that all ranks have the same bits.
     for rows, frame in zip(slices, sums, strict=True):

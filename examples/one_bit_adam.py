@@ -31,7 +31,7 @@ def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(
-    warmup: str, freeze_step: int | codec.torch.ZeroOneSchedule
+    warmup: str, freeze_step: int | codec.torch.VarianceSchedule
 ) -> tuple[DistributedDataParallel, codec.torch.OneBitAdam]:
     """Return the model and its optimizer, registered to each other."""
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     freeze_step = max(1, args.steps // 4)
-    schedule = codec.torch.ZeroOneSchedule(freeze_step) if args.zero_one else freeze_step
+    schedule = codec.torch.VarianceSchedule(freeze_step) if args.zero_one else freeze_step
     model, optimizer = build(args.warmup, schedule)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = train(model, optimizer, generator, freeze_step)

@@ -176,16 +176,16 @@ class Bytes(Baseline):
         self.compress, self.decompress = byte_coder(name)
 
     def reduce(self, state: object, bucket: Bucket) -> Future[torch.Tensor]:
-        from codec.torch import exchange
+        from codec.torch import all_to_all_bytes
 
         mine, rank, world = bucket.buffer().numpy(), dist.get_rank(), dist.get_world_size()
         frames = [self.compress(part.tobytes()) for part in np.array_split(mine, world)]
-        total, *others = [np.frombuffer(self.decompress(data), np.float32).copy() for data in exchange(frames)]
+        total, *others = [np.frombuffer(self.decompress(data), np.float32).copy() for data in all_to_all_bytes(frames)]
         for other in others:
             total += other
         frame = self.compress((total / np.float32(world)).tobytes())
         self.sent_nbytes += sum(map(len, frames)) - len(frames[rank]) + (world - 1) * len(frame)
-        found = [np.frombuffer(self.decompress(data), np.float32) for data in exchange([frame] * world)]
+        found = [np.frombuffer(self.decompress(data), np.float32) for data in all_to_all_bytes([frame] * world)]
         return finished(torch.from_numpy(np.concatenate(found)))
 
 

@@ -81,7 +81,7 @@ def add_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
         group["betas"],
         group["eps"],
         group["weight_decay"],
-        freeze_step=codec.torch.ZeroOneSchedule(freeze, max_interval=4) if job.codec == ZERO_ONE else freeze,
+        freeze_step=codec.torch.VarianceSchedule(freeze, max_interval=4) if job.codec == ZERO_ONE else freeze,
         **OPTIMIZERS[job.codec],
     )
     task.optimizer = optimizer.register(model, options=options)

@@ -141,7 +141,7 @@ def replace_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> A
 
     Second moments are frozen after 20% of the steps.
     """
-    from codec.torch import OneBitAdam, ZeroOneSchedule
+    from codec.torch import OneBitAdam, VarianceSchedule
 
     group, freeze = task.optimizer.param_groups[0], max(1, round(FREEZE * job.steps))
     optimizer = OneBitAdam(
@@ -150,7 +150,7 @@ def replace_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> A
         group["betas"],
         group["eps"],
         group["weight_decay"],
-        freeze_step=ZeroOneSchedule(freeze) if job.codec == ZERO_ONE else freeze,
+        freeze_step=VarianceSchedule(freeze) if job.codec == ZERO_ONE else freeze,
         decoupled_weight_decay=isinstance(task.optimizer, torch.optim.AdamW),
         **ADAMS[job.codec],
     )

@@ -14,7 +14,7 @@ from codec._options import CallOptions, settings_of
 from codec.advisor.cost_model import (
     Algorithm,
     Cost,
-    Link,
+    LinkModel,
     check_algorithm,
     compute_seconds,
     latency_seconds,
@@ -93,7 +93,7 @@ class Advice:
         Reason for the choice, in one or two sentences.
     table : tuple of Row
         Predictions for all candidates; the first one is for uncompressed tensors.
-    link : Link
+    link : LinkModel
         Link of each rank.
     world_size : int
         Number of ranks.
@@ -111,7 +111,7 @@ class Advice:
     nbytes: int
     why: str
     table: tuple[Row, ...]
-    link: Link
+    link: LinkModel
     world_size: int
     tensor_nbytes: int
     algorithm: Algorithm
@@ -156,7 +156,7 @@ class Advice:
                 return named(value)
             if isinstance(value, tuple):
                 return [as_json(each) for each in cast(tuple[Any, ...], value)]
-            if isinstance(value, Row | Cost | Link | Advice):
+            if isinstance(value, Row | Cost | LinkModel | Advice):
                 return {f.name: as_json(getattr(value, f.name)) for f in fields(value)}
             if value is None or isinstance(value, str | int):
                 return value

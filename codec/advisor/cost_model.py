@@ -34,7 +34,7 @@ def _number(name: str, value: Any, bounds: str, least: float, most: float) -> fl
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkModel:
     """Link of a rank to the network.
 
     Parameters
@@ -62,18 +62,18 @@ class Link:
         return f"{self.bits_per_second / _TIMES[unit]:.4g} {unit}bit/s, round trip {1e3 * self.rtt:.3g} ms"
 
 
-LinkLike = Link | str | float | tuple[str | float, str | float]  # argument `link` of codec.advise
+LinkLike = LinkModel | str | float | tuple[str | float, str | float]  # argument `link` of codec.advise
 
 
-def link_of(link: Any, rtt: Any = None) -> Link:
-    """Convert the arguments ``link=`` and ``rtt=`` to a Link.
+def link_of(link: Any, rtt: Any = None) -> LinkModel:
+    """Convert the arguments ``link=`` and ``rtt=`` to a LinkModel.
 
     Parameters
     ----------
-    link : str, number, tuple or Link
-        Text such as ``"100mbit"``, bits per second, a pair of these and a round-trip time, or a Link.
+    link : str, number, tuple or LinkModel
+        Text such as ``"100mbit"``, bits per second, a pair of these and a round-trip time, or a LinkModel.
     rtt : str or number, optional
-        Round-trip time in seconds, or text such as ``"40ms"``. Default: ``link.rtt``, or that of :class:`Link`.
+        Round-trip time in seconds, or text such as ``"40ms"``. Default: ``link.rtt``, or that of :class:`LinkModel`.
 
     Raises
     ------
@@ -82,14 +82,14 @@ def link_of(link: Any, rtt: Any = None) -> Link:
     """
     if rtt is not None:
         return replace(link_of(link), rtt=_seconds(rtt))
-    if isinstance(link, Link):
+    if isinstance(link, LinkModel):
         return link
     if isinstance(link, tuple) and len(cast(tuple[Any, ...], link)) == 2:
         return link_of(*cast(tuple[Any, Any], link))
     if isinstance(link, str) and (found := _RATE.fullmatch(link)):
-        return Link(float(found[1]) * _UNITS[(found[2] or found[3] or "").lower()])
+        return LinkModel(float(found[1]) * _UNITS[(found[2] or found[3] or "").lower()])
     if hasattr(link, "__float__") and not isinstance(link, bool):
-        return Link(cast(float, link))
+        return LinkModel(cast(float, link))
     raise ArgumentError(
         'link must be text such as "100mbit" or "10Gbps", bits per second, or a pair of these and a round-trip time, '
         f"got {shown(link)}"
@@ -170,7 +170,7 @@ def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_sho
     return _MODELS[algorithm].seconds(cost, world_size)
 
 
-def latency_seconds(link: Link, world_size: int, algorithm: Algorithm = "two_shot") -> float:
+def latency_seconds(link: LinkModel, world_size: int, algorithm: Algorithm = "two_shot") -> float:
     """Return the seconds that each rank waits for round trips; see :func:`predict_seconds`."""
     return _MODELS[algorithm].round_trips(world_size) * link.rtt if world_size > 1 else 0.0
 
@@ -207,7 +207,7 @@ def predict_seconds(
     ----------
     cost : Cost
         Costs of the tensor, measured by :func:`advise` (``advice.table[i].cost``) or by the caller.
-    link : str, number, tuple or Link
+    link : str, number, tuple or LinkModel
         Link of each rank, as for :func:`codec.advise`.
     world_size : int
         Number of ranks, 1 to 2^20. A single rank sends nothing.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from codec import ArgumentError
 from codec.arguments import shown, whole
 from codec.specs import Sign
-from codec.torch.one_bit_adam import OneBitAdam, ZeroOneSchedule
+from codec.torch.one_bit_adam import OneBitAdam, VarianceSchedule
 
 __all__ = ["Config", "read_config"]
 
@@ -224,7 +224,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     given = top.get("fp16", {"enabled": False})
     if _is_on(given):
         schedule = arguments["freeze_step"]
-        if isinstance(schedule, ZeroOneSchedule) and schedule.max_interval > 1:
+        if isinstance(schedule, VarianceSchedule) and schedule.max_interval > 1:
             raise ArgumentError(
                 "'fp16' is not supported with ZeroOneAdam, since the scalers of ranks could skip different local "
                 "steps: use 'bf16', or \"local_step_clipper\": 1"
@@ -267,7 +267,7 @@ def _arguments(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "OneBitAdam":
         steps = params.get("freeze_step", 100_000)
     else:
-        steps = ZeroOneSchedule(
+        steps = VarianceSchedule(
             params.get("var_freeze_step", 100_000),
             refreshes=params.get("var_update_scaler", 16),
             double_every=params.get("local_step_scaler", 32_678),

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 from codec.torch import ops as ops
 from codec.torch.auto.quality import Auto
 from codec.torch.autograd.saved import saved_tensors
-from codec.torch.backend import Options, ProcessGroup, register_backend
-from codec.torch.collectives.bytes import exchange
+from codec.torch.backend import BackendOptions, ProcessGroup, register_backend
+from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
 from codec.torch.collectives.rows import all_to_all_rows
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import ddp_hook
 from codec.torch.ddp.policy import Policy
 from codec.torch.feedback.feedback import Feedback
-from codec.torch.fsdp.all_gather import AllGather
-from codec.torch.fsdp.all_reduce import AllReduce
-from codec.torch.fsdp.reduce_scatter import ReduceScatter
+from codec.torch.fsdp.all_gather import FsdpAllGather
+from codec.torch.fsdp.all_reduce import FsdpAllReduce
+from codec.torch.fsdp.reduce_scatter import FsdpReduceScatter
 from codec.torch.group.communicator import group_stats
 from codec.torch.local_steps.local_steps import LocalSteps
-from codec.torch.one_bit_adam import OneBitAdam, ZeroOneSchedule
+from codec.torch.one_bit_adam import OneBitAdam, VarianceSchedule
 from codec.torch.parameter_server.client import ParameterClient
 from codec.torch.parameter_server.server import ParameterServer
 from codec.torch.point_to_point.send_recv import recv, send
@@ -40,28 +40,28 @@ if TYPE_CHECKING:  # at run time, __getattr__ imports these names on first use
     from codec.torch.saving.stream import checkpoint_reader, checkpoint_writer
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
     "Auto",
+    "BackendOptions",
     "Feedback",
+    "FsdpAllGather",
+    "FsdpAllReduce",
+    "FsdpReduceScatter",
     "Hook",
     "LocalSteps",
     "OneBitAdam",
-    "Options",
     "ParameterClient",
     "ParameterServer",
     "Policy",
     "ProcessGroup",
-    "ReduceScatter",
-    "ZeroOneSchedule",
+    "VarianceSchedule",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_bytes",
     "all_to_all_rows",
     "checkpoint_reader",
     "checkpoint_writer",
     "ddp_hook",
-    "exchange",
     "group_stats",
     "pack_state",
     "per_rank",

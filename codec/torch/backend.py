@@ -32,7 +32,7 @@ _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 @dataclass(frozen=True)
-class Options:
+class BackendOptions:
     """Options for groups of the backend `codec`: the `pg_options` of ``init_process_group`` and ``new_group``.
 
     Parameters
@@ -55,7 +55,7 @@ class Options:
 
     Examples
     --------
-    >>> options = codec.torch.Options(codec.Float8())
+    >>> options = codec.torch.BackendOptions(codec.Float8())
     >>> group = torch.distributed.new_group(backend="codec", pg_options=options)
     >>> x = torch.ones(10_000)
     >>> torch.distributed.all_reduce(x, group=group)
@@ -99,7 +99,7 @@ class ProcessGroup(_Base):
         Rank of this process, and number of ranks.
     timeout : timedelta
         Longest time that a rank may keep others waiting.
-    options : Options, optional
+    options : BackendOptions, optional
         Codecs and algorithm. Default: lossless.
 
     Raises
@@ -119,11 +119,11 @@ class ProcessGroup(_Base):
         rank: int,
         size: int,
         timeout: timedelta = dist.distributed_c10d.default_pg_timeout,
-        options: Options | None = None,
+        options: BackendOptions | None = None,
     ) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportUnknownMemberType] - _Base is Any
         self._store = store
-        self._options = options or Options()
+        self._options = options or BackendOptions()
         self._plain = dist.ProcessGroup(store, rank, size)
         gloo, kind = (
             dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout),
@@ -325,8 +325,8 @@ def _begin(collective: Callable[..., Work | None], *tensors: torch.Tensor, **how
 def register_backend() -> None:
     """Register the backend `codec`. Importing :mod:`codec.torch` calls this, and so does torch, by an entry point."""
 
-    def create(how: Any, options: Options | None) -> ProcessGroup:
-        return ProcessGroup(how.store, how.group_rank, how.group_size, how.timeout, options or Options())
+    def create(how: Any, options: BackendOptions | None) -> ProcessGroup:
+        return ProcessGroup(how.store, how.group_rank, how.group_size, how.timeout, options or BackendOptions())
 
     backend: Any = dist.Backend  # torch does not annotate register_backend
     backend.register_backend("codec", create, extended_api=True, devices=_DEVICES)

@@ -14,7 +14,7 @@ from codec.errors import ChecksumError, CodecError, LimitError, StateError
 from codec.tensors.jax_arrays import of_kind
 from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
 from codec.weight_sync.identity import MAX_VERSION, Identity, other_run
-from codec.weight_sync.update import PIECE_NBYTES, Bytes, Kind, Update, weights_digest
+from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update, weights_digest
 from codec.weight_sync.weights import Given, Weights, allocated, copied, new_tensor
 
 
@@ -272,7 +272,7 @@ class Base:
     def prepare(self, update: Update) -> None:
         """Save what is needed to complete an update in place. An exception leaves the weights unchanged."""
 
-    def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
+    def allocate(self, kinds: Mapping[str, TensorKind]) -> Weights:
         """Allocate memory for tensors of these kinds."""
         return allocated(kinds)
 

@@ -9,7 +9,7 @@ from codec._c.library import UNSIGNED
 from codec._options import CallOptions
 from codec.batch import encode_many
 from codec.decoding import decode
-from codec.delta import compose
+from codec.delta import compose_deltas
 from codec.errors import FrameError, Status
 from codec.inspection import Info, digest, inspect
 from codec.specs import Delta, Lossless, Spec
@@ -56,7 +56,7 @@ def merge_deltas(frames: Sequence[Bytes], base: Bytes, dtype: str) -> bytes:
     """Merge Delta frames of one piece, given in the order of application, into one frame."""
     for frame in frames:
         _check(inspect(frame), Delta, dtype, len(base))
-    return compose(frames, base=_bits(base, dtype))
+    return compose_deltas(frames, base=_bits(base, dtype))
 
 
 def decode_full(frame: Bytes, out: Bytes, dtype: str, options: CallOptions | None) -> None:

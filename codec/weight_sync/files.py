@@ -17,7 +17,7 @@ from codec.files.opening import MemoryBytes, kind_of, open_regular, opened, prin
 from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import merge_deltas
-from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
+from codec.weight_sync.update import MAX_RANK, Bytes, TensorKind, Update, mapped
 from codec.weight_sync.weights import Slot, Weights
 from codec.weight_sync.writing import Encoder, Progress, write_update
 
@@ -61,7 +61,7 @@ def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, M
 def _slot(t: Tensor, values: Bytes) -> Slot:
     """Return the slot of a tensor, a view of `values`. Dtypes that frames lack become unsigned integers."""
     exact = t.dtype in SAFETENSORS and len(t.shape) <= MAX_RANK
-    return Slot(Kind(t.wire, t.shape) if exact else Kind("uint8", (t.nbytes,)), values[t.begin : t.end])
+    return Slot(TensorKind(t.wire, t.shape) if exact else TensorKind("uint8", (t.nbytes,)), values[t.begin : t.end])
 
 
 def diff_files(old: str, new: str, out: str, *, version: int = 1, **how: Any) -> Update:

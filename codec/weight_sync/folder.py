@@ -26,7 +26,7 @@ from codec.weight_sync.coding import digest_of, digests_in
 from codec.weight_sync.folder_state import FolderState, read_state, state_of, write_state
 from codec.weight_sync.identity import MAX_VERSION
 from codec.weight_sync.lock import Lock
-from codec.weight_sync.update import Bytes, Kind, Update, check_name
+from codec.weight_sync.update import Bytes, TensorKind, Update, check_name
 from codec.weight_sync.weights import Given, Weights, allocated, items, kind_of, memory_nbytes, pieces_of, view_of
 from codec.weight_sync.writing import remove_temporary
 
@@ -127,7 +127,7 @@ class FolderBase(Base):
     def fill(self, given: Given, version: int, run: bytes | None = None) -> None:
         """Write tensors one by one to a new file of values, and set their run and version."""
         version = whole("version", version, 0, MAX_VERSION)
-        kinds: dict[str, Kind] = {}
+        kinds: dict[str, TensorKind] = {}
         digests: dict[str, list[bytes]] = {}
         begin = 0
         with self._created() as fd:
@@ -242,7 +242,7 @@ class FolderBase(Base):
                 with suppress(OSError):
                     path.unlink()
 
-    def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
+    def allocate(self, kinds: Mapping[str, TensorKind]) -> Weights:
         """Create a file for weights of these kinds, and map it to memory."""
         nbytes = memory_nbytes(kinds.values())
         with self._created() as fd:

@@ -9,7 +9,7 @@ from codec._c.library import DTYPES
 from codec.errors import StateError
 from codec.files.replacing import replaced
 from codec.weight_sync.identity import MAX_VERSION
-from codec.weight_sync.update import MAX_RANK, Kind
+from codec.weight_sync.update import MAX_RANK, TensorKind
 from codec.weight_sync.weights import Weights
 
 _FORMAT = 2
@@ -20,11 +20,13 @@ class FolderState(NamedTuple):
 
     run: bytes | None
     version: int
-    tensors: list[tuple[str, Kind, list[bytes]]]  # name, kind and digests of the pieces, in the order of the values
+    tensors: list[
+        tuple[str, TensorKind, list[bytes]]
+    ]  # name, kind and digests of the pieces, in the order of the values
     file: str
 
     @property
-    def kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, TensorKind]:
         """Dtype and shape of all tensors by name."""
         return {name: kind for name, kind, _ in self.tensors}
 
@@ -69,11 +71,11 @@ def _parsed(state: Any) -> FolderState:
     run = None if state["run"] is None else bytes.fromhex(state["run"])
     if type(version) is not int or not 0 <= version <= MAX_VERSION or not str(file).startswith("values-"):
         raise ValueError("it has no version or file")
-    tensors: list[tuple[str, Kind, list[bytes]]] = []
+    tensors: list[tuple[str, TensorKind, list[bytes]]] = []
     for name, dtype, shape, found in state["tensors"]:
         if dtype not in DTYPES or len(shape) > MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{name!r} has no dtype or shape")
-        kind, digests = Kind(dtype, tuple(shape)), [bytes.fromhex(d) for d in found]
+        kind, digests = TensorKind(dtype, tuple(shape)), [bytes.fromhex(d) for d in found]
         if len(digests) != len(kind.spans):
             raise ValueError(f"{name!r} lacks digests")
         tensors.append((name, kind, digests))

@@ -11,7 +11,7 @@ from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import Identity
 from codec.weight_sync.served import Served
 from codec.weight_sync.serving import Serving, Write
-from codec.weight_sync.update import Kind, Update
+from codec.weight_sync.update import TensorKind, Update
 from codec.weight_sync.weights import Given
 
 Load = Callable[[Iterator[tuple[str, Any]]], object]
@@ -52,7 +52,7 @@ class WeightReceiver(Closing):
         Version of the weights; None before the first weights.
     digest : bytes
         Digest of the weights, 16 bytes.
-    kinds : dict of str to Kind
+    kinds : dict of str to TensorKind
         ``dtype`` and ``shape`` of all tensors.
     unloaded : frozenset of str
         Names of the tensors that the serving program may lack.
@@ -128,7 +128,7 @@ class WeightReceiver(Closing):
         return self._base.weights.digest()
 
     @property
-    def kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, TensorKind]:
         """Dtype and shape of all tensors."""
         return self._base.weights.kinds
 
@@ -317,7 +317,7 @@ class WeightReceiver(Closing):
             chosen = list(kinds) if names is None else _known(names, kinds)
             self._serving.reload(chosen, self._writer(load, into, {name: kinds[name] for name in chosen}, like))
 
-    def _writer(self, load: Load | None, into: Any, kinds: dict[str, Kind], like: Any) -> Write:
+    def _writer(self, load: Load | None, into: Any, kinds: dict[str, TensorKind], like: Any) -> Write:
         """Return the function that passes tensors of these kinds to the program."""
         if (load is None) == (into is None):
             raise ArgumentError(f"pass either load= or into=, got {'neither' if load is None else 'both'}")

@@ -11,12 +11,12 @@ from codec._c.library import ITEMSIZE
 from codec.errors import ArgumentError
 from codec.tensors.view import is_torch, mark_written, view_output
 from codec.weight_sync.base import Base
-from codec.weight_sync.update import PIECE_NBYTES, Bytes, Kind, Update
+from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update
 from codec.weight_sync.weights import items
 
 
 class _Target(NamedTuple):
-    kind: Kind
+    kind: TensorKind
     tensor: Any
     memory: Bytes | None  # bytes of the tensor in host memory; None: the tensor is on a device
 
@@ -28,7 +28,7 @@ class Served:
     ----------
     given : mapping or torch.nn.Module
         Contiguous writable tensors in host memory, or torch tensors on any device. Other names are ignored.
-    kinds : mapping of str to Kind
+    kinds : mapping of str to TensorKind
         Names of the tensors, with their dtypes and shapes.
 
     Raises
@@ -37,7 +37,7 @@ class Served:
         A tensor is missing, has another dtype or shape, or is not writable.
     """
 
-    def __init__(self, given: Any, kinds: Mapping[str, Kind]) -> None:
+    def __init__(self, given: Any, kinds: Mapping[str, TensorKind]) -> None:
         tensors = dict(items(given))
         self._targets: dict[str, _Target] = {}
         for name, kind in kinds.items():
@@ -83,10 +83,10 @@ class Served:
             yield name
 
 
-def _target(name: str, tensor: Any, kind: Kind) -> _Target:
+def _target(name: str, tensor: Any, kind: TensorKind) -> _Target:
     v = view_output(tensor, name=f"tensor {name!r} of into=")
     if (v.dtype, v.shape) != kind:
-        raise ArgumentError(f"{name!r} of into= must be {kind}, as in the update, got {Kind(v.dtype, v.shape)}")
+        raise ArgumentError(f"{name!r} of into= must be {kind}, as in the update, got {TensorKind(v.dtype, v.shape)}")
     if v.device == "cpu":
         return _Target(kind, tensor, v.array())
     if not is_torch(tensor) or v.device == "meta":

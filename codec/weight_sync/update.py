@@ -35,7 +35,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Span = tuple[int, int]  # begin and end in bytes
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """Dtype and shape of a tensor."""
 
     dtype: str
@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 class Entry(NamedTuple):
     """Entry of a tensor in the index of an update."""
 
-    kind: Kind
+    kind: TensorKind
     # Byte range of each piece's frame in the update. An empty range: the piece is unchanged.
     frames: tuple[Span, ...]
 
@@ -92,7 +92,7 @@ class Update:
         Version of the weights after the update.
     base : int or None
         Version to which the update must be applied. None: the update is a snapshot, which needs no base.
-    tensors : dict of str to Kind
+    tensors : dict of str to TensorKind
         ``dtype`` and ``shape`` of all tensors, including unchanged ones.
     changed : tuple of str
         Names of the tensors that the update changes; all names for a snapshot.
@@ -177,7 +177,7 @@ class Update:
         return self.head.digest
 
     @property
-    def tensors(self) -> dict[str, Kind]:
+    def tensors(self) -> dict[str, TensorKind]:
         """Dtype and shape of all tensors by name."""
         return {name: entry.kind for name, entry in self.entries.items()}
 
@@ -225,7 +225,7 @@ def regular(path: str | PathLike[str]) -> tuple[int, int]:
     raise OSError(EINVAL, "it is not a regular file")
 
 
-def head_and_index(head: Head, tensors: Sequence[tuple[str, Kind, Sequence[int]]]) -> bytes:
+def head_and_index(head: Head, tensors: Sequence[tuple[str, TensorKind, Sequence[int]]]) -> bytes:
     """Return the header and the index of an update.
 
     Parameters
@@ -247,7 +247,7 @@ def head_and_index(head: Head, tensors: Sequence[tuple[str, Kind, Sequence[int]]
     return fixed + _check(fixed, index) + index
 
 
-def index_nbytes(tensors: Mapping[str, Kind]) -> int:
+def index_nbytes(tensors: Mapping[str, TensorKind]) -> int:
     """Return the size in bytes of the header and the index of an update of these tensors."""
     fixed = _NAME.size + _KIND.size
     return HEAD_NBYTES + sum(
@@ -266,12 +266,12 @@ def check_name(name: Any) -> str:
     raise ArgumentError(f"a tensor's name must be a str of 1 to 65535 bytes of UTF-8, got {name!r:.120}")
 
 
-def weights_digest(tensors: Mapping[str, tuple[Kind, Sequence[bytes]]]) -> bytes:
+def weights_digest(tensors: Mapping[str, tuple[TensorKind, Sequence[bytes]]]) -> bytes:
     """Return the digest of weights, 16 bytes.
 
     Parameters
     ----------
-    tensors : mapping of str to (Kind, sequence of bytes)
+    tensors : mapping of str to (TensorKind, sequence of bytes)
         Kind of each tensor, and the digest of each of its pieces. The order of the tensors does not matter.
     """
     h = hashlib.blake2b(digest_size=16)
@@ -351,7 +351,7 @@ def _entries(index: bytes, count: int, at: int) -> dict[str, Entry]:
             raise ValueError(
                 f"tensor {name!r:.120} has an invalid name, dtype or number of dimensions, or occurs twice"
             )
-        kind = Kind(DTYPE_NAMES[dtype], tuple(take(_SIZE)[0] for _ in range(rank)))
+        kind = TensorKind(DTYPE_NAMES[dtype], tuple(take(_SIZE)[0] for _ in range(rank)))
         pieces = -(-kind.nbytes // PIECE_NBYTES)
         if pieces * _LENGTH.size > len(index) - p:
             raise ValueError("the index ends inside an entry")

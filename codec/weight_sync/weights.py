@@ -11,7 +11,7 @@ from codec.errors import ArgumentError, CodecError
 from codec.tensors.view import TensorView, empty, fetch, view
 from codec.tensors.wrapper import View
 from codec.weight_sync.coding import digest_of
-from codec.weight_sync.update import PIECE_NBYTES, Bytes, Kind, check_name, weights_digest
+from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, check_name, weights_digest
 
 _ALIGNMENT = 64
 _ACCEPTED = "weights must be a mapping from names to tensors, or an iterable of such pairs"
@@ -36,7 +36,7 @@ Given = Mapping[str, Any] | Iterable[tuple[str, Any]] | Module
 class Slot:
     """Memory of a tensor, with the digest of each piece."""
 
-    kind: Kind
+    kind: TensorKind
     memory: Bytes
     digests: list[bytes] = field(default_factory=list[bytes])
 
@@ -58,7 +58,7 @@ class Weights(dict[str, Slot]):
     """Tensors of one version by name."""
 
     @property
-    def kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, TensorKind]:
         """Dtype and shape of all tensors."""
         return {name: slot.kind for name, slot in self.items()}
 
@@ -87,7 +87,7 @@ def copied(given: Given) -> Weights:
     return weights
 
 
-def allocated(kinds: Mapping[str, Kind], memory: Bytes | None = None) -> Weights:
+def allocated(kinds: Mapping[str, TensorKind], memory: Bytes | None = None) -> Weights:
     """Return weights whose digests are not set. Tensors are views of `memory`, one after the other.
 
     If `memory` is None, each tensor gets new memory.
@@ -100,12 +100,12 @@ def allocated(kinds: Mapping[str, Kind], memory: Bytes | None = None) -> Weights
     return weights
 
 
-def memory_nbytes(kinds: Iterable[Kind]) -> int:
+def memory_nbytes(kinds: Iterable[TensorKind]) -> int:
     """Return the number of bytes that :func:`allocated` needs for these tensors in one block of memory."""
     return sum(map(_aligned, kinds))
 
 
-def _aligned(kind: Kind) -> int:
+def _aligned(kind: TensorKind) -> int:
     return -(-kind.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -183,11 +183,11 @@ def view_of(name: str, x: Any) -> TensorView:
         raise error from None
 
 
-def kind_of(name: str, v: TensorView) -> Kind:
+def kind_of(name: str, v: TensorView) -> TensorKind:
     """Return dtype and shape of a tensor; raise ArgumentError if it is on the device "meta", where it has no values."""
     if v.device == "meta":
         raise ArgumentError(f"{name!r} is on meta, where tensors have no values")
-    return Kind(v.dtype, v.shape)
+    return TensorKind(v.dtype, v.shape)
 
 
 def pieces_of(v: TensorView) -> Iterator[Bytes]:
@@ -195,15 +195,15 @@ def pieces_of(v: TensorView) -> Iterator[Bytes]:
     size = ITEMSIZE[v.dtype]
     if v.device == "cpu":
         whole = v.array()
-        for begin, end in Kind(v.dtype, v.shape).spans:
+        for begin, end in TensorKind(v.dtype, v.shape).spans:
             yield whole[begin:end]
         return
     flat: Any = cast(Any, v.owner).reshape(-1)
-    for begin, end in Kind(v.dtype, v.shape).spans:
+    for begin, end in TensorKind(v.dtype, v.shape).spans:
         yield fetch("a tensor", view(flat[begin // size : end // size])).array()
 
 
-def new_tensor(kind: Kind, like: Any) -> tuple[Any, Bytes]:
+def new_tensor(kind: TensorKind, like: Any) -> tuple[Any, Bytes]:
     """Allocate a tensor of the library of `like`, such as torch; return the tensor and a view of its bytes."""
     tensor, v = empty(kind.dtype, kind.shape, like)
     return tensor, v.array()

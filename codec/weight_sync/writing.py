@@ -15,7 +15,7 @@ from codec.errors import ArgumentError
 from codec.files.replacing import replaced
 from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
 from codec.weight_sync.identity import NO_DIGEST, Head
-from codec.weight_sync.update import Bytes, Kind, Update, check_name, head_and_index, index_nbytes, weights_digest
+from codec.weight_sync.update import Bytes, TensorKind, Update, check_name, head_and_index, index_nbytes, weights_digest
 from codec.weight_sync.weights import Given, Weights, is_streamed, items, kind_of, pieces_of, view_of
 
 BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
@@ -39,7 +39,7 @@ class Encoder:
 
     Parameters
     ----------
-    kinds : mapping of str to Kind, or None
+    kinds : mapping of str to TensorKind, or None
         Dtype and shape of all tensors. None, for snapshots only: those of the tensors that are added.
     base : Weights or None
         Weights before the update. None: write a snapshot.
@@ -49,9 +49,11 @@ class Encoder:
         Engine and number of threads.
     """
 
-    def __init__(self, kinds: Mapping[str, Kind] | None, base: Weights | None, file: BinaryIO, options: Any) -> None:
+    def __init__(
+        self, kinds: Mapping[str, TensorKind] | None, base: Weights | None, file: BinaryIO, options: Any
+    ) -> None:
         self._given, self._base, self._file, self._options = kinds, base, file, options
-        self._kinds = dict[str, Kind]() if kinds is None else dict(kinds)
+        self._kinds = dict[str, TensorKind]() if kinds is None else dict(kinds)
         self._waiting: list[Piece] = []
         self._nbytes = 0  # bytes of waiting pieces
         self._sizes: dict[str, list[int]] = {}
@@ -70,7 +72,7 @@ class Encoder:
         if (known := self._kinds.get(name)) is None or kind_of(name, v) != known:
             was = "no such tensor" if known is None else str(known)
             raise ArgumentError(
-                f"tensor {name!r} is {Kind(v.dtype, v.shape)}, but the base has {was}: write a snapshot, "
+                f"tensor {name!r} is {TensorKind(v.dtype, v.shape)}, but the base has {was}: write a snapshot, "
                 "diff(..., full=True), to change names, dtypes or shapes"
             )
         old = None if self._base is None else self._base[name]

@@ -10,10 +10,10 @@ import torch
 
 import codec
 from codec.advisor import advise, sampling
-from codec.advisor.cost_model import Link
+from codec.advisor.cost_model import LinkModel
 from support.captured import bucket, gradients
 
-NEVER = Link(math.inf)
+NEVER = LinkModel(math.inf)
 
 
 @pytest.mark.parametrize("name", ["cnn_float32", "transformer_autocast", "transformer_bfloat16"])

@@ -15,15 +15,15 @@ import torch
 import codec
 from codec.__main__ import main
 from codec.advisor.advise import Advice
-from codec.advisor.cost_model import Cost, Link, link_of
+from codec.advisor.cost_model import Cost, LinkModel, link_of
 from support.captured import DATA, gradients
 
-NEVER = Link(math.inf)
+NEVER = LinkModel(math.inf)
 
 
 def test_advice_prints_a_table_and_json(clock):
     """Advice is immutable, and prints as a table and as JSON, in which a spec is its constructor call."""
-    advice = codec.advise(gradients("cnn_float32"), Link(1e8, 1e-3), lossy=True, feedback=True)
+    advice = codec.advise(gradients("cnn_float32"), LinkModel(1e8, 1e-3), lossy=True, feedback=True)
     assert isinstance(advice, Advice)
     with pytest.raises(dataclasses.FrozenInstanceError):
         advice.spec = None
@@ -121,7 +121,9 @@ def test_json_has_null_for_infinity():
     """The JSON of an advice names the algorithm, and represents infinite numbers as null."""
     for rate in (1e-323, 1e9, float("inf")):
         for algorithm in ("ring", "two_shot"):
-            advice = codec.advise(np.ones(1000, np.float32), Link(rate), options=codec.options(algorithm=algorithm))
+            advice = codec.advise(
+                np.ones(1000, np.float32), LinkModel(rate), options=codec.options(algorithm=algorithm)
+            )
             parsed = json.loads(advice.to_json(), parse_constant=pytest.fail)
             assert parsed == advice.to_dict()
             assert parsed["algorithm"] == advice.algorithm == algorithm
@@ -142,7 +144,7 @@ def test_printed_ddp_hook_call_is_valid_python(feedback):
         call = advice.hook.removeprefix("hook = ").removesuffix(".register(model)")
         hook = eval(call, {"codec": codec, "optimizer": optimizer})
         assert hook.spec == spec
-    assert codec.advise([p.grad], Link(float("inf"))).hook is None
+    assert codec.advise([p.grad], LinkModel(float("inf"))).hook is None
 
 
 def test_members_that_are_no_arrays_are_left_out(tmp_path, capsys):

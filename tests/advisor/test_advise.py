@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
-from codec.advisor.cost_model import Cost, Link, compute_seconds, link_of, predict_seconds, wire_nbytes
+from codec.advisor.cost_model import Cost, LinkModel, compute_seconds, link_of, predict_seconds, wire_nbytes
 from support.captured import gradients
 
-NEVER = Link(math.inf)
+NEVER = LinkModel(math.inf)
 
 
 # Tests of predicted times
@@ -31,10 +31,12 @@ def test_predictions_follow_the_documented_formulas():
         assert wire_nbytes(cost, 4, algorithm) == nbytes
         assert compute_seconds(cost, 4, algorithm) == compute
         how = {"algorithm": algorithm}
-        assert predict_seconds(cost, Link(8, 0), 4, **how) == nbytes + compute
-        assert predict_seconds(cost, Link(8, 0), 4, chunks=5, **how) == nbytes + compute / 5
-        assert predict_seconds(cost, Link(80, 0), 4, chunks=10**9, **how) == pytest.approx(max(nbytes / 10, compute))
-        assert predict_seconds(cost, Link(8, 10), 4, **how) == nbytes + compute + 10 * round_trips
+        assert predict_seconds(cost, LinkModel(8, 0), 4, **how) == nbytes + compute
+        assert predict_seconds(cost, LinkModel(8, 0), 4, chunks=5, **how) == nbytes + compute / 5
+        assert predict_seconds(cost, LinkModel(80, 0), 4, chunks=10**9, **how) == pytest.approx(
+            max(nbytes / 10, compute)
+        )
+        assert predict_seconds(cost, LinkModel(8, 10), 4, **how) == nbytes + compute + 10 * round_trips
 
 
 def test_predictions_of_uncompressed_all_reduces():
@@ -43,7 +45,7 @@ def test_predictions_of_uncompressed_all_reduces():
         for algorithm in ("two_shot", "ring"):
             assert wire_nbytes(Cost(840, 840), n, algorithm) == pytest.approx(2 * (n - 1) / n * 840)
     for algorithm in ("two_shot", "ring", "all_gather"):
-        assert predict_seconds(Cost(840, 840), Link(1, 5), 1, algorithm=algorithm) == 0
+        assert predict_seconds(Cost(840, 840), LinkModel(1, 5), 1, algorithm=algorithm) == 0
 
 
 some = st.floats(0, 1e9)
@@ -56,7 +58,7 @@ def test_predictions_are_monotone(cost, rate, times, n, chunks):
     for algorithm in ("two_shot", "ring", "all_gather"):
 
         def seconds(rate, chunks, algorithm=algorithm):
-            return predict_seconds(cost, Link(rate), n, algorithm=algorithm, chunks=chunks)
+            return predict_seconds(cost, LinkModel(rate), n, algorithm=algorithm, chunks=chunks)
 
         here = seconds(rate, chunks)
         assert seconds(rate * times, chunks) <= here
@@ -65,7 +67,7 @@ def test_predictions_are_monotone(cost, rate, times, n, chunks):
 
 
 def test_predictions_reject_wrong_arguments():
-    cost, link = Cost(1, 1), Link(1)
+    cost, link = Cost(1, 1), LinkModel(1)
     for n, how in ((0, {}), (2.0, {}), (4, {"chunks": 0}), (4, {"algorithm": "tree"}), (4, {"algorithm": None})):
         with pytest.raises(codec.ArgumentError, match=r"world_size|chunks|algorithm"):
             predict_seconds(cost, link, n, **how)
@@ -74,11 +76,11 @@ def test_predictions_reject_wrong_arguments():
 def test_links_take_names_numbers_and_latencies():
     """Link names are units of `tc`; a Link prints its name."""
     for text, rate in {"100mbit": 1e8, "1gbit": 1e9, "2.5 Gbit/s": 2.5e9, " .5tbit": 5e11, "64KBIT": 64e3}.items():
-        assert link_of(text) == Link(rate)
+        assert link_of(text) == LinkModel(rate)
     for number in (1e8, 10**8, np.int64(10**8), np.float32(1e8)):
-        assert link_of(number) == Link(1e8)
-    assert link_of(own := Link(5, rtt=1)) is own
-    assert [str(Link(rate)) for rate in (5, 64e3, 1e8, 2.5e9, 4e12, math.inf)] == [
+        assert link_of(number) == LinkModel(1e8)
+    assert link_of(own := LinkModel(5, rtt=1)) is own
+    assert [str(LinkModel(rate)) for rate in (5, 64e3, 1e8, 2.5e9, 4e12, math.inf)] == [
         f"{rate}bit/s, round trip 0.2 ms" for rate in ("5 ", "64 k", "100 M", "2.5 G", "4 T", "inf T")
     ]
     for bad in ("fast", "", "100mb", "100mbps", "-1gbit", "\u0661gbit", None, True, [1], 1j):
@@ -89,7 +91,7 @@ def test_links_take_names_numbers_and_latencies():
             link_of(bad)
     for bad in (-1, math.inf, math.nan, "0", None, True):
         with pytest.raises(codec.ArgumentError, match="rtt must be seconds, 0 or more"):
-            Link(1, bad)
+            LinkModel(1, bad)
 
 
 # Tests of the choice between codecs
@@ -174,12 +176,12 @@ def test_algorithms_use_their_own_formulas(clock):
     for algorithm in ("two_shot", "ring", "all_gather"):
         advice = codec.advise(x, "1gbit", options=codec.options(algorithm=algorithm), world_size=5)
         raw, row = advice.table
-        link = Link(1e9)
+        link = LinkModel(1e9)
         assert row.seconds == predict_seconds(row.cost, link, 5, algorithm=algorithm)
         assert row.nbytes == round(wire_nbytes(row.cost, 5, algorithm))
-        assert raw.seconds == predict_seconds(Cost(4 * 145_994, 4 * 145_994), Link(1e9, 0), 5) + link.rtt
+        assert raw.seconds == predict_seconds(Cost(4 * 145_994, 4 * 145_994), LinkModel(1e9, 0), 5) + link.rtt
     raw, row = codec.advise(np.ones(5 << 20, np.float32), "1gbit").table
-    assert row.seconds == predict_seconds(row.cost, Link(1e9), 4, chunks=5)
+    assert row.seconds == predict_seconds(row.cost, LinkModel(1e9), 4, chunks=5)
 
 
 def test_round_trips_are_added_to_the_predictions(clock):
@@ -193,7 +195,7 @@ def test_round_trips_are_added_to_the_predictions(clock):
         assert row.seconds == pytest.approx(predict_seconds(row.cost, advice.link, 4))
         assert "round trips" in str(advice)
         assert json.loads(advice.to_json())["table"][1]["latency_seconds"] == pytest.approx(2 * seconds)
-    assert codec.advise(x, Link(1e9, rtt=1), rtt="1ms").link.rtt == 1e-3
+    assert codec.advise(x, LinkModel(1e9, rtt=1), rtt="1ms").link.rtt == 1e-3
     two = codec.advise(x, "1gbit", rtt=1, world_size=2)
     assert two.algorithm == "all_gather"
     assert [row.latency_seconds for row in two.table] == [1, 1]

@@ -8,7 +8,7 @@ import torch
 
 import codec
 from codec import optimizers
-from codec.advisor.cost_model import Cost, Link, predict_seconds
+from codec.advisor.cost_model import Cost, LinkModel, predict_seconds
 
 X = np.linspace(-1, 1, 600, dtype=np.float32)
 FRAME = bytes(codec.encode(X))
@@ -83,7 +83,7 @@ CALLS = {
     "options": (codec.options, {}),
     "preset": (codec.preset, {"name": "near"}),
     "view": (encode_view, {"tensor": X}),
-    "predict_seconds": (predict_seconds, {"cost": Cost(1, 1), "link": Link(1e9), "world_size": 4}),
+    "predict_seconds": (predict_seconds, {"cost": Cost(1, 1), "link": LinkModel(1e9), "world_size": 4}),
     "encode_async": (codec.encode_async, {"x": X, "out": np.empty(9000, np.uint8)}),
     "encode_many": (codec.encode_many, {"tensors": [X]}),
     "encode_many_of_dict": (codec.encode_many, {"tensors": {"a": X}}),
@@ -98,7 +98,7 @@ CALLS = {
     "from_bytes": (codec.Codebook.from_bytes, {"data": BOOK.to_bytes()}),
     "from_counts": (codec.Codebook.from_counts, {"counts": np.ones(256, int)}),
     "advise": (codec.advise, {"tensor_or_model": X, "link": "1gbit"}),
-    "link": (Link, {"bits_per_second": 1e9}),
+    "link": (LinkModel, {"bits_per_second": 1e9}),
     "warmup": (codec.warmup, {"specs": codec.Sign(), "dtypes": "float32", "options": codec.options(engine="native")}),
     "refresher": (codec.CodebookRefresher, {}),
     "feedback": (codec.ErrorFeedback, {"spec": codec.Sign()}),

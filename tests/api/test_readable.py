@@ -9,15 +9,15 @@ import codec
 import codec.torch
 from codec import readable
 from codec.stateful.activation.change import ActivationStats
-from codec.torch.ddp.stats import ParameterStats, Stats
-from codec.torch.fsdp.stats import CommStats
+from codec.torch.ddp.stats import HookStats, ParameterStats
+from codec.torch.fsdp.stats import FsdpStats
 from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.server import ServerStats
 from codec.torch.pipelining.stats import PipelineStats
 from codec.torch.transport.counters import Counters
 
 ACTIVATIONS = ActivationStats(6, 4096, 8, 40, 48, 98_304, 2, 0, (0.43210987, 0.28123456))
-STATS = Stats(
+STATS = HookStats(
     18,
     2,
     1_500_000,
@@ -47,7 +47,7 @@ STATS = Stats(
             "20 steps: 0.34 of 1.5 MB sent (23%), 25 ms a step on the wire, "
             "residual 0.123 times the gradient, 1 failed",
         ),
-        (Stats(), "0 steps: 0 bytes sent"),
+        (HookStats(), "0 steps: 0 bytes sent"),
         (
             ParameterStats(codec.Sign(), 1, 2.0, 0.0),
             "1 value by Sign(scale='l1', group_size=None)",
@@ -58,7 +58,7 @@ STATS = Stats(
             "decoding 250 ms",
         ),
         (
-            CommStats(4, 0, 4_000_000, 300_000, 0, 0, 0.1, 0, 0.0, 4.0, {}, 2_000_000, 0.0),
+            FsdpStats(4, 0, 4_000_000, 300_000, 0, 0, 0.1, 0, 0.0, 4.0, {}, 2_000_000, 0.0),
             "4 collectives: 0.3 of 2 MB sent (15%), 25 ms each on the wire",
         ),
         (
@@ -85,7 +85,7 @@ def test_statistics_print_as_one_line(stats, line):
 
 def test_repr_has_all_fields_with_rounded_floats():
     text = repr(STATS)
-    assert text.startswith("Stats(frame_collectives=18, raw_collectives=2, raw_nbytes=1500000, sent_nbytes=340000,")
+    assert text.startswith("HookStats(frame_collectives=18, raw_collectives=2, raw_nbytes=1500000, sent_nbytes=340000,")
     assert "encode_s=0.491, wire_s=0.5, decode_s=0.25" in text
     assert repr(ACTIVATIONS).endswith("damaged=0, change=(0.4321, 0.2812))")
     one = ParameterStats(codec.Sign(), 5, 1 / 3, 2 / 3)

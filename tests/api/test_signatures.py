@@ -14,8 +14,8 @@ from codec.advisor.advise import Advice
 from codec.inspection import Info
 from codec.stateful.activation.change import ActivationStats
 from codec.stateful.activation.store_info import StoreInfo
-from codec.torch.ddp.stats import Stats
-from codec.torch.fsdp.stats import CommStats
+from codec.torch.ddp.stats import HookStats
+from codec.torch.fsdp.stats import FsdpStats
 from codec.torch.local_steps.stats import LocalStats
 from codec.torch.pipelining.stats import PipelineStats
 from codec.torch.transport.counters import Counters
@@ -29,10 +29,10 @@ RESULTS = (
     Info,
     codec.Status,
     StoreInfo,
-    CommStats,
+    FsdpStats,
     Counters,
     LocalStats,
-    Stats,
+    HookStats,
     PipelineStats,
 )
 

@@ -11,7 +11,7 @@ import torch
 import codec
 from codec.engines import DeviceEngine, Engine, cuda, native, numba
 from codec.tensors.view import Array
-from codec.torch.ddp.stats import Stats
+from codec.torch.ddp.stats import HookStats
 from codec.weight_sync import Publisher
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -82,7 +82,7 @@ def check_names(tensor: torch.Tensor, frames: list[bytes]) -> None:
     codec.torch.all_reduce(tensor, op="average")  # pyright: ignore[reportArgumentType]
     codec.torch.ddp_hook("tiny")  # pyright: ignore[reportArgumentType]
     codec.torch.ddp_hook("small").set_spec("large")  # pyright: ignore[reportArgumentType]
-    codec.torch.Options("small", algorithm="two_shots")  # pyright: ignore[reportArgumentType]
+    codec.torch.BackendOptions("small", algorithm="two_shots")  # pyright: ignore[reportArgumentType]
     codec.torch.no_such_name()  # pyright: ignore[reportAttributeAccessIssue]
     codec.no_such_name()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -90,7 +90,7 @@ def check_names(tensor: torch.Tensor, frames: list[bytes]) -> None:
 def check_hooks(model: torch.nn.parallel.DistributedDataParallel) -> None:
     hook = codec.torch.ddp_hook("small").register(model)
     assert_type(hook, codec.torch.Hook)
-    assert_type(hook.stats(), Stats)
+    assert_type(hook.stats(), HookStats)
     assert_type(hook.stats().ratio, float)
 
 

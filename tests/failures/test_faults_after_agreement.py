@@ -58,7 +58,7 @@ class Listed(Reduced):
     files = (*PROGRAM, *WORKER, "collectives/rows.py", "collectives/lists.py", "collectives/bytes.py")
 
     def call(self):
-        (found, _) = codec.torch.exchange([bytes([self.calls])] * 2, options=codec.options(timeout=5))
+        (found, _) = codec.torch.all_to_all_bytes([bytes([self.calls])] * 2, options=codec.options(timeout=5))
         rows = torch.randn(40, 20, generator=torch.Generator().manual_seed(10 * self.calls + self.rank))
         received = codec.torch.all_to_all_rows(rows, [20, 20], [20, 20], SPEC, options=codec.options(timeout=5))
         self.total[:800] += received.flatten()
@@ -109,7 +109,7 @@ class Sharded(Hooked):
     def __init__(self, rank, size):
         self.rank, self.calls = rank, 0
         self.model = fully_shard(small_model())
-        self.comm = codec.torch.ReduceScatter(SPEC, feedback=True, options=codec.options(timeout=5))
+        self.comm = codec.torch.FsdpReduceScatter(SPEC, feedback=True, options=codec.options(timeout=5))
         self.comm.register(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 

@@ -31,7 +31,7 @@ def codec_group(timeout=20.0, small=1 << 14):
     exec(blocks("torchft")[0], namespace)
     group = namespace["CodecGroup"](timedelta(seconds=timeout))
     group._create_pg = lambda store, rank, size: codec.torch.ProcessGroup(
-        store, rank, size, group._timeout, codec.torch.Options(small=small)
+        store, rank, size, group._timeout, codec.torch.BackendOptions(small=small)
     )
     return group
 

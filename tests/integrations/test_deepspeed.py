@@ -79,7 +79,7 @@ def test_defaults_are_those_of_deepspeed_without_a_warning():
     assert found.arguments["freeze_step"] == 100_000
     assert (found.register, found.grad_scaler) == ({}, None)
     found, _ = read({"optimizer": {"type": "ZeroOneAdam"}, "fp16": {"enabled": False, "loss_scale": 128}})
-    assert found.arguments["freeze_step"] == codec.torch.ZeroOneSchedule(100_000, 16, 32_678, 16)
+    assert found.arguments["freeze_step"] == codec.torch.VarianceSchedule(100_000, 16, 32_678, 16)
 
 
 def deepspeed_steps(theta, gradients, lr, betas, eps, weight_decay, freeze_step):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from codec.advisor.advise import named
-from codec.advisor.cost_model import Link
+from codec.advisor.cost_model import LinkModel
 from codec.specs import Quantize, Spec
 from codec.torch.auto.meter import MICRO, PICO, Meter
 from codec.torch.auto.selector import Selector
@@ -69,7 +69,7 @@ class EdgeChoice:
     ----------
     levels : sequence of (Spec, Spec)
         Specs of activations and gradients, least lossy first.
-    link : Link or None
+    link : LinkModel or None
         Link that the user has stated; None: measure the link.
 
     Attributes
@@ -78,7 +78,7 @@ class EdgeChoice:
         Number of successful steps, by the names of the level's specs.
     """
 
-    def __init__(self, levels: Sequence[Pair], link: Link | None) -> None:
+    def __init__(self, levels: Sequence[Pair], link: LinkModel | None) -> None:
         self._levels, self._stated = tuple(dict.fromkeys(levels)), link
         self._selector = Selector(0)
         self._at: dict[Direction, int] = {}  # level of each direction; a level above the selector's has no effect

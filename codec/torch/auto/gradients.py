@@ -6,7 +6,7 @@ from typing import Any
 
 from codec import CallOptions
 from codec.advisor.advise import CHUNK_NBYTES, MAX_CHUNKS, named
-from codec.advisor.cost_model import Algorithm, Cost, Link, predict_seconds
+from codec.advisor.cost_model import Algorithm, Cost, LinkModel, predict_seconds
 from codec.specs import Lossless, Spec
 from codec.torch.auto.measurements import Measurements
 from codec.torch.auto.meter import STEP, StepMeter
@@ -35,7 +35,7 @@ class GradientChoice(Tuner):
     ----------
     quality : Quality
         Specs that may be chosen, and limit of the relative error.
-    link : Link or None
+    link : LinkModel or None
         Link that the user has stated; None: measure the link.
     raw : bool
         True: gradients may be sent uncompressed.
@@ -54,7 +54,7 @@ class GradientChoice(Tuner):
         Receives samples of gradients in the steps in which :attr:`is_due` is True.
     """
 
-    def __init__(self, quality: Quality, link: Link | None, *, raw: bool, options: CallOptions) -> None:
+    def __init__(self, quality: Quality, link: LinkModel | None, *, raw: bool, options: CallOptions) -> None:
         self.quality = quality
         self.version, self.paused = 0, False
         self.steps: dict[str, int] = {}
@@ -79,7 +79,7 @@ class GradientChoice(Tuner):
         return f"quality={self.quality.name} ({specs}), link={self._meter.stated}"
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> LinkModel | None:
         """Slowest link of any rank as last measured, or the link that the user stated."""
         return self._meter.link
 
@@ -153,7 +153,7 @@ class GradientChoice(Tuner):
             if self._rank == 0:
                 self._log(switch, measured=not first)
 
-    def _predicted(self, link: Link) -> list[float]:
+    def _predicted(self, link: LinkModel) -> list[float]:
         """Return the predicted seconds of a step at each level."""
         size, nbytes = self._world_size, self.measurements.nbytes
         frames: Algorithm = "all_gather" if size == 2 else "two_shot"

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from codec.advisor.cost_model import Link
+from codec.advisor.cost_model import LinkModel
 from codec.torch.network.info import ConnectionInfo
 
 PICO, MICRO = 1e12, 1e6
@@ -79,16 +79,16 @@ class StepMeter:
 
     Parameters
     ----------
-    stated : Link or None
+    stated : LinkModel or None
         Link that the user has stated; None: measure the link.
 
     Attributes
     ----------
-    link : Link or None
+    link : LinkModel or None
         Slowest link of any rank as last measured, or the link that the user stated.
     """
 
-    def __init__(self, stated: Link | None) -> None:
+    def __init__(self, stated: LinkModel | None) -> None:
         self.stated = stated
         self.reset()
 
@@ -121,7 +121,7 @@ class StepMeter:
         """Update the link from the maxima of all ranks' reports; return the seconds of the step, 0 if unknown."""
         microseconds, picoseconds, rtt = largest
         if self.stated is None and picoseconds >= 0:
-            self.link = Link(8 * PICO / picoseconds if picoseconds else math.inf, 1e-6 * rtt)
+            self.link = LinkModel(8 * PICO / picoseconds if picoseconds else math.inf, 1e-6 * rtt)
         return microseconds / MICRO
 
 

@@ -17,7 +17,7 @@ _CHUNK_NBYTES = 1 << 22  # bytes of a message; memory for received bytes is allo
 _SIGNATURE = hash64("exchange")
 
 
-def exchange(frames: Sequence[Any], *, group: Any = None, options: CallOptions | None = None) -> list[bytes]:
+def all_to_all_bytes(frames: Sequence[Any], *, group: Any = None, options: CallOptions | None = None) -> list[bytes]:
     """Send a frame, or any bytes, to each rank, and receive bytes from each rank (all-to-all of bytes).
 
     Parameters
@@ -45,7 +45,7 @@ def exchange(frames: Sequence[Any], *, group: Any = None, options: CallOptions |
 
     Examples
     --------
-    >>> codec.torch.exchange([b"bytes for rank 0"])  # with one rank
+    >>> codec.torch.all_to_all_bytes([b"bytes for rank 0"])  # with one rank
     [b'bytes for rank 0']
     """
     settings = settings_of(options)

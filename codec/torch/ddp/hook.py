@@ -16,12 +16,12 @@ from codec import ArgumentError, SpecError, StateError
 from codec.arguments import shown
 from codec.specs import BoundSpec, Preset, Spec, check_contraction, require_feedback
 from codec.stateful import CodebookRefresher
-from codec.torch.collectives.bytes import exchange
+from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.ddp import checkpoint, lifetime
 from codec.torch.ddp.buckets import Bucket, Optimizers, n_values, needs_optimizer, sizes_of
 from codec.torch.ddp.policy import feeds_back, names_of
 from codec.torch.ddp.reducer import Reducer
-from codec.torch.ddp.stats import ParameterStats, Stats
+from codec.torch.ddp.stats import HookStats, ParameterStats
 from codec.torch.group.communicator import buffer_nbytes, scratch_nbytes
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.table import check_request
@@ -229,7 +229,7 @@ class Hook(lifetime.Watched):
         self.reducer.state.begin_feedback()
         lifetime.warn_of_adam(self.reducer)
 
-    def stats(self, *, by_parameter: bool = False) -> Stats:
+    def stats(self, *, by_parameter: bool = False) -> HookStats:
         """Return statistics of this hook on this rank.
 
         Parameters
@@ -240,7 +240,7 @@ class Hook(lifetime.Watched):
 
         Returns
         -------
-        Stats
+        HookStats
             Totals since the hook was created. Later steps do not change this object.
         """
         plan, state = self.reducer.plan, self.reducer.state
@@ -294,7 +294,7 @@ class Hook(lifetime.Watched):
             raise StateError(
                 "the hook is not registered, so that it has no ranks: register it before state_dict(gather=True)"
             )
-        data = exchange([checkpoint.packed(state)] * group.size(), group=group, options=self.reducer.settings)
+        data = all_to_all_bytes([checkpoint.packed(state)] * group.size(), group=group, options=self.reducer.settings)
         return checkpoint.gathered(data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from codec.advisor.cost_model import Link
+from codec.advisor.cost_model import LinkModel
 from codec.readable import Rounded, count, duration, share
 from codec.specs import Spec
 from codec.torch.transport.counters import Counters
@@ -35,7 +35,7 @@ class ParameterStats(Rounded):
 
 
 @dataclass(repr=False)
-class Stats(Counters):
+class HookStats(Counters):
     """Statistics of a hook on this rank: the attributes of :class:`Counters`, and those below.
 
     Attributes
@@ -61,7 +61,7 @@ class Stats(Counters):
     choices : dict of str to int
         Number of steps with each spec that ``ddp_hook("auto")`` has chosen, such as ``{"raw": 10, "Quantize()": 90}``;
         "raw" is uncompressed. Empty for hooks without "auto".
-    link : Link or None
+    link : LinkModel or None
         Slowest link of any rank, as ``ddp_hook("auto")`` last measured it, or the link that the user stated. Its rate
         is infinite if it is too high to be measured. None for hooks without "auto".
     world_size : int
@@ -97,7 +97,7 @@ class Stats(Counters):
     scratch_nbytes: int = 0
     parameters: dict[str, ParameterStats] = field(default_factory=dict[str, ParameterStats])
     choices: dict[str, int] = field(default_factory=dict[str, int])
-    link: Link | None = None
+    link: LinkModel | None = None
 
     @property
     def ratio(self) -> float:

@@ -16,7 +16,7 @@ from codec.torch.ddp.buckets import Bucket, Buffers, Part, n_values, needs_optim
 from codec.torch.ddp.codebook_sync import CodebookSync
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.residuals import Residuals
-from codec.torch.ddp.stats import Stats
+from codec.torch.ddp.stats import HookStats
 from codec.torch.feedback.checkpoint import UNKNOWN, of_tensors
 from codec.torch.group.autotune import RawFallback, Timing, Tuner
 from codec.torch.network.version import hash64
@@ -146,7 +146,7 @@ class StepState:
         self.shapes: checkpoint.Shapes = {}  # shapes of the parameters
         self.residuals: Residuals | None = None
         self.codebooks = None if refresher is None else CodebookSync(refresher)
-        self.stats = Stats()
+        self.stats = HookStats()
         self.current = Step()
         self.buffers = Buffers()  # memory for concatenated gradients of the current step
         self.fallback = RawFallback("gradients")  # chooses between frames and uncompressed values

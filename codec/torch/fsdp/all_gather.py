@@ -18,7 +18,7 @@ from codec.torch.reduction.table import GATHER
 from codec.torch.transport.collective import Collective
 
 
-class AllGather(ModuleCollective):
+class FsdpAllGather(ModuleCollective):
     """Compressed all-gather of FSDP2's parameters: ranks exchange frames.
 
     Parameters
@@ -36,7 +36,7 @@ class AllGather(ModuleCollective):
     Examples
     --------
     >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100))
-    >>> parameters = codec.torch.AllGather().register(model)
+    >>> parameters = codec.torch.FsdpAllGather().register(model)
     >>> y = model(torch.ones(8, 100))  # FSDP2 of one rank needs no collectives
     >>> parameters.stats().frame_collectives
     0
@@ -45,7 +45,7 @@ class AllGather(ModuleCollective):
     def __init__(self, spec: Spec | Preset = Lossless(), *, options: CallOptions | None = None) -> None:  # noqa: B008
         super().__init__(spec, options)
 
-    def register(self, model: torch.nn.Module) -> "AllGather":
+    def register(self, model: torch.nn.Module) -> "FsdpAllGather":
         """Make all FSDP2 modules in `model` gather their parameters with this object. Return this object."""
         for module in modules_of(model).values():
             module.set_custom_all_gather(_ModuleAllGather(self, module))
@@ -80,7 +80,7 @@ class AllGather(ModuleCollective):
 class _ModuleAllGather:
     """All-gather function of one module, which FSDP2 calls."""
 
-    def __init__(self, comm: AllGather, module: Any) -> None:
+    def __init__(self, comm: FsdpAllGather, module: Any) -> None:
         self.allocate = comm.allocate
         self._comm, self._module = comm, module
 

@@ -19,7 +19,7 @@ from codec.torch.reduction.table import check_request
 from codec.torch.transport.collective import Collective
 
 
-class AllReduce(GradientCollective):
+class FsdpAllReduce(GradientCollective):
     """Compressed all-reduce of FSDP2's gradients between replicas (HSDP), usually over a slow link.
 
     Pass ``fully_shard`` a mesh that has only the sharding dimension. After each reduce-scatter, FSDP2 calls this
@@ -61,7 +61,7 @@ class AllReduce(GradientCollective):
     >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100), mesh=mesh["shard"])
     >>> replicas = mesh.get_group("replicate")
-    >>> between = codec.torch.AllReduce(codec.Float8(group_size=100), group=replicas).register(model)
+    >>> between = codec.torch.FsdpAllReduce(codec.Float8(group_size=100), group=replicas).register(model)
     >>> model(torch.ones(8, 100)).sum().backward()
     >>> between.stats().frame_collectives
     1
@@ -84,7 +84,7 @@ class AllReduce(GradientCollective):
         check_request(self._algorithm, self._spec, kind, feedback=bool(feedback))
         self._group, self._op = group, kind
 
-    def register(self, model: torch.nn.Module) -> "AllReduce":
+    def register(self, model: torch.nn.Module) -> "FsdpAllReduce":
         """Make all FSDP2 modules in `model` all-reduce their gradients with this object. Return this object.
 
         Raises

@@ -18,7 +18,7 @@ from codec.stateful.schema import REST, Schema, mapping, number, read_fields, ro
 from codec.torch._compat import all_gather_object
 from codec.torch.feedback.pair import ResidualPair
 from codec.torch.fsdp.passes import Pass
-from codec.torch.fsdp.stats import CommStats
+from codec.torch.fsdp.stats import FsdpStats
 from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import plain_spec
@@ -39,19 +39,19 @@ class ModuleCollective:
     def __init__(self, spec: Spec | Preset, options: CallOptions | None) -> None:
         self._spec, self._settings = plain_spec(spec), settings_of(options)
         self._calls = 0  # number of collectives so far; equal on all ranks of a group
-        self._stats = CommStats()
+        self._stats = FsdpStats()
         self._counting = threading.Lock()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate an input or output tensor; FSDP2 calls this."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def stats(self) -> CommStats:
+    def stats(self) -> FsdpStats:
         """Return the totals so far, on this rank.
 
         Returns
         -------
-        CommStats
+        FsdpStats
             A copy, which later collectives do not change.
         """
         with self._counting:
@@ -110,12 +110,12 @@ class GradientCollective(ModuleCollective):
         self._residuals = ResidualPair(self._spec, decay) if feedback else None
         self._names: list[str] = []  # names of the registered modules
 
-    def stats(self) -> CommStats:
+    def stats(self) -> FsdpStats:
         """Return the totals so far, on this rank.
 
         Returns
         -------
-        CommStats
+        FsdpStats
             A copy, which later collectives do not change.
         """
         stats = super().stats()

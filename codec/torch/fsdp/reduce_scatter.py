@@ -20,7 +20,7 @@ from codec.torch.reduction.table import REDUCE_SCATTER
 from codec.torch.transport.collective import Collective
 
 
-class ReduceScatter(GradientCollective):
+class FsdpReduceScatter(GradientCollective):
     """Compressed reduce-scatter of FSDP2's gradients: ranks exchange frames, and add gradients in rank order.
 
     Parameters
@@ -55,7 +55,7 @@ class ReduceScatter(GradientCollective):
     Examples
     --------
     >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100))
-    >>> gradients = codec.torch.ReduceScatter(codec.Quantize(4), feedback=True).register(model)
+    >>> gradients = codec.torch.FsdpReduceScatter(codec.Quantize(4), feedback=True).register(model)
     >>> model(torch.ones(8, 100)).sum().backward()  # FSDP2 of one rank needs no collectives
     >>> gradients.stats().frame_collectives
     0
@@ -70,7 +70,7 @@ class ReduceScatter(GradientCollective):
     ) -> None:
         super().__init__(spec, feedback, options)
 
-    def register(self, model: torch.nn.Module) -> "ReduceScatter":
+    def register(self, model: torch.nn.Module) -> "FsdpReduceScatter":
         """Make all FSDP2 modules in `model` reduce their gradients with this object. Return this object."""
         modules = modules_of(model)
         for name, module in modules.items():
@@ -132,7 +132,7 @@ class ReduceScatter(GradientCollective):
 class _ModuleReduceScatter:
     """Reduce-scatter function of one module, which FSDP2 calls."""
 
-    def __init__(self, comm: ReduceScatter, name: str, module: Any) -> None:
+    def __init__(self, comm: FsdpReduceScatter, name: str, module: Any) -> None:
         self.allocate = comm.allocate
         self._comm, self._name, self._module = comm, name, module
 

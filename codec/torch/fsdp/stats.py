@@ -8,7 +8,7 @@ from codec.torch.transport.counters import Counters
 
 
 @dataclass(repr=False)
-class CommStats(Counters):
+class FsdpStats(Counters):
     """Totals of a :class:`ReduceScatter`, :class:`AllGather` or :class:`AllReduce`, over all modules that use it.
 
     It has the attributes of :class:`Counters` and the attributes below. Collectives of dtypes that codecs do not
@@ -23,7 +23,7 @@ class CommStats(Counters):
 
     Examples
     --------
-    >>> codec.torch.AllGather().stats().sent_nbytes
+    >>> codec.torch.FsdpAllGather().stats().sent_nbytes
     0
     """
 

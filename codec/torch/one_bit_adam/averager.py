@@ -10,7 +10,7 @@ import torch.distributed as dist
 from codec import ArgumentError, PeerError, StateError, Status
 from codec.specs import Spec
 from codec.torch.ddp.hook import Hook
-from codec.torch.ddp.stats import Stats
+from codec.torch.ddp.stats import HookStats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
 from codec.torch.one_bit_adam.backward import Backward
 from codec.torch.one_bit_adam.checkpoint import HookStates
@@ -298,9 +298,9 @@ class Averager:
         if self.link is not None and self.link.backward is not None:
             self.link.backward.guard.clear()
 
-    def stats(self) -> Stats:
+    def stats(self) -> HookStats:
         """Return the statistics of both hooks; empty ones if there is no link."""
-        return Stats() if self.link is None else self.link.stats()
+        return HookStats() if self.link is None else self.link.stats()
 
     # State
 

@@ -21,13 +21,13 @@ from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import ddp_hook
 from codec.torch.ddp.policy import Policy
 from codec.torch.ddp.reducer import Transform
-from codec.torch.ddp.stats import Stats
+from codec.torch.ddp.stats import HookStats
 from codec.torch.ddp.step import FAILED_ELSEWHERE, OtherGroups
 from codec.torch.group.work import Work
 from codec.torch.one_bit_adam import arithmetic
 from codec.torch.one_bit_adam.backward import Backward
 from codec.torch.one_bit_adam.model import Model
-from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
+from codec.torch.one_bit_adam.schedule import Kind, VarianceSchedule
 from codec.torch.one_bit_adam.sharded import WHOLE, Shards
 from codec.torch.transport.counters import Counters
 
@@ -104,7 +104,7 @@ def check_positive(name: str, value: Any) -> float | None:
     return value
 
 
-def check_scaler(grad_scaler: Any, model: Model, schedule: ZeroOneSchedule | None) -> Any:
+def check_scaler(grad_scaler: Any, model: Model, schedule: VarianceSchedule | None) -> Any:
     """Return `grad_scaler`, or None if it is disabled and so never scales or skips a step.
 
     Raises
@@ -121,7 +121,7 @@ def check_scaler(grad_scaler: Any, model: Model, schedule: ZeroOneSchedule | Non
     if schedule is not None and schedule.max_interval > 1:
         raise ArgumentError(
             "grad_scaler= cannot be used with local steps, since ranks could skip different ones: use "
-            "ZeroOneSchedule(max_interval=1), or bfloat16 without a GradScaler"
+            "VarianceSchedule(max_interval=1), or bfloat16 without a GradScaler"
         )
     if model.ddp is None:
         raise ArgumentError(
@@ -272,14 +272,14 @@ class Link:
             for hook in self.hooks.values():
                 hook.reducer.state.buckets = self.hooks[kind].reducer.state.buckets
 
-    def stats(self) -> Stats:
+    def stats(self) -> HookStats:
         """Return the sums of the statistics of both hooks."""
         all_stats = [hook.stats() for hook in self.hooks.values()]
         totals: dict[str, Any] = vars(functools.reduce(Counters.__add__, all_stats, Counters()))
         for name in ("steps", "failed_steps", "buckets", "uncompressed_nbytes"):
             totals[name] = sum(getattr(s, name) for s in all_stats)
         contents = [s.contents for s in all_stats if s.contents]  # gradients, then momenta if any were sent
-        return Stats(
+        return HookStats(
             **totals,
             residual_ratio=max(s.residual_ratio for s in all_stats),
             world_size=all_stats[0].world_size,

@@ -129,7 +129,7 @@ def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
         raise ArgumentError(
             "FSDP2 shards this model, and OneBitAdam averages between its replicas: pass "
             'register(model, group=mesh.get_group("replicate")). With one replica, use torch.optim.AdamW and '
-            "codec.torch.ReduceScatter"
+            "codec.torch.FsdpReduceScatter"
         )
     return shards
 

@@ -11,13 +11,13 @@ from codec import ArgumentError, CallOptions, StateError, Status
 from codec.arguments import shown
 from codec.specs import Lossless, Quantize, Spec
 from codec.torch.ddp.policy import Chooser, Policy, policy_of
-from codec.torch.ddp.stats import Stats
+from codec.torch.ddp.stats import HookStats
 from codec.torch.one_bit_adam import checkpoint, parameters
 from codec.torch.one_bit_adam.averager import Averager
 from codec.torch.one_bit_adam.link import EVEN_POLICY, check_positive, check_scaler, check_spec, check_warmup
 from codec.torch.one_bit_adam.model import check_model
 from codec.torch.one_bit_adam.phase import Phase
-from codec.torch.one_bit_adam.schedule import ZeroOneSchedule, parsed
+from codec.torch.one_bit_adam.schedule import VarianceSchedule, parsed
 from codec.torch.one_bit_adam.steps import Steps
 from codec.torch.reduction.arguments import plain_spec
 
@@ -27,7 +27,7 @@ class OneBitAdam(torch.optim.Adam):
 
     Provisional: may change in any version.
     By default momenta are sent in 4 bits. ``spec=Sign(group_size=1024)`` sends only their signs, as 1-bit Adam does.
-    With a :class:`ZeroOneSchedule` the optimizer is 0/1 Adam (Lu et al. 2023).
+    With a :class:`VarianceSchedule` the optimizer is 0/1 Adam (Lu et al. 2023).
 
     In the first `freeze_step` steps, the warm-up, this is :class:`torch.optim.AdamW` (or Adam) with the mean gradients
     of all ranks. After these steps the second moments v are frozen. In each later step, every rank computes its
@@ -51,10 +51,10 @@ class OneBitAdam(torch.optim.Adam):
         Term added to the denominator.
     weight_decay : float
         Weight decay.
-    freeze_step : int, "auto" or ZeroOneSchedule
+    freeze_step : int, "auto" or VarianceSchedule
         Number of steps before second moments are frozen, at least 1. Use 20 to 40% of the steps of a run. "auto":
         freeze as soon as the sum of second moments has changed by at most 4% over the last 1 / (1 - b2) steps. The
-        warm-up of the learning rate should end before the freeze. :class:`ZeroOneSchedule`: 0/1 Adam, which sends
+        warm-up of the learning rate should end before the freeze. :class:`VarianceSchedule`: 0/1 Adam, which sends
         gradients in only some steps before the freeze, and takes steps without communication after it.
     spec : Spec or str
         Codec of momenta, or the name of a preset. It must be lossless or a contraction
@@ -93,7 +93,7 @@ class OneBitAdam(torch.optim.Adam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        freeze_step: int | Literal["auto"] | ZeroOneSchedule,
+        freeze_step: int | Literal["auto"] | VarianceSchedule,
         spec: Spec | str = Quantize(4, levels="odd", rounding="nearest"),  # noqa: B008 - immutable
         warmup: Spec | str = Lossless(),  # noqa: B008 - immutable
         decoupled_weight_decay: bool = True,
@@ -302,12 +302,12 @@ class OneBitAdam(torch.optim.Adam):
         """
         return self._phase.drift.value
 
-    def stats(self) -> Stats:
+    def stats(self) -> HookStats:
         """Return statistics of communication on this rank, over the steps before and after the freeze.
 
         Returns
         -------
-        Stats
+        HookStats
             Totals since :meth:`register`, or since a state was loaded.
         """
         return self._averager.stats()

@@ -14,7 +14,7 @@ import torch
 
 from codec import StateError
 from codec.torch._compat import local
-from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
+from codec.torch.one_bit_adam.schedule import Kind, VarianceSchedule
 
 logger = logging.getLogger("codec.torch")
 
@@ -116,13 +116,13 @@ class Phase:
     ----------
     freeze_step : int or "auto"
         Number of steps before the freeze; "auto": freeze when the drift of second moments is small.
-    schedule : ZeroOneSchedule or None
+    schedule : VarianceSchedule or None
         Schedule of 0/1 Adam.
     window : int
         Number of steps over which the drift is measured.
     """
 
-    def __init__(self, freeze_step: int | Literal["auto"], schedule: ZeroOneSchedule | None, window: int) -> None:
+    def __init__(self, freeze_step: int | Literal["auto"], schedule: VarianceSchedule | None, window: int) -> None:
         self.steps = 0  # number of steps taken
         self.frozen = False
         # True while this rank updates parameters and state. The other ranks update theirs, too, so after an error in
@@ -234,7 +234,7 @@ class Phase:
         """
         if self._schedule is None and not refreshed and not frozen:
             raise StateError(
-                "the state was saved by 0/1 Adam before its freeze: pass a ZeroOneSchedule as freeze_step="
+                "the state was saved by 0/1 Adam before its freeze: pass a VarianceSchedule as freeze_step="
             )
         phase = copy(self)
         early = self._schedule is not None and steps < self._schedule.freeze_step

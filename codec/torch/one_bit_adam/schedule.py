@@ -10,7 +10,7 @@ Kind = Literal["gradients", "momenta", "local"]  # tensors that a step sends; "l
 
 
 @dataclass(frozen=True)
-class ZeroOneSchedule:
+class VarianceSchedule:
     """Schedule of 0/1 Adam (Lu et al. 2023): few steps update second moments; after the freeze, few steps communicate.
 
     Provisional: may change in any version.
@@ -40,7 +40,7 @@ class ZeroOneSchedule:
 
     Examples
     --------
-    >>> schedule = codec.torch.ZeroOneSchedule(freeze_step=4, refreshes=2, max_interval=2)
+    >>> schedule = codec.torch.VarianceSchedule(freeze_step=4, refreshes=2, max_interval=2)
     >>> [schedule.kind(step) for step in range(1, 7)]
     ['gradients', 'gradients', 'momenta', 'gradients', 'momenta', 'momenta']
     >>> [schedule.kind(step) for step in range(9, 13)]
@@ -90,16 +90,16 @@ class ZeroOneSchedule:
         return min(self.max_interval, 1 << min(doublings, 62))
 
 
-def parsed(freeze_step: Any) -> tuple[ZeroOneSchedule | None, int | Literal["auto"]]:
+def parsed(freeze_step: Any) -> tuple[VarianceSchedule | None, int | Literal["auto"]]:
     """Return the schedule, or None, and the step of the freeze that an argument `freeze_step` stands for.
 
     Raises
     ------
     ArgumentError
-        `freeze_step` is neither a number of steps, nor "auto", nor a ZeroOneSchedule.
+        `freeze_step` is neither a number of steps, nor "auto", nor a VarianceSchedule.
     """
-    if isinstance(freeze_step, ZeroOneSchedule):
+    if isinstance(freeze_step, VarianceSchedule):
         return freeze_step, freeze_step.freeze_step
     if freeze_step == "auto":
         return None, "auto"
-    return None, whole('freeze_step, unless "auto" or a ZeroOneSchedule,', freeze_step, 1)
+    return None, whole('freeze_step, unless "auto" or a VarianceSchedule,', freeze_step, 1)

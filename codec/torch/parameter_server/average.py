@@ -57,8 +57,8 @@ def terngrad(
             gradient = gradient.clamp(-scale, scale)
         how = replace(spec, clip=None, scale=scale)
         frames[name] = codec.encode(gradient, how, stream=session.stream(step, name))
-    _, sent = session.round(session.push(step, frames), session.pull(step, names, "decode_average"))
-    return session.decoded(sent, names, "decode_average", scales)
+    _, sent = session.round(session.push(step, frames), session.pull(step, names, "exact_mean"))
+    return session.decoded(sent, names, "exact_mean", scales)
 
 
 def _shared_scales(session: Session, step: int, names: Sequence[str], mine: Mapping[str, float]) -> dict[str, float]:

@@ -140,9 +140,9 @@ class ParameterClient:
             Number of the step.
         keys : iterable of str
             Names of keys. This worker must have pushed them in the step, and can pull each key only once per step.
-        reduce : {"mean", "max", "decode_average"}
+        reduce : {"mean", "max", "exact_mean"}
             ``"mean"`` and ``"max"``: the server decodes the frames, and sends the mean or the maximum over the workers
-            as Lossless frames. For integers, only ``"max"`` is supported. ``"decode_average"``: the server adds the
+            as Lossless frames. For integers, only ``"max"`` is supported. ``"exact_mean"``: the server adds the
             codes of :class:`codec.Ternary` frames, which must have the same scale, exactly as integers, and sends the
             sums; for W workers the result is float32(sum * (scale / W)).
 
@@ -156,7 +156,7 @@ class ParameterClient:
         StateError
             A key is not initialized, was not pushed by this worker, or was already pulled.
         SpecError
-            ``"decode_average"`` of frames that are not Ternary or have different scales; or ``"mean"`` of integers.
+            ``"exact_mean"`` of frames that are not Ternary or have different scales; or ``"mean"`` of integers.
         PeerError
             Another worker was lost or too late, or has abandoned the step; or a server is lost.
         """
@@ -176,7 +176,7 @@ class ParameterClient:
 
         With :class:`codec.Ternary` this is a step of TernGrad. Workers push the largest magnitude of each gradient, and
         pull the maxima over all workers. They use these as scales of the ternary codes that they push, and then pull
-        ``"decode_average"``. Sums are exact, so the codes are the only source of error. With ``clip``, magnitudes are
+        ``"exact_mean"``. Sums are exact, so the codes are the only source of error. With ``clip``, magnitudes are
         first limited to that many standard deviations, as in ``algorithm="shared_scale"`` of :func:`all_reduce`. With
         other specs, workers push frames and pull their mean.
 

@@ -12,9 +12,9 @@ import torch
 from codec import ArgumentError, CodecError, FrameError, PeerError, SpecError, StateError, Status
 from codec.torch.transport.messages import Array
 
-Reduce = Literal["max", "mean", "decode_average"]
+Reduce = Literal["max", "mean", "exact_mean"]
 
-REDUCES: tuple[Reduce, ...] = ("max", "mean", "decode_average")  # reductions, by their number in a request
+REDUCES: tuple[Reduce, ...] = ("max", "mean", "exact_mean")  # reductions, by their number in a request
 INIT, PUSH, PULL, ABANDON, CLOSE = range(5)  # kinds of requests
 INTERNAL = "\0"  # prefix of the names of keys that the library registers itself
 TAG = -1  # tag of the connections between workers and servers

@@ -306,7 +306,7 @@ class ParameterServer:
 def _reduced(frames: Sequence[Array], key: Key, reduce: str) -> tuple[bytes, bytes]:
     """Reduce the frames of a key; return head and body of the value that is sent to workers."""
     try:
-        if reduce == "decode_average":
+        if reduce == "exact_mean":
             return sums.encode_average(frames)
         if key.dtype not in FLOATS:
             return b"", _largest(frames, key, reduce)

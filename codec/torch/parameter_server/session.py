@@ -119,9 +119,9 @@ class Session:
             for name, value in zip(group, values[server], strict=True):
                 key, _ = self.keys[name]
                 dtype: torch.dtype = getattr(torch, key.dtype)
-                if reduce == "decode_average":
+                if reduce == "exact_mean":
                     scale = None if scales is None else scales[name]
-                    found[name] = sums.decode_average(value, key.shape, dtype, scale)
+                    found[name] = sums.exact_mean(value, key.shape, dtype, scale)
                     continue
                 found[name] = torch.empty(key.shape, dtype=dtype, device="cpu")
                 try:

@@ -45,7 +45,7 @@ def encode_average(frames: Sequence[Any]) -> tuple[bytes, bytes]:
     try:
         sums, scale = codec.sum_codes(frames)
     except codec.ArgumentError as e:
-        raise SpecError(f"decode_average needs Ternary frames with one scale: {e}") from None
+        raise SpecError(f"exact_mean needs Ternary frames with one scale: {e}") from None
     terms, flat = len(frames), sums.reshape(-1)
     frame = bytes(codec.encode(flat))
     if len(frame) <= -(-flat.size * bits_per_sum(terms) // 8):
@@ -59,7 +59,7 @@ def _pack(sums: Array, terms: int) -> bytes:
     return np.packbits(bits.reshape(-1), bitorder="little").tobytes()
 
 
-def decode_average(value: Array, shape: tuple[int, ...], dtype: torch.dtype, scale: float | None) -> torch.Tensor:
+def exact_mean(value: Array, shape: tuple[int, ...], dtype: torch.dtype, scale: float | None) -> torch.Tensor:
     """Decode a result of :func:`encode_average` to the mean of W workers, float32(sum * (scale / W)) as `dtype`.
 
     Parameters

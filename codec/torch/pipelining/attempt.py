@@ -10,7 +10,7 @@ import torch.distributed as dist
 from codec import ArgumentError, PeerError, StateError
 from codec.arguments import shown, whole
 from codec.torch.collectives.agreed import agreed
-from codec.torch.collectives.bytes import exchange
+from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.pipelining.notes import Notes, Report, report_of
 from codec.torch.pipelining.snapshot import Snapshot
 from codec.torch.pipelining.stage import CompressedStage
@@ -154,7 +154,7 @@ class Attempt:
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         first = self._traffic[0]
-        return exchange([mine] * dist.get_world_size(first.group), group=first.group, options=first.options)
+        return all_to_all_bytes([mine] * dist.get_world_size(first.group), group=first.group, options=first.options)
 
     def _undo(self) -> None:
         for t in self._traffic:

@@ -139,7 +139,7 @@ def reduction_of(
     if dtype is None:
         raise ArgumentError(
             f"only float32, bfloat16 and float16 can be reduced, got {tensor.dtype}: convert the tensor, or pass it to "
-            "torch.distributed or codec.torch.exchange"
+            "torch.distributed or codec.torch.all_to_all_bytes"
         )
     op = op_of(op)
     if segments:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from codec import ArgumentError, CallOptions, CodecError
 from codec.specs import Spec
 from codec.torch.collectives.agreed import agreed
-from codec.torch.collectives.bytes import exchange
+from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.feedback.turn import Turn, named
 from codec.torch.group.communicator import Communicator, communicator_of, group_stats, key_of, start
@@ -161,7 +161,7 @@ class Ranks:
         """Send bytes from rank `source` to `receivers`; return them there, and b"" on other ranks."""
         sends = self.rank == source
         bodies = [data if sends and rank in receivers else b"" for rank in range(self.size)]
-        return exchange(bodies, group=self.group, options=self.options)[source]
+        return all_to_all_bytes(bodies, group=self.group, options=self.options)[source]
 
     @property
     def connected(self) -> bool:

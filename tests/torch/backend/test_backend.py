@@ -220,10 +220,10 @@ def _lossy(rank, size):
     every = [rank_values(r, (30_000,)) for r in range(size)]
     want, errors = sum_in_order(every), []
     usual = dist.new_group()
-    options = codec.torch.Options(codec.Float8(group_size=100), gather=codec.Quantize(8))
+    options = codec.torch.BackendOptions(codec.Float8(group_size=100), gather=codec.Quantize(8))
     given = dist.new_group(pg_options=options)
     later = dist.new_group(
-        pg_options=codec.torch.Options(codec.Float8(group_size=100), algorithm="two_shot", small=120_000)
+        pg_options=codec.torch.BackendOptions(codec.Float8(group_size=100), algorithm="two_shot", small=120_000)
     )
     for group in (usual, given, later):
         t = every[rank].clone()
@@ -253,7 +253,7 @@ def test_specs_apply_to_sums_only():
 
 def _refused(rank, size):
     """NaN under a lossy codec on one rank raises on all, in Python and in DDP's C++; tensors are unchanged."""
-    group = dist.new_group(pg_options=codec.torch.Options(codec.Float8()))
+    group = dist.new_group(pg_options=codec.torch.BackendOptions(codec.Float8()))
     x = rank_values(rank, (20_000,))
     if rank == 1:
         x[19_999] = float("nan")
@@ -323,12 +323,12 @@ def test_processes_exit_cleanly(way, tmp_path):
 def test_wrong_options_are_rejected_when_the_group_is_made():
     for how in ({"spec": "x"}, {"spec": codec.Sign}, {"gather": None}):
         with pytest.raises(codec.SpecError, match="not a spec"):
-            codec.torch.Options(**how)
+            codec.torch.BackendOptions(**how)
     for algorithm in ("foo", None, ["auto"]):
         with pytest.raises(codec.ArgumentError, match="algorithm must be"):
-            codec.torch.Options(algorithm=algorithm)
+            codec.torch.BackendOptions(algorithm=algorithm)
     with pytest.raises(codec.ArgumentError, match="small must be"):
-        codec.torch.Options(small="1")
-    for make in (codec.torch.ReduceScatter, codec.torch.AllGather):
+        codec.torch.BackendOptions(small="1")
+    for make in (codec.torch.FsdpReduceScatter, codec.torch.FsdpAllGather):
         with pytest.raises(codec.SpecError, match="not a spec"):
             make("x")

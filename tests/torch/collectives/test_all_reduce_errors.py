@@ -114,7 +114,7 @@ def test_raw_and_frames_reject_the_same_values():
 def _wrong(rank, size):
     """A wrong argument on one rank raises on all ranks; the next call works."""
     x, wrong = rank_values(rank, (3000,)), rank == 1
-    reduce, scatter, exchange = codec.torch.all_reduce, codec.torch.reduce_scatter, codec.torch.exchange
+    reduce, scatter, exchange = codec.torch.all_reduce, codec.torch.reduce_scatter, codec.torch.all_to_all_bytes
     part = torch.zeros(3000 // size)
     truncate, sgd = codec.Truncate(), codec.optimizers.SGD(0.1)
     reduce(x.clone(), truncate.bind(sgd, theta=x))
@@ -248,13 +248,13 @@ def _odd(rank, size):
     group = dist.new_group([0, 1])
     if rank < 2:
         codec.torch.all_reduce(x, group=group, op="mean")
-        return codec.torch.exchange([b"a", b"b"], group=group)
+        return codec.torch.all_to_all_bytes([b"a", b"b"], group=group)
     with pytest.warns(UserWarning, match="does not belong"):
         codec.torch.all_reduce(x, group=group, op="mean")
     with pytest.warns(UserWarning, match="does not belong"):
         codec.torch.all_gather(torch.empty(1), x, group=group)
     with pytest.warns(UserWarning, match="does not belong"):
-        return codec.torch.exchange([], group=group)
+        return codec.torch.all_to_all_bytes([], group=group)
 
 
 def test_unusable_tensors_and_foreign_groups_are_rejected():

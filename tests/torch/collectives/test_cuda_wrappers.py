@@ -42,13 +42,13 @@ def _fsdp(rank, size, kind):
     with gpu(kind) as put:
         results = []
         for place in (torch.clone, put):
-            reduce_scatter = codec.torch.ReduceScatter(codec.Float8(group_size=100))
-            all_gather = codec.torch.AllGather()
+            reduce_scatter = codec.torch.FsdpReduceScatter(codec.Float8(group_size=100))
+            all_gather = codec.torch.FsdpAllGather()
             shard, whole = place(torch.zeros(4000)), place(torch.zeros(4000 * size))
             reduce_scatter(shard, place(x), group, average)
             if (work := all_gather(whole, shard, group, async_op=True)) is not None:
                 work.wait()
-            replicas = codec.torch.AllReduce(codec.Quantize(4), group=group, feedback=True, options=how())
+            replicas = codec.torch.FsdpAllReduce(codec.Quantize(4), group=group, feedback=True, options=how())
             for step in range(3):
                 replicas.all_reduce("layer", gradients := place(rank_values(10 * step + rank, (9000,))))
             residual = module_residuals(replicas.state_dict(), rank)["layer"]
@@ -65,7 +65,9 @@ def test_fsdp_collectives_equal_those_of_host_memory(ranks, kind):
 
 def _backend(rank, size, kind):
     """Call torch.distributed over the backend `codec`, on host and GPU tensors."""
-    how = codec.torch.Options(codec.Float8(group_size=100), algorithm="two_shot")  # no random bits: rounds to nearest
+    how = codec.torch.BackendOptions(
+        codec.Float8(group_size=100), algorithm="two_shot"
+    )  # no random bits: rounds to nearest
     group = dist.new_group(backend="codec", pg_options=how)
     x = rank_values(rank, (5000 * size,))
     results = []

@@ -14,11 +14,11 @@ from support.ranks import run_ranks
 
 def _exchanged(rank, size):
     frames = [bytes([rank, to]) * (1000 * (rank + 3 * to) % 70_001) for to in range(size)]
-    got = codec.torch.exchange(frames)
+    got = codec.torch.all_to_all_bytes(frames)
     assert got == [bytes([r, rank]) * (1000 * (r + 3 * rank) % 70_001) for r in range(size)]
     with pytest.raises(codec.CodecError):
-        codec.torch.exchange(frames[: size - (rank == 0)])
-    assert codec.torch.exchange([b""] * size) == [b""] * size
+        codec.torch.all_to_all_bytes(frames[: size - (rank == 0)])
+    assert codec.torch.all_to_all_bytes([b""] * size) == [b""] * size
 
 
 def test_exchange():
@@ -30,7 +30,7 @@ def _announced(rank, size):
     raised = []
     for lie in (1 << 60, -1, None):
         group = dist.new_group()
-        codec.torch.exchange([b"x"] * size, group=group)
+        codec.torch.all_to_all_bytes([b"x"] * size, group=group)
         scatter, empty = Part.scatter, bytes_module._memory
 
         def lying(part, numbers, scatter=scatter, lie=lie):
@@ -45,10 +45,10 @@ def _announced(rank, size):
             Part.scatter = lying
         for _ in range(2):
             with pytest.raises((codec.CodecError, MemoryError)) as e:
-                codec.torch.exchange([b"y" * 5000] * size, group=group)
+                codec.torch.all_to_all_bytes([b"y" * 5000] * size, group=group)
             raised.append(type(e.value).__name__)
         Part.scatter, bytes_module._memory = scatter, empty
-        assert codec.torch.exchange([b"z"] * size, group=group) == [b"z"] * size
+        assert codec.torch.all_to_all_bytes([b"z"] * size, group=group) == [b"z"] * size
     return raised
 
 

@@ -236,7 +236,7 @@ def test_bad_timeout_on_one_rank_is_an_error_on_all(ranks):
     ranks.run(_timeouts)
 
 
-@pytest.mark.parametrize("make", [codec.torch.ddp_hook, codec.torch.ReduceScatter, codec.torch.AllGather])
+@pytest.mark.parametrize("make", [codec.torch.ddp_hook, codec.torch.FsdpReduceScatter, codec.torch.FsdpAllGather])
 def test_bad_timeout_is_rejected_where_it_is_given(make):
     for bad in TIMEOUTS:
         with pytest.raises(codec.ArgumentError, match="timeout must be seconds or a timedelta"):
@@ -248,7 +248,7 @@ def _groups(rank, size):
     for bad in ("x", 5, [], object):
         for call in (
             lambda bad=bad: codec.torch.all_reduce(torch.ones(3), group=bad),
-            lambda bad=bad: codec.torch.exchange([b""] * size, group=bad),
+            lambda bad=bad: codec.torch.all_to_all_bytes([b""] * size, group=bad),
             lambda bad=bad: communicator.communicator_of(bad),
         ):
             with pytest.raises(codec.ArgumentError, match="group must be a ProcessGroup or None"):

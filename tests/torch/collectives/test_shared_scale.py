@@ -349,7 +349,7 @@ def test_wrong_arguments_are_rejected():
 
 def _backend(rank, size):
     """In the backend, sums use shared scales, and maxima are exact."""
-    options = codec.torch.Options(codec.Ternary(), algorithm="shared_scale")
+    options = codec.torch.BackendOptions(codec.Ternary(), algorithm="shared_scale")
     group = dist.new_group(backend="codec", pg_options=options)
     x = torch.full((10_000,), 2.0)
     dist.all_reduce(x, group=group)

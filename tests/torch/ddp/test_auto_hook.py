@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.advisor.cost_model import Link
+from codec.advisor.cost_model import LinkModel
 from codec.stateful.schema import signed
 from codec.torch.auto import costs
 from support.ddp_training import (
@@ -23,7 +23,7 @@ from support.ddp_training import (
 from support.ranks import RankPool
 
 Auto = codec.torch.Auto
-SLOW = Link(1e6, rtt=0.0)  # a link for which the smallest frames are predicted to be fastest
+SLOW = LinkModel(1e6, rtt=0.0)  # a link for which the smallest frames are predicted to be fastest
 
 
 @pytest.fixture(scope="module")

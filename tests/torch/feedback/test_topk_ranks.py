@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch.backend import Options
+from codec.torch.backend import BackendOptions
 from codec.torch.collectives import lists
 from support import local_training
 from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
@@ -69,8 +69,8 @@ def _refused(rank, size):
         lambda: lists.all_reduce([x], TOPK, group=None, op="sum", stream=0, options=codec.options()).wait(),
         lambda: codec.torch.ddp_hook(STOCHASTIC),
         lambda: _step_of_a_policy(rank),
-        lambda: codec.torch.ReduceScatter(TOPK),
-        lambda: Options(TOPK),
+        lambda: codec.torch.FsdpReduceScatter(TOPK),
+        lambda: BackendOptions(TOPK),
         lambda: codec.torch.LocalSteps(torch.nn.Linear(9, 9), None, spec=STOCHASTIC),
         lambda: codec.torch.LocalSteps(torch.nn.Linear(9, 9), None, warmup=(3, TOPK)),
     ):

@@ -36,7 +36,9 @@ def _exact(rank, size, dtype, reduced):
     plain, lossless = small_model(), codec.Lossless()
     # Without reduce_dtype, torch 2.15 and later reduce in the parameters' dtype, and earlier versions in param_dtype.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=True)
-    net = sharded(small_model(), codec.torch.ReduceScatter(lossless), codec.torch.AllGather(lossless), mp_policy=policy)
+    net = sharded(
+        small_model(), codec.torch.FsdpReduceScatter(lossless), codec.torch.FsdpAllGather(lossless), mp_policy=policy
+    )
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     outer = torch.optim.SGD(plain.parameters(), lr=0.1)
     channel = communicator.communicator_of(dist.group.WORLD).channel
@@ -70,13 +72,17 @@ def test_lossless_gradients_are_means_in_the_order_of_ranks(size, dtype, reduced
 
 
 def _lossy(rank, size):
-    net = sharded(small_model(), codec.torch.ReduceScatter(codec.Float8(group_size=128)), codec.torch.AllGather())
+    net = sharded(
+        small_model(), codec.torch.FsdpReduceScatter(codec.Float8(group_size=128)), codec.torch.FsdpAllGather()
+    )
     net(batch(rank)).square().mean().backward()
     errors = []
     for p, theirs in zip(net.parameters(), gradients_of(small_model(), size), strict=True):
         want, got = mean(theirs), p.grad.full_tensor()
         errors.append(float((got - want).norm() / want.norm()))
-    net = sharded(small_model(), codec.torch.ReduceScatter(), codec.torch.AllGather(codec.Float8(group_size=128)))
+    net = sharded(
+        small_model(), codec.torch.FsdpReduceScatter(), codec.torch.FsdpAllGather(codec.Float8(group_size=128))
+    )
     exact, got = small_model()(batch(rank)), net(batch(rank))
     return errors, float((got - exact).norm() / exact.norm())
 
@@ -89,7 +95,7 @@ def test_lossy_error_is_within_the_codecs_bound():
 
 def _protocol(rank, size):
     """The collectives' return values, Work objects, memory and dtypes are those that FSDP2 expects."""
-    scatter, gather = codec.torch.ReduceScatter(), codec.torch.AllGather()
+    scatter, gather = codec.torch.FsdpReduceScatter(), codec.torch.FsdpAllGather()
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         every = [torch.randn(size * 3000, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]
         out = scatter.allocate((3000,), dtype=dtype, device=torch.device("cpu"))
@@ -118,7 +124,7 @@ def test_communications_follow_the_interface_of_fsdp2():
 
 
 def _refused(rank, size):
-    net = sharded(small_model(), codec.torch.ReduceScatter(codec.Float8()), codec.torch.AllGather())
+    net = sharded(small_model(), codec.torch.FsdpReduceScatter(codec.Float8()), codec.torch.FsdpAllGather())
     x = batch(rank)
     if rank == 1:
         x[0, 0] = float("nan")
@@ -135,7 +141,7 @@ def test_nan_on_one_rank_raises_on_all():
 
 
 def _lost(rank, size):
-    net = sharded(small_model(), codec.torch.ReduceScatter(), codec.torch.AllGather())
+    net = sharded(small_model(), codec.torch.FsdpReduceScatter(), codec.torch.FsdpAllGather())
     net(batch(rank)).square().mean().backward()
     loss = net(batch(rank)).square().mean()
     if rank == 1:

@@ -51,7 +51,7 @@ def residuals(comm, rank):
 
 def _telescopes(rank, size):
     net = shard(small_model())
-    comm = codec.torch.ReduceScatter(COARSE, feedback=True).register(net)
+    comm = codec.torch.FsdpReduceScatter(COARSE, feedback=True).register(net)
     steps, n = 4, 90 * 150 + 90
     got, exact = torch.zeros(n // size), [torch.zeros(90, 150), torch.zeros(90)]
     for _ in range(steps):
@@ -83,15 +83,15 @@ def _replicated(rank, size, how):
         train(net, rank, range(4))
         return whole(net), None
     if how == "backend":
-        options = codec.torch.Options(codec.Lossless(), small=0)
+        options = codec.torch.BackendOptions(codec.Lossless(), small=0)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override={"replicate": ("codec", options)})
         shard(net, mesh)
-        comm = codec.torch.ReduceScatter().register(net)
+        comm = codec.torch.FsdpReduceScatter().register(net)
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         shard(net, mesh["shard"])
         spec, feedback = (codec.Lossless(), False) if how == "lossless" else (COARSE, True)
-        comm = codec.torch.AllReduce(spec, group=mesh.get_group("replicate"), feedback=feedback).register(net)
+        comm = codec.torch.FsdpAllReduce(spec, group=mesh.get_group("replicate"), feedback=feedback).register(net)
     losses = train(net, rank, range(4))
     return whole(net), comm.stats(), losses
 
@@ -117,12 +117,12 @@ def _fails(rank, size, replicas):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         shard(net, mesh["shard"])
         comms = [
-            codec.torch.ReduceScatter(COARSE, feedback=True).register(net),
-            codec.torch.AllReduce(COARSE, group=mesh.get_group("replicate"), feedback=True).register(net),
+            codec.torch.FsdpReduceScatter(COARSE, feedback=True).register(net),
+            codec.torch.FsdpAllReduce(COARSE, group=mesh.get_group("replicate"), feedback=True).register(net),
         ]
     else:
         shard(net)
-        comms = [codec.torch.ReduceScatter(COARSE, feedback=True).register(net)]
+        comms = [codec.torch.FsdpReduceScatter(COARSE, feedback=True).register(net)]
     train(net, rank, range(1))
     before = [copy.deepcopy(residuals(comm, rank)) for comm in comms]
     x = batch(rank)
@@ -159,7 +159,7 @@ class Interrupt(Exception):
 def _interrupted(rank, size):
     """If backward raises, the residuals of modules that were already reduced are restored."""
     net = shard(small_model())
-    comm = codec.torch.ReduceScatter(COARSE, feedback=True).register(net)
+    comm = codec.torch.FsdpReduceScatter(COARSE, feedback=True).register(net)
     train(net, rank, range(1))
     before = copy.deepcopy(residuals(comm, rank))
 
@@ -185,7 +185,7 @@ def _resumed(rank, size, gather):
     def begin():
         net = shard(small_model())
         spec = codec.Quantize(3, 32)  # stochastic rounding: random streams must resume, too
-        return net, codec.torch.ReduceScatter(spec, feedback=True).register(net)
+        return net, codec.torch.FsdpReduceScatter(spec, feedback=True).register(net)
 
     straight, _ = begin()
     train(straight, rank, range(4))
@@ -213,7 +213,7 @@ def test_training_resumes_from_a_checkpoint_with_the_same_bits(gather):
 
 def _refused_states(rank, size):
     net = shard(small_model())
-    comm = codec.torch.ReduceScatter(COARSE, feedback=True).register(net)
+    comm = codec.torch.FsdpReduceScatter(COARSE, feedback=True).register(net)
     train(net, rank, range(1))
     good = comm.state_dict()
     (mine,) = good[f"rank {rank}"]
@@ -234,7 +234,7 @@ def _refused_states(rank, size):
             comm.load_state_dict(state)
         assert all(torch.equal(x, before[name]) for name, x in residuals(comm, rank).items())
     with pytest.raises(codec.StateError, match="feedback=True"):
-        codec.torch.ReduceScatter(COARSE).register(net).load_state_dict(good)
+        codec.torch.FsdpReduceScatter(COARSE).register(net).load_state_dict(good)
     comm.register(net)
     comm.load_state_dict(with_residual("0", torch.zeros(8)) if rank == 0 else good)
     # A residual of another size: detected when the module's gradients are reduced
@@ -251,27 +251,27 @@ def test_wrong_states_are_rejected():
 
 def _wrong_uses(rank, size):
     plain, net = small_model(), shard(small_model())
-    for comm in (codec.torch.ReduceScatter(), codec.torch.AllGather()):
+    for comm in (codec.torch.FsdpReduceScatter(), codec.torch.FsdpAllGather()):
         with pytest.raises(codec.ArgumentError, match="fully_shard"):
             comm.register(plain)
     with pytest.raises(codec.SpecError, match="Lossless"):
-        codec.torch.ReduceScatter(feedback=True)
+        codec.torch.FsdpReduceScatter(feedback=True)
     with pytest.raises(codec.ArgumentError, match="ring"):
-        codec.torch.AllReduce(COARSE, group=None, feedback=True, options=codec.options(algorithm="ring"))
+        codec.torch.FsdpAllReduce(COARSE, group=None, feedback=True, options=codec.options(algorithm="ring"))
     with pytest.raises(codec.SpecError, match="Ternary"):
-        codec.torch.AllReduce(COARSE, group=None, options=codec.options(algorithm="shared_scale"))
+        codec.torch.FsdpAllReduce(COARSE, group=None, options=codec.options(algorithm="shared_scale"))
     with pytest.raises(codec.ArgumentError, match="op must be"):
-        codec.torch.AllReduce(COARSE, group=None, op="max")
+        codec.torch.FsdpAllReduce(COARSE, group=None, op="max")
     with pytest.raises(codec.SpecError, match="not a spec"):
-        codec.torch.AllReduce("float8", group=None)
+        codec.torch.FsdpAllReduce("float8", group=None)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     replicated = shard(small_model(), mesh)
     with pytest.raises(codec.ArgumentError, match=r'mesh\["shard"\]'):
-        codec.torch.AllReduce(COARSE, group=mesh.get_group("replicate")).register(replicated)
-    net.set_custom_reduce_scatter(codec.torch.ReduceScatter(COARSE, feedback=True))
+        codec.torch.FsdpAllReduce(COARSE, group=mesh.get_group("replicate")).register(replicated)
+    net.set_custom_reduce_scatter(codec.torch.FsdpReduceScatter(COARSE, feedback=True))
     for module in net:
         if isinstance(module, nn.Linear):
-            module.set_custom_reduce_scatter(codec.torch.ReduceScatter(COARSE, feedback=True))
+            module.set_custom_reduce_scatter(codec.torch.FsdpReduceScatter(COARSE, feedback=True))
     with pytest.raises(codec.ArgumentError, match="register"):
         train(net, rank, range(1))
 
@@ -282,8 +282,8 @@ def test_wrong_uses_are_rejected():
 
 def _counted(rank, size):
     net = shard(small_model())
-    gradients = codec.torch.ReduceScatter(codec.Float8(group_size=128)).register(net)
-    parameters = codec.torch.AllGather().register(net)
+    gradients = codec.torch.FsdpReduceScatter(codec.Float8(group_size=128)).register(net)
+    parameters = codec.torch.FsdpAllGather().register(net)
     assert math.isnan(gradients.stats().ratio)
     train(net, rank, range(3))
     return gradients.stats(), parameters.stats()

@@ -19,8 +19,8 @@ def _model(feedback):
     for layer in net[::2]:
         fully_shard(layer)
     fully_shard(net)
-    gradients = codec.torch.ReduceScatter(codec.Quantize(4), feedback=feedback).register(net)
-    codec.torch.AllGather().register(net)
+    gradients = codec.torch.FsdpReduceScatter(codec.Quantize(4), feedback=feedback).register(net)
+    codec.torch.FsdpAllGather().register(net)
     return net, gradients
 
 

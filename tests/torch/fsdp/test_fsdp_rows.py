@@ -66,7 +66,7 @@ def errors_of(net, gradients):
 def reduced(spec, gradients, **how):
     """Reduce gradients by ReduceScatter; return their row errors, and the bytes sent."""
     net = fully_shard(Bag(gradients), **how)
-    scatter = codec.torch.ReduceScatter(spec).register(net)
+    scatter = codec.torch.FsdpReduceScatter(spec).register(net)
     net().backward()
     return errors_of(net, gradients), scatter.stats().sent_nbytes
 
@@ -108,7 +108,7 @@ def _unused(rank, size):
         net = Bag(gradients, used=(0, 2, 3, 4))
         net.parameters_[1].requires_grad_(not frozen)
         fully_shard(net)
-        codec.torch.ReduceScatter(codec.Float8()).register(net)
+        codec.torch.FsdpReduceScatter(codec.Float8()).register(net)
         net.set_reduce_scatter_unused_params(every)
         net().backward()
         found.append(max(row_error(net.parameters_[i].grad.full_tensor(), gradients[i]) for i in (0, 2, 3, 4)))
@@ -126,7 +126,7 @@ def _replicas(rank, size):
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     gradients = uneven()
     net = fully_shard(Bag(gradients), mesh=mesh["shard"])
-    between = codec.torch.AllReduce(codec.Float8(), group=mesh.get_group("replicate")).register(net)
+    between = codec.torch.FsdpAllReduce(codec.Float8(), group=mesh.get_group("replicate")).register(net)
     net().backward()
     assert between.stats().frame_collectives == 1
     return max(errors_of(net, gradients))
@@ -141,7 +141,7 @@ def _parameters(rank, size):
     net = Bag(uneven())
     net.parameters_[1].requires_grad_(False)  # FSDP2 gathers frozen parameters, too
     fully_shard(net)
-    codec.torch.AllGather(codec.Float8()).register(net)
+    codec.torch.FsdpAllGather(codec.Float8()).register(net)
     net.unshard()
     return max(row_error(p.detach(), g) for p, g in zip(net.parameters_, uneven(), strict=True))
 
@@ -154,7 +154,7 @@ def _feedback(rank, size):
     """Return the largest row error of the mean of 20 passes with error feedback."""
     gradients = uneven()
     net = fully_shard(Bag(gradients))
-    codec.torch.ReduceScatter(codec.Float8(), feedback=True).register(net)
+    codec.torch.FsdpReduceScatter(codec.Float8(), feedback=True).register(net)
     for _ in range(20):
         net().backward()  # backward accumulates into p.grad
     return max(row_error(p.grad.full_tensor() / 20, g) for p, g in zip(net.parameters(), gradients, strict=True))

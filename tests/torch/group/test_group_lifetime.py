@@ -121,7 +121,7 @@ def _forked(rank, size):
         errors = []
         for call in (
             lambda: reduced(rank),
-            lambda: codec.torch.exchange([b""] * 2),
+            lambda: codec.torch.all_to_all_bytes([b""] * 2),
             lambda: codec.torch.all_reduce(torch.ones(3), async_op=True),
             lambda: communicator.close_communicator(dist.group.WORLD, cancel=False),
             lambda: communicator.close_communicator(dist.group.WORLD, cancel=True),

@@ -32,7 +32,7 @@ def _others(rank, size):
             else:
                 ddp = DistributedDataParallel(nn.Sequential(*mine))
                 second = DistributedDataParallel(nn.Sequential(*other)) if kind == "second" else nn.Sequential(*other)
-            schedule = codec.torch.ZeroOneSchedule(3, refreshes=9, max_interval=1) if zero_one else 3
+            schedule = codec.torch.VarianceSchedule(3, refreshes=9, max_interval=1) if zero_one else 3
             how = LOSSLESS | {"freeze_step": schedule, "max_ratio": None}
             optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-2, (0.9, 0.97), **how)
             optimizer.register(ddp, options=OPTIONS)
@@ -190,7 +190,7 @@ def _random_training(rank, seed, wraps):
     model = Chain(5)
     ddp = DistributedDataParallel(model, find_unused_parameters=True) if wraps else model
     freeze = int(random.integers(2, 5))
-    schedule = codec.torch.ZeroOneSchedule(freeze, refreshes=int(random.integers(1, 4)), max_interval=4)
+    schedule = codec.torch.VarianceSchedule(freeze, refreshes=int(random.integers(1, 4)), max_interval=4)
     groups = [{"params": model.layers[:3].parameters(), "lr": float(random.choice([0, 1e-4]))}]
     groups += [{"params": model.layers[3:].parameters()}]
     how = {"freeze_step": [freeze, schedule][seed % 2], "decoupled_weight_decay": bool(random.integers(2)), **LOSSLESS}

@@ -25,7 +25,7 @@ from support.ranks import run_ranks
 
 def _differ(rank, size):
     """Ranks in different phases or steps raise, instead of averaging gradients with momenta or with other steps."""
-    for how in ({"freeze_step": 2 + 2 * rank}, {"freeze_step": codec.torch.ZeroOneSchedule(9, refreshes=1 + rank)}):
+    for how in ({"freeze_step": 2 + 2 * rank}, {"freeze_step": codec.torch.VarianceSchedule(9, refreshes=1 + rank)}):
         p = nn.Parameter(batch(0, 0, 100))
         optimizer = codec.torch.OneBitAdam([p], 0.1, **how, **LOSSLESS)
         refused = 0
@@ -148,7 +148,7 @@ def test_registered_models_can_be_saved_and_copied():
 
 def _disabled(rank, size):
     """With a disabled scaler, NaN is refused on all ranks, and local steps are allowed, as without a scaler."""
-    schedule = codec.torch.ZeroOneSchedule(2, max_interval=4)
+    schedule = codec.torch.VarianceSchedule(2, max_interval=4)
     for freeze_step in (2, schedule):
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         model = wrapped()
@@ -203,7 +203,7 @@ def _train_clipped(rank, kind, freeze_step, max_grad_norm):
 
 def _clipped(rank, size):
     """max_grad_norm clips each rank's gradient as clip_grad_norm_ does: with DDP, without, scaled, in local steps."""
-    schedule = codec.torch.ZeroOneSchedule(3, max_interval=2)
+    schedule = codec.torch.VarianceSchedule(3, max_interval=2)
     for freeze_step, kinds in ((3, ("module", "ddp", "scaled")), (schedule, ("module", "ddp"))):
         first, last, expected = _train_clipped(rank, "by hand", freeze_step, 0.25)
         assert last < first

@@ -23,7 +23,7 @@ from support.ranks import run_ranks
 from support.tiers import every
 
 SIGN = codec.Sign(group_size=32)
-ZERO_ONE = codec.torch.ZeroOneSchedule(2, refreshes=1, double_every=1, max_interval=4)
+ZERO_ONE = codec.torch.VarianceSchedule(2, refreshes=1, double_every=1, max_interval=4)
 STEPS = 12  # steps of a run; the last one sends gradients or momenta
 FINISH = 7  # step before which a run of 0/1 Adam calls finish()
 

@@ -49,7 +49,7 @@ def _by_torch(rank, size, folder, make, schedule):
         assert plain(optimizer.state_dict()) == expected[1], (at, from_file)
 
 
-ZERO_ONE = codec.torch.ZeroOneSchedule(FREEZE, refreshes=1, max_interval=1)
+ZERO_ONE = codec.torch.VarianceSchedule(FREEZE, refreshes=1, max_interval=1)
 LONG = [pytest.param(net, FREEZE, marks=pytest.mark.nightly), pytest.param(net, ZERO_ONE, marks=pytest.mark.nightly)]
 
 

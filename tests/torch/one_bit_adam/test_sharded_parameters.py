@@ -87,7 +87,7 @@ def values(model):
 
 EXACT = {
     "signs": {},
-    "0/1 Adam": {"freeze_step": codec.torch.ZeroOneSchedule(FREEZE, refreshes=1, max_interval=2)},
+    "0/1 Adam": {"freeze_step": codec.torch.VarianceSchedule(FREEZE, refreshes=1, max_interval=2)},
 }
 ROUNDED = {
     "lossless": {

@@ -1,4 +1,4 @@
-"""0/1 Adam (OneBitAdam with a ZeroOneSchedule) equals a reimplementation of its algorithm, on two ranks, too."""
+"""0/1 Adam (OneBitAdam with a VarianceSchedule) equals a reimplementation of its algorithm, on two ranks, too."""
 
 import copy
 import math
@@ -11,24 +11,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import ZeroOneSchedule
+from codec.torch import VarianceSchedule
 from support.ddp_training import data, net, parameter_bytes, wrapped
 from support.ranks import run_ranks
 
-SCHEDULE = ZeroOneSchedule(5, refreshes=2, double_every=2, max_interval=4)
+SCHEDULE = VarianceSchedule(5, refreshes=2, double_every=2, max_interval=4)
 KINDS = [SCHEDULE.kind(step) for step in range(1, 17)]
 OPTIONS = codec.options(algorithm="two_shot")
 SIGN = codec.Sign(group_size=64)
 
 
 def test_distances_of_refreshes_and_of_synchronized_steps_double():
-    schedule = ZeroOneSchedule(30, refreshes=3, double_every=7, max_interval=8)
+    schedule = VarianceSchedule(30, refreshes=3, double_every=7, max_interval=8)
     refreshed = [step for step in range(1, 100) if schedule.kind(step) == "gradients"]
     assert refreshed == [1, 2, 3, 5, 7, 9, 13, 17, 21, 29]
     sent = [step for step in range(31, 100) if schedule.kind(step) == "momenta"]
     assert sent == [*range(31, 38), 38, 40, 42, 44, 48, *range(56, 100, 8)]
-    assert ZeroOneSchedule(4).kind(10**12 + 8) == "local"
-    assert ZeroOneSchedule(4).kind(16 * 10**10) == "momenta"
+    assert VarianceSchedule(4).kind(10**12 + 8) == "local"
+    assert VarianceSchedule(4).kind(16 * 10**10) == "momenta"
     early, late = "gradients gradients momenta gradients momenta", "momenta momenta momenta local"
     assert [*early.split(), *late.split(), "local", "local", "momenta", *["local"] * 3, "momenta"] == KINDS
 
@@ -36,7 +36,7 @@ def test_distances_of_refreshes_and_of_synchronized_steps_double():
 @pytest.mark.parametrize("how", [{"refreshes": 0}, {"max_interval": 3}, {"double_every": 0}, {"max_interval": 0.5}])
 def test_wrong_schedules_are_rejected(how):
     with pytest.raises(codec.ArgumentError, match=next(iter(how))):
-        ZeroOneSchedule(10, **how)
+        VarianceSchedule(10, **how)
 
 
 def reference(start, gradients, kinds, lr, betas, eps, decay, ratio=1.0):
@@ -95,7 +95,7 @@ def test_steps_of_one_process_are_those_of_the_reference(shape):
 def test_first_steps_and_loaded_states_of_adamw():
     """Steps equal AdamW's until momenta are sent; a loaded AdamW state counts as refreshed in every step."""
     ours, theirs = nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(50))
-    optimizer = codec.torch.OneBitAdam([ours], *HOW, freeze_step=ZeroOneSchedule(90, refreshes=8))
+    optimizer = codec.torch.OneBitAdam([ours], *HOW, freeze_step=VarianceSchedule(90, refreshes=8))
     adam = torch.optim.AdamW([theirs], *HOW)
     for _ in range(6):
         ours.grad = torch.randn(50)
@@ -103,7 +103,7 @@ def test_first_steps_and_loaded_states_of_adamw():
         optimizer.step()
         adam.step()
     assert torch.allclose(ours, theirs, atol=1e-6)
-    again = codec.torch.OneBitAdam([theirs], *HOW, freeze_step=ZeroOneSchedule(90, refreshes=8))
+    again = codec.torch.OneBitAdam([theirs], *HOW, freeze_step=VarianceSchedule(90, refreshes=8))
     again.load_state_dict(copy.deepcopy(adam.state_dict()))
     for _ in range(6):
         ours.grad = torch.randn(50)
@@ -111,7 +111,7 @@ def test_first_steps_and_loaded_states_of_adamw():
         optimizer.step()
         again.step()
     assert torch.allclose(ours, theirs, atol=1e-5)
-    with pytest.raises(codec.StateError, match="ZeroOneSchedule"):
+    with pytest.raises(codec.StateError, match="VarianceSchedule"):
         codec.torch.OneBitAdam([theirs], *HOW, freeze_step=90).load_state_dict(again.state_dict())
     for wrong in ("x", -1, True, 1.5):
         damaged = copy.deepcopy(again.state_dict())

@@ -147,7 +147,7 @@ def _numbers_and_integers(client, worker, workers):
     frame = torch.frombuffer(bytearray(codec.encode(torch.ones(4), codec.Ternary(scale=2.0))), dtype=torch.uint8)
     client.push(0, {"loss": 0.5 + worker, "steps": (1 << 60) + worker, "codes": codes, "w": frame}, codec.Quantize(4))
     found = client.pull(0, ["loss"]) | client.pull(0, ["steps", "codes"], reduce="max")
-    assert client.pull(0, ["w"], reduce="decode_average")["w"].shape == (4,)
+    assert client.pull(0, ["w"], reduce="exact_mean")["w"].shape == (4,)
     client.push(1, {"loss": 2, "steps": None, "codes": None})
     with raises(codec.SpecError, "'steps' is int64, and a mean needs floats"):
         client.pull(1, ["steps"])

@@ -57,13 +57,13 @@ def _errors(client, worker, workers):
     with raises(codec.StateError, "has already pulled 'a' in step 1"):
         client.pull(1, ["a"])
     client.pull(1, ["b"])
-    with raises(codec.SpecError, "decode_average needs Ternary frames with one scale"):
+    with raises(codec.SpecError, "exact_mean needs Ternary frames with one scale"):
         client.push(2, x)
-        client.pull(2, ["a"], reduce="decode_average")
+        client.pull(2, ["a"], reduce="exact_mean")
     spec = codec.Ternary(scale=1.0 + worker)
     client.push(3, x, spec)
-    with raises(codec.SpecError, "'a': decode_average needs Ternary frames with one scale"):
-        client.pull(3, ["a"], reduce="decode_average")
+    with raises(codec.SpecError, "'a': exact_mean needs Ternary frames with one scale"):
+        client.pull(3, ["a"], reduce="exact_mean")
     return client.average(4, x, TERNARY)["b"]
 
 

@@ -164,7 +164,7 @@ def test_damaged_averages_are_refused():
     value = np.frombuffer(head + body, np.uint8)
 
     def decode(value, shape=(100,), scale=1.0):
-        return sums.decode_average(np.asarray(value), shape, torch.float32, scale)
+        return sums.exact_mean(np.asarray(value), shape, torch.float32, scale)
 
     assert torch.equal(decode(value), torch.ones(100))
     for wrong in (value[:-1], value[:11], np.append(value, np.uint8(0))):

@@ -51,7 +51,7 @@ PAGES = ("protocol.md", "protocol/collectives.md")
 def perform(call: Call, rank: int, size: int) -> Any:
     x = values(call, rank)
     if call.kind == "exchange":
-        return codec.torch.exchange(blobs(rank, size))
+        return codec.torch.all_to_all_bytes(blobs(rank, size))
     if call.kind == "all_reduce":
         how: Any = {"algorithm": call.algorithm, "op": call.op, "segments": call.segments, "stream": call.stream}
         flatcall.all_reduce(x, call.spec, **how)

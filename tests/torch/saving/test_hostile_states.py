@@ -114,7 +114,7 @@ def one_bit_adam():
 
 def reduce_scatter():
     model = fully_shard(nn.Sequential(nn.Linear(8, 20), nn.Linear(20, 3)))
-    made = codec.torch.ReduceScatter(SIGN, feedback=True).register(model)
+    made = codec.torch.FsdpReduceScatter(SIGN, feedback=True).register(model)
     take_steps(model, torch.optim.Adam(model.parameters()))
     return made
 

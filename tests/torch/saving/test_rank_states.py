@@ -46,10 +46,10 @@ class WithShards(WithHook):
         self.model = small_model()
         fully_shard(self.model, mesh=mesh["shard"])
         if replicas == 1:
-            self.state_of = codec.torch.ReduceScatter(SPEC, feedback=True).register(self.model)
+            self.state_of = codec.torch.FsdpReduceScatter(SPEC, feedback=True).register(self.model)
         else:
             group = mesh.get_group("replicate")
-            self.state_of = codec.torch.AllReduce(SPEC, group=group, feedback=True, options=OPTIONS)
+            self.state_of = codec.torch.FsdpAllReduce(SPEC, group=group, feedback=True, options=OPTIONS)
             self.state_of.register(self.model)
 
     def step(self, number):

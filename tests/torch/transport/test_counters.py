@@ -20,7 +20,7 @@ def _counted(rank, size):
         lambda: codec.torch.all_reduce(torch.ones(n), codec.Float8(), options=codec.options(algorithm="two_shot")),
         lambda: codec.torch.all_reduce(torch.ones(n), options=codec.options(algorithm="raw")),
         lambda: codec.torch.all_gather(torch.empty(size * n), torch.ones(n)),
-        lambda: codec.torch.exchange([bytes(1000)] * size),
+        lambda: codec.torch.all_to_all_bytes([bytes(1000)] * size),
     ):
         before, begin = counters.copy(), time.perf_counter()
         run()

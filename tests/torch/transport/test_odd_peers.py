@@ -110,7 +110,7 @@ def _behave(rank, size):
         x = values()
         flatcall.all_reduce(x, op="mean", **how)
         assert (x - reduce_checked).abs().max() < 0.2
-    assert codec.torch.exchange([b"abc", b"def"]) == [[b"abc"] * 2, [b"def"] * 2][rank]
+    assert codec.torch.all_to_all_bytes([b"abc", b"def"]) == [[b"abc"] * 2, [b"def"] * 2][rank]
     assert communicator.communicator_of(None).channel.counters.raw_collectives == 1
 
 
