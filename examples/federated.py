@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--codec", default="small", help="codec of the clients' replies; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    app = ClientApp(mods=[codec.integrations.flower.Compression(args.codec)])
+    app = ClientApp(mods=[codec.integrations.flower.CompressionMod(args.codec)])
     app.train()(train)
     grid = OneProcess(app)
     start = ArrayRecord({"weight": Array(np.zeros_like(TRUE))})

@@ -32,7 +32,7 @@ import codec.integrations.flower
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.federation import Federation, reply_of, trained
 
-Compressed, Compression = codec.integrations.flower.Compressed, codec.integrations.flower.Compression
+Compressed, Compression = codec.integrations.flower.Compressed, codec.integrations.flower.CompressionMod
 CLIENTS = 10
 ROWS = {
     "float32, no mod": None,

@@ -18,7 +18,7 @@ from codec.integrations.federated import DIFFERENCE, FRAME, checked_spec, decode
 from codec.integrations.flower_records import Arrays, arrays_of, frame_of, pack, plain_array, values_of, with_arrays
 from codec.specs import Preset, Spec
 
-__all__ = ["Compressed", "Compression", "pack"]
+__all__ = ["Compressed", "CompressionMod", "pack"]
 
 RESIDUALS = "codec.residuals"  # name of the record in a client's state that stores the residuals
 _FAILED = 0  # Flower's error code for unspecified errors
@@ -27,7 +27,7 @@ _REPLY_TO = "train"  # prefix of the types of messages whose replies are encoded
 logger = logging.getLogger("codec.flower")
 
 
-class Compression:
+class CompressionMod:
     """Client mod that decodes the arrays of messages, and encodes the arrays of replies to training messages.
 
     Pass it as the first of ``ClientApp(mods=[...])``. The server's strategy must be :class:`Compressed`. An array of a
@@ -89,7 +89,7 @@ class Compression:
 class Compressed:
     """Mix-in for strategies that encodes the arrays of messages losslessly, and decodes the arrays of replies.
 
-    ``class Strategy(Compressed, FedAvg): pass`` is FedAvg for clients with the mod :class:`Compression`; each client
+    ``class Strategy(Compressed, FedAvg): pass`` is FedAvg for clients with the mod :class:`CompressionMod`; each client
     may use another codec. A reply with a damaged frame, another shape or another base counts as a failure of its
     client only. If clients fail because they lack the mod, or reply with uncompressed arrays, the logger
     ``codec.flower`` warns once.
@@ -141,8 +141,8 @@ class Compressed:
             else (f"{len(set(plain))} of {len(replies)} clients reply with uncompressed arrays")
         )
         logger.warning(
-            "%s: the clients of a strategy that is Compressed need the mod codec.integrations.flower.Compression, as "
-            "in ClientApp(mods=[Compression()])",
+            "%s: the clients of a strategy that is Compressed need the mod codec.integrations.flower.CompressionMod, "
+            "as in ClientApp(mods=[CompressionMod()])",
             what,
         )
 

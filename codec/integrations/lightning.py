@@ -9,12 +9,12 @@ from typing import Any
 from codec.integrations.attach import Given, WithHook, attach, hook_of, host, restore, state_of
 from codec.specs import Lossless
 
-__all__ = ["Compression"]
+__all__ = ["GradientCompression"]
 
 _Callback: Any = host("lightning.pytorch", "pytorch_lightning").Callback
 
 
-class Compression(WithHook, _Callback):
+class GradientCompression(WithHook, _Callback):
     """Callback that compresses the gradients of a Trainer with ``strategy="ddp"``.
 
     The hook is registered when training begins. Checkpoints of the trainer contain the hook states of all ranks, which
@@ -38,7 +38,7 @@ class Compression(WithHook, _Callback):
 
     Examples
     --------
-    >>> compression = codec.integrations.lightning.Compression("small")
+    >>> compression = codec.integrations.lightning.GradientCompression("small")
     >>> trainer = lightning.Trainer(strategy="ddp", callbacks=[compression])  # doctest: +SKIP
     >>> trainer.fit(module)  # doctest: +SKIP
     >>> print(compression.hook.stats())  # doctest: +SKIP

@@ -43,7 +43,7 @@ from codec.kv import PageCodec
 __all__ = ["make_serde"]
 
 
-class Settings:
+class SerdeSettings:
     """Validated settings of the serde, with the codec and the slot size for each tensor layout."""
 
     def __init__(
@@ -126,7 +126,7 @@ def tensors(obj: MemoryObj) -> Iterator[tuple[torch.Tensor, torch.Size, torch.dt
 class CodecSerializer(Serializer):
     """Encode a chunk into its slot. If it does not fit, raise ValueError, so that LMCache does not store it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SerdeSettings) -> None:
         self._settings = settings
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
@@ -150,7 +150,7 @@ class CodecSerializer(Serializer):
 class CodecDeserializer(Deserializer):
     """Decode a slot. Damaged bytes raise FrameError, so that LMCache counts a failed load and ignores the chunk."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SerdeSettings) -> None:
         self._settings = settings
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
@@ -165,7 +165,7 @@ class CodecDeserializer(Deserializer):
 def make_serde(kwargs: dict[str, Any]) -> SerdeProcessor:
     """Return the serde for the settings in a configuration."""
     workers = int(kwargs.get("max_workers", 1))
-    settings = Settings(**{name: value for name, value in kwargs.items() if name != "max_workers"})
+    settings = SerdeSettings(**{name: value for name, value in kwargs.items() if name != "max_workers"})
     return AsyncSerdeProcessor(CodecSerializer(settings), CodecDeserializer(settings), max_workers=workers)
 
 

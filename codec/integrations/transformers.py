@@ -18,7 +18,7 @@ from codec.integrations import safetensors
 from codec.integrations.attach import Given, WithHook, attach, hook_of, host, restore, state_of, wrapper_of
 from codec.specs import Lossless
 
-__all__ = ["Compression"]
+__all__ = ["CompressionCallback"]
 
 _TrainerCallback: Any = host("transformers").TrainerCallback
 _FILE = "codec.pt"  # name of the file for hook states in the folder of a checkpoint
@@ -26,7 +26,7 @@ _FILE = "codec.pt"  # name of the file for hook states in the folder of a checkp
 logger = logging.getLogger("codec.torch")
 
 
-class Compression(WithHook, _TrainerCallback):
+class CompressionCallback(WithHook, _TrainerCallback):
     """Callback that compresses the gradients of a Trainer that runs several processes.
 
     The hook is registered when training begins. Its states on all ranks are saved to a file ``codec.pt`` in each
@@ -52,7 +52,7 @@ class Compression(WithHook, _TrainerCallback):
 
     Examples
     --------
-    >>> compression = codec.integrations.transformers.Compression("small")
+    >>> compression = codec.integrations.transformers.CompressionCallback("small")
     >>> trainer = transformers.Trainer(model, args, callbacks=[compression])  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
     >>> print(compression.hook.stats())  # doctest: +SKIP

@@ -25,11 +25,11 @@ from codec.integrations.chunks import (
 )
 from codec.specs import Spec, SpecLike
 
-__all__ = ["FrameCodec"]
+__all__ = ["FrameSerializer"]
 
 
 @dataclass(frozen=True, init=False)
-class FrameCodec(ArrayBytesCodec):
+class FrameSerializer(ArrayBytesCodec):
     """Zarr array-to-bytes codec with the name ``tensor-codec``, for the argument ``serializer`` of an array.
 
     Each chunk is stored as one frame with its shape, so that scales and entropy models can follow the rows of the
@@ -53,9 +53,9 @@ class FrameCodec(ArrayBytesCodec):
     Examples
     --------
     >>> import zarr
-    >>> from codec.integrations.zarr import FrameCodec
+    >>> from codec.integrations.zarr import FrameSerializer
     >>> x = np.random.default_rng(0).standard_normal((100, 1000), np.float32)
-    >>> stored = zarr.create_array({}, data=x, chunks=(50, 500), serializer=FrameCodec(), compressors=None)
+    >>> stored = zarr.create_array({}, data=x, chunks=(50, 500), serializer=FrameSerializer(), compressors=None)
     >>> bool((stored[:] == x).all()), stored.nbytes_stored() < 0.86 * x.nbytes
     (True, True)
     """
@@ -70,7 +70,7 @@ class FrameCodec(ArrayBytesCodec):
         object.__setattr__(self, "dtype", name)
 
     @classmethod
-    def from_dict(cls, data: Any) -> "FrameCodec":
+    def from_dict(cls, data: Any) -> "FrameSerializer":
         """Create a codec from its entry in an array's metadata; raise SpecError for an unknown key or wrong value."""
         return cls(*configured(data.get("configuration") or {}))
 

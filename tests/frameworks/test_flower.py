@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 
 import codec
-from codec.integrations.flower import RESIDUALS, Compressed, Compression, pack
+from codec.integrations.flower import RESIDUALS, Compressed, CompressionMod, pack
 from support.documentation import blocks
 from support.federation import Federation, reply_of, trained
 
@@ -84,7 +84,7 @@ def outcome(strategy, mods, rounds=3, tamper=None, seen=None):
 @pytest.mark.parametrize(("plain", "compressed"), [(FedAvg, Average), (FedAdam, Adam)])
 def test_lossless_training_is_bit_identical_to_flowers(spec, plain, compressed):
     expected, raw = outcome(plain(), [])
-    found, sent = outcome(compressed(), [Compression(spec)])
+    found, sent = outcome(compressed(), [CompressionMod(spec)])
     assert sent.errors == {}
     assert found.keys() == expected.keys()
     for name, x in expected.items():
@@ -107,7 +107,9 @@ def test_residuals_are_what_replies_left_out():
             true.append(step["weight"] - before[1])
             return super().aggregate_train(server_round, decoded)
 
-    _, federation = outcome(Recording(), [Compression(codec.Quantize(2, levels="odd", rounding="nearest"))], rounds=5)
+    _, federation = outcome(
+        Recording(), [CompressionMod(codec.Quantize(2, levels="odd", rounding="nearest"))], rounds=5
+    )
     residual = federation.context(1).state[RESIDUALS]["arrays/weight"].numpy()
     assert np.abs(residual).max() > 1e-3
     np.testing.assert_allclose(sum(sent) + residual, sum(true), atol=2e-6)
@@ -115,7 +117,7 @@ def test_residuals_are_what_replies_left_out():
 
 
 def test_each_client_has_residuals_of_its_own():
-    _, federation = outcome(Average(), [Compression("small")])
+    _, federation = outcome(Average(), [CompressionMod("small")])
     one, two = (federation.context(n).state[RESIDUALS]["arrays/weight"].numpy() for n in (1, 2))
     assert not np.array_equal(one, two)
 
@@ -147,14 +149,14 @@ def test_hostile_reply_is_an_error_of_its_client_alone(how, spec):
             failures.extend((r.metadata.src_node_id, r.error.reason) for r in failed)
             return valid, failed
 
-    found, _ = outcome(Watched(), [Compression(spec)], rounds=1, tamper=tamper)
+    found, _ = outcome(Watched(), [CompressionMod(spec)], rounds=1, tamper=tamper)
     assert [node for node, _ in failures] == [2]
     assert failures[0][1].startswith("the reply cannot be decoded: ")
 
     def only_others(node, content):
         content["metrics"]["num-examples"] = 0 if node == 2 else node
 
-    expected, _ = outcome(Average(), [Compression(spec)], rounds=1, tamper=only_others)
+    expected, _ = outcome(Average(), [CompressionMod(spec)], rounds=1, tamper=only_others)
     np.testing.assert_allclose(found["weight"], expected["weight"], rtol=1e-6, atol=1e-7)
 
 
@@ -164,7 +166,7 @@ def test_unknown_array_is_an_error_of_its_client():
             frame = codec.encode(np.zeros(1 << 20, np.float32))
             content["arrays"]["more"] = Array("float32", (1 << 20,), "codec.frame", frame)
 
-    found, _ = outcome(Average(), [Compression()], rounds=1, tamper=tamper)
+    found, _ = outcome(Average(), [CompressionMod()], rounds=1, tamper=tamper)
     assert "more" not in found
 
 
@@ -178,7 +180,7 @@ def test_values_that_a_codec_refuses_are_an_error_of_their_client_and_keep_its_r
             states.append(context.state[RESIDUALS]["arrays/bias"].numpy())
         return reply
 
-    federation = Federation(app([Compression("small"), break_down]), NODES)
+    federation = Federation(app([CompressionMod("small"), break_down]), NODES)
     trained(federation, Average(), record(start()), 2)
     assert list(federation.errors) == [2]
     assert isinstance(federation.errors[2], codec.ArgumentError)
@@ -189,7 +191,7 @@ def test_values_that_a_codec_refuses_are_an_error_of_their_client_and_keep_its_r
 def test_bfloat16_models_are_sent_in_16_bits(spec):
     """bfloat16, which Flower's arrays do not support, takes 2 bytes per value; the strategy averages in float32."""
     first = np.random.default_rng(0).standard_normal((64, 32)).astype(BF16)
-    made = ClientApp(mods=[Compression(spec)])
+    made = ClientApp(mods=[CompressionMod(spec)])
 
     @made.train()
     def train(message, context):
@@ -215,7 +217,7 @@ def test_stochastic_rounding_differs_between_clients_and_rounds():
     def tamper(node, content):
         sent.append(content["arrays"]["weight"].data)
 
-    outcome(Average(), [Compression(codec.Ternary(), feedback=False)], rounds=2, tamper=tamper)
+    outcome(Average(), [CompressionMod(codec.Ternary(), feedback=False)], rounds=2, tamper=tamper)
     assert len({data[8:] for data in sent}) == 2 * NODES
 
 
@@ -230,7 +232,7 @@ def test_stochastic_rounding_differs_between_clients_and_rounds():
 )
 def test_specs_that_cannot_serve_are_refused_at_once(spec, how):
     with pytest.raises(codec.SpecError):
-        Compression(spec, **how)
+        CompressionMod(spec, **how)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_specs_that_cannot_serve_are_refused_at_once(spec, how):
 def test_scalars_and_empty_arrays_arrive(spec):
     """A learned temperature is a 0-d array, which keeps its shape in every round."""
     first = {"scale": np.array(2.6592, np.float32), "empty": np.zeros((0, 4), np.float32), "one": np.ones(1)}
-    made = ClientApp(mods=[Compression(spec)])
+    made = ClientApp(mods=[CompressionMod(spec)])
 
     @made.train()
     def train(message, context):
@@ -256,7 +258,7 @@ def test_scalars_and_empty_arrays_arrive(spec):
 
 
 def test_mod_without_the_strategy_is_logged_once(caplog):
-    _, federation = outcome(FedAvg(), [Compression("small")])
+    _, federation = outcome(FedAvg(), [CompressionMod("small")])
     assert federation.errors == {}
     [line] = [r.message for r in caplog.records if r.name == "codec.flower"]
     assert "the strategy must be codec.integrations.flower.Compressed" in line
@@ -266,7 +268,7 @@ def test_strategy_without_the_mod_is_logged_once(caplog):
     outcome(Average(), [])
     [line] = [r.message for r in caplog.records if r.name == "codec.flower"]
     assert line.startswith("3 of 3 clients failed, one of them with ")
-    assert "need the mod codec.integrations.flower.Compression" in line
+    assert "need the mod codec.integrations.flower.CompressionMod" in line
     caplog.clear()
 
     def only_decodes(message, context, call_next):
@@ -280,7 +282,7 @@ def test_strategy_without_the_mod_is_logged_once(caplog):
 
 
 def test_a_complete_integration_logs_nothing(caplog):
-    outcome(Average(), [Compression("small")])
+    outcome(Average(), [CompressionMod("small")])
     assert not [r for r in caplog.records if r.name == "codec.flower"]
 
 

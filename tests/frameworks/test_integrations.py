@@ -11,7 +11,7 @@ import torch
 import codec
 import codec.torch
 from codec.integrations.accelerate import compress
-from codec.integrations.lightning import Compression
+from codec.integrations.lightning import GradientCompression
 from support.documentation import blocks
 from support.launched import run
 
@@ -46,7 +46,7 @@ def _lightning(rank, size, folder, spec, freeze=True):
         def on_train_epoch_end(self, trainer, module):
             weights.append([p.detach().clone() for p in module.parameters()])
 
-    compression = None if spec is None else Compression(spec)
+    compression = None if spec is None else GradientCompression(spec)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=size,
@@ -129,7 +129,7 @@ def _refused(rank, size):
     model(torch.ones(2, 64)).sum().backward()
     assert hook.stats().steps == 1
     with pytest.raises(codec.StateError, match=r"call trainer\.fit"):
-        _ = Compression("small").hook
+        _ = GradientCompression("small").hook
 
 
 def test_mistakes_are_refused():

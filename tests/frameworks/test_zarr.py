@@ -47,14 +47,14 @@ def test_numcodecs_checks_of_lossless_compressors(index):
         common.check_encode_decode(ARRAYS[index], each)
 
 
-@pytest.mark.parametrize("make", [for_numcodecs.FrameCodec, for_zarr.FrameCodec])
+@pytest.mark.parametrize("make", [for_numcodecs.FrameCodec, for_zarr.FrameSerializer])
 def test_configuration_is_json(make):
     for given in ((), ("small",), (codec.Float8(group_size=128),), (codec.TopK(1 / 8),), ("lossless", "bfloat16")):
         made = make(*given)
         if isinstance(made, for_numcodecs.FrameCodec):
             common.check_config(made)
         else:
-            assert for_zarr.FrameCodec.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+            assert for_zarr.FrameSerializer.from_dict(json.loads(json.dumps(made.to_dict()))) == made
         assert pickle.loads(pickle.dumps(made)) == made
         assert hash(made) == hash(make(*given))
         assert repr(made).startswith("FrameCodec(")
@@ -76,8 +76,8 @@ def test_configuration_refuses_unknown_keys_and_values():
         with pytest.raises(ValueError, match=message):
             numcodecs.get_codec({"id": "tensor-codec", **config})
         with pytest.raises(ValueError, match=message):
-            for_zarr.FrameCodec.from_dict({"name": "tensor-codec", "configuration": config})
-    assert for_zarr.FrameCodec.from_dict({"name": "tensor-codec"}) == for_zarr.FrameCodec()
+            for_zarr.FrameSerializer.from_dict({"name": "tensor-codec", "configuration": config})
+    assert for_zarr.FrameSerializer.from_dict({"name": "tensor-codec"}) == for_zarr.FrameSerializer()
 
 
 def test_numcodecs_checks_of_errors():
@@ -112,7 +112,7 @@ def test_zarr_golden_array():
     expected = (np.arange(600, dtype="f4") / 7).reshape(20, 30)
     assert np.array_equal(zarr.open_array(folder, mode="r")[:], expected)
     again = zarr.storage.MemoryStore()
-    serializer = for_zarr.FrameCodec()
+    serializer = for_zarr.FrameSerializer()
     zarr.create_array(again, data=expected, chunks=(10, 30), serializer=serializer, compressors=None)
     for name in ("c/0/0", "c/1/0"):
         assert again._store_dict[name].to_bytes() == (folder / name).read_bytes()
@@ -131,7 +131,7 @@ def test_bfloat16_is_stored_as_uint16(zarr_format):
     x = torch.randn(300, 100).bfloat16().view(torch.uint16).numpy()
     made = {
         2: lambda: {"compressors": for_numcodecs.FrameCodec(dtype="bfloat16")},
-        3: lambda: {"serializer": for_zarr.FrameCodec(dtype="bfloat16"), "compressors": None},
+        3: lambda: {"serializer": for_zarr.FrameSerializer(dtype="bfloat16"), "compressors": None},
     }[zarr_format]()
     store = {}
     a = zarr.create_array(store, data=x, chunks=(100, 100), zarr_format=zarr_format, **made)
@@ -143,7 +143,9 @@ def test_bfloat16_is_stored_as_uint16(zarr_format):
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_dtypes_of_zarr(dtype, zarr_format):
     x = (RANDOM.normal(size=(7, 30, 11)) * 100).astype("i8").astype(dtype)
-    codecs = {2: {"compressors": for_numcodecs.FrameCodec()}, 3: {"serializer": for_zarr.FrameCodec()}}[zarr_format]
+    codecs = {2: {"compressors": for_numcodecs.FrameCodec()}, 3: {"serializer": for_zarr.FrameSerializer()}}[
+        zarr_format
+    ]
     store = {}
     a = zarr.create_array(store, shape=x.shape, dtype=x.dtype, chunks=(3, 16, 11), zarr_format=zarr_format, **codecs)
     a[:] = x
@@ -155,17 +157,17 @@ def test_dtypes_of_zarr(dtype, zarr_format):
 def test_shards_filters_and_fill_values():
     x = RANDOM.normal(size=(64, 64)).astype("f4")
     shards = zarr.create_array(
-        {}, data=x, chunks=(16, 16), shards=(32, 32), serializer=for_zarr.FrameCodec(),
+        {}, data=x, chunks=(16, 16), shards=(32, 32), serializer=for_zarr.FrameSerializer(),
         filters=[zarr.codecs.TransposeCodec(order=(1, 0))], compressors=[zarr.codecs.Crc32cCodec()],
     )  # fmt: skip
     assert np.array_equal(shards[5:50:3, 40:], x[5:50:3, 40:])
     empty = zarr.create_array(
-        {}, shape=(9, 9), dtype="f4", chunks=(4, 4), fill_value=np.nan, serializer=for_zarr.FrameCodec()
+        {}, shape=(9, 9), dtype="f4", chunks=(4, 4), fill_value=np.nan, serializer=for_zarr.FrameSerializer()
     )
     empty[:5] = 1
     assert np.isnan(empty[5:]).all()
     assert (empty[:5] == 1).all()
-    scalar = zarr.create_array({}, shape=(), dtype="f8", serializer=for_zarr.FrameCodec())
+    scalar = zarr.create_array({}, shape=(), dtype="f8", serializer=for_zarr.FrameSerializer())
     scalar[()] = 2.5
     assert scalar[()] == 2.5
 
@@ -175,7 +177,7 @@ def test_shards_filters_and_fill_values():
 def test_arrays_of_zarrs_own_strategies(data):
     x = data.draw(zarr_strategies.numpy_arrays())
     hypothesis.assume(not x.dtype.hasobject and x.dtype.kind != "T")
-    serializer = for_zarr.FrameCodec()
+    serializer = for_zarr.FrameSerializer()
     chunks = tuple(max(1, data.draw(st.integers(1, max(1, n)))) for n in x.shape)
     a = zarr.create_array({}, shape=x.shape, dtype=x.dtype, chunks=chunks, serializer=serializer, compressors=None)
     a[...] = x
@@ -185,15 +187,15 @@ def test_arrays_of_zarrs_own_strategies(data):
 def test_dtypes_that_cannot_be_encoded_are_refused_when_the_array_is_made():
     for dtype, spec in ((str, "lossless"), ("i4", "small"), ("f8", "balanced")):
         with pytest.raises(ValueError, match=r"VLenUTF8Codec|int32|float64"):
-            zarr.create_array({}, shape=(4,), dtype=dtype, serializer=for_zarr.FrameCodec(spec))
+            zarr.create_array({}, shape=(4,), dtype=dtype, serializer=for_zarr.FrameSerializer(spec))
     with pytest.raises(codec.ArgumentError, match="items of float32 have 4 bytes, those of dtype='bfloat16' have 2"):
-        zarr.create_array({}, shape=(4,), dtype="f4", serializer=for_zarr.FrameCodec(dtype="bfloat16"))
+        zarr.create_array({}, shape=(4,), dtype="f4", serializer=for_zarr.FrameSerializer(dtype="bfloat16"))
 
 
 def stored(x, **how):
     """Store x as a Zarr array of one chunk; return the array, its store, and the chunk's key."""
     store = zarr.storage.MemoryStore()
-    a = zarr.create_array(store, data=x, serializer=for_zarr.FrameCodec(), compressors=None, chunks=x.shape, **how)
+    a = zarr.create_array(store, data=x, serializer=for_zarr.FrameSerializer(), compressors=None, chunks=x.shape, **how)
     (key,) = (k for k in store._store_dict if not k.endswith("json"))
     return a, store._store_dict, key
 
