@@ -28,13 +28,13 @@ import codec
 from codec import optimizers
 from codec._c.library import lib
 from codec.engines.cuda import cupy_backend, devices
-from codec.engines.cuda.batch_decode import BatchDecode, Step, read_headers
+from codec.engines.cuda.batch_decode import BatchDecode, DecodeStep, read_headers
 from codec.engines.cuda.calls import reduction_steps
-from codec.engines.cuda.decoding import Frame, Sink
-from codec.engines.cuda.encoding import Encoding
-from codec.engines.cuda.header import Header
+from codec.engines.cuda.decoding import DeviceSink, Frame
+from codec.engines.cuda.encoding import FrameEncoding
+from codec.engines.cuda.header import DeviceHeader
 from codec.engines.cuda.job import begin as begin_jobs
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.workspace import CallMemory
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.tensors.view import TensorView, view, view_bytes, view_output
 
@@ -180,9 +180,9 @@ def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
     return row_of(name, x.nbytes, moved, x.size, 8 * frame.nbytes, rate, encode=encode, decode=decode)
 
 
-def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], into: int, **given: Any) -> Any:
+def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[DecodeStep]], into: int, **given: Any) -> Any:
     """Return a function that launches the decoding of frames whose headers are on the host."""
-    work = Work(devices.device_for([("the frame", view_bytes(frames[0]))]), 0)
+    work = CallMemory(devices.device_for([("the frame", view_bytes(frames[0]))]), 0)
     asked = [(work, r, r.frames[0]) for r in (DecodeRequest((view_bytes(frame),), **given) for frame in frames)]
     opened = [Frame(header, new(header, into), into, header.base()) for header in read_headers(asked)]
 
@@ -196,7 +196,7 @@ def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], int
     return begin
 
 
-def new(header: Header, into: int) -> TensorView:
+def new(header: DeviceHeader, into: int) -> TensorView:
     """Allocate a destination for a frame: in the frame's dtype to store values, in float32 to add values."""
     dtype = header.dtype if into == lib.CODEC_INTO_STORE else "float32"
     return header.work.device.empty(dtype, header.shape, header.frame.owner)[1]
@@ -205,8 +205,8 @@ def new(header: Header, into: int) -> TensorView:
 def decoding(frame: Any, back: Any, **given: Any) -> Callable[[], Any]:
     """Return a function that launches the decoding of a frame to `back`."""
 
-    def steps(opened: list[Frame]) -> list[Step]:
-        return [Step([(opened[0], Sink(view_output(back, opened[0].header.dtype).address))])]
+    def steps(opened: list[Frame]) -> list[DecodeStep]:
+        return [DecodeStep([(opened[0], DeviceSink(view_output(back, opened[0].header.dtype).address))])]
 
     return begun([frame], steps, lib.CODEC_INTO_STORE, **given)
 
@@ -304,12 +304,12 @@ def many(rate: float) -> dict[str, Any]:
     requests = [EncodeRequest(view(x), spec, None, None, None, None, 0, None, None, False, True) for x in xs]
 
     def encode() -> Any:
-        work, encodings = Work(device, 0), [Encoding(Work(device, 0), r) for r in requests]
+        work, encodings = CallMemory(device, 0), [FrameEncoding(CallMemory(device, 0), r) for r in requests]
         begin_jobs(work, [encoding.job for encoding in encodings])
         return work, encodings
 
-    def steps(opened: list[Frame]) -> list[Step]:
-        return [Step([(f, Sink(view(x).address)) for f, x in zip(opened, xs, strict=True)])]
+    def steps(opened: list[Frame]) -> list[DecodeStep]:
+        return [DecodeStep([(f, DeviceSink(view(x).address)) for f, x in zip(opened, xs, strict=True)])]
 
     size, nbytes = sum(x.nbytes for x in xs), sum(frame.nbytes for frame in frames)
     name = "200 tensors of 100,000 float16"
@@ -336,9 +336,12 @@ def updated(rate: float, log2: int, changed: float) -> dict[str, Any]:
     encode = timed(lambda: codec.encode_async(values, spec, out=out, base=old))
     weights[:] = base
 
-    def steps(opened: list[Frame]) -> list[Step]:
+    def steps(opened: list[Frame]) -> list[DecodeStep]:
         opened[0].take_lists(opened[0].list_nbytes)
-        return [Step([(opened[0], Sink(0))]), Step([(opened[0], Sink(view_output(weights).address))])]
+        return [
+            DecodeStep([(opened[0], DeviceSink(0))]),
+            DecodeStep([(opened[0], DeviceSink(view_output(weights).address))]),
+        ]
 
     apply = begun([frame], steps, lib.CODEC_INTO_STORE, base=weights)
 

@@ -12,7 +12,7 @@ functions, which take the requests of :mod:`codec.engines.request`:
 
 An engine for tensors on a device, :class:`DeviceEngine`, also has
 
-* ``encode_async(request)``: return a :class:`codec.engines.cuda.pending.Pending`;
+* ``encode_async(request)``: return a :class:`codec.engines.cuda.pending.PendingFrame`;
 * ``count(request)``: return the count of each symbol in the sample from which encoding builds a codebook, or None if
   the tensor is too small.
 

@@ -11,7 +11,7 @@ import pytest
 import codec
 from codec._c.library import ITEMSIZE
 from codec.decoding import decode_request
-from codec.engines.cuda import DeferredCalls, Sum
+from codec.engines.cuda import DeferredCalls, FrameSum
 from codec.tensors.view import view
 from reference import decoder as oracle
 from support import flatcall
@@ -311,7 +311,7 @@ def test_sums_of_several_tensors_share_launches(device):
         asked = [
             [decode_request((view(f),), None, how, to) for f in some] for some, to in zip(frames, out, strict=True)
         ]
-        return [Sum(some, "mean") for some in asked]
+        return [FrameSum(some, "mean") for some in asked]
 
     calls = DeferredCalls()
     device.launched.clear()

@@ -9,7 +9,7 @@ import codec
 from codec import optimizers
 from codec._c.library import ITEMSIZE
 from codec.engines.cuda import encoding, plan
-from codec.engines.cuda.plan import Plan
+from codec.engines.cuda.plan import FramePlan
 from codec.errors import Status
 from support import engine_comparison, flatcall
 from support.cuda_calls import BUCKET, LOSSY_DTYPES, ROWS, both_outcomes, by_cupy, bytes_of, decode, encode, outcome
@@ -197,7 +197,7 @@ def test_calls_share_plans(monkeypatch):
     """Calls with equal spec, dtype and shape share one plan, but not random bits or values."""
     made = []
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "Plan", lambda r: made.append(r) or Plan(r))
+    monkeypatch.setattr(plan, "FramePlan", lambda r: made.append(r) or FramePlan(r))
     rng = np.random.default_rng(11)
     xs = rng.standard_normal((3, 40, 500), F32)
     book = codec.Codebook.from_tensors(xs[0])

@@ -16,7 +16,7 @@ from codec.encoding import encode_request
 from codec.engines.cuda import encoding, job, scratch
 from codec.engines.cuda.kernels import KERNELS
 from codec.engines.cuda.upload import aligned
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.workspace import CallMemory
 from support import cuda_c
 from support.device import Unlaunched, build, use
 from support.specs import SPECS
@@ -95,12 +95,12 @@ def by_python(device, spec, dtype, shape, *, feedback):
     out = Nowhere((codec.bound(shape, dtype, spec),), "<u1")
     how = codec.options(engine="cuda", verify_first=False)  # libcodec_cuda never reads the tensor in advance
     r = encode_request(x, bound, how, out, residual, feedback, stream=STREAM, base=base)
-    work = Work(device, 0)
-    made = encoding.Encoding(work, r).job
+    work = CallMemory(device, 0)
+    made = encoding.FrameEncoding(work, r).job
     device.grids.clear()
     job.begin(work, [made])
     plan, layout, n = made.plan, made.layout, prod(shape)
-    units = scratch.Scratch(work, [(plan.kernel, layout.grid, layout.scratch)])
+    units = scratch.WarpScratch(work, [(plan.kernel, layout.grid, layout.scratch)])
     found = Encoded(
         plan.bound,
         plan.nparts,

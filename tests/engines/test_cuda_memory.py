@@ -10,7 +10,7 @@ from codec.decoding import decode_request
 from codec.encoding import encode_request
 from codec.engines.cuda import DeferredCalls, scratch, workspace
 from codec.engines.cuda.kernels import KERNELS
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.workspace import CallMemory
 from codec.tensors.view import view
 from support import flatcall
 from support.cuda_calls import BUCKET, both_outcomes, bytes_of, encode, like, on_cpu
@@ -193,7 +193,7 @@ def test_batches_of_several_launches(device, monkeypatch):
 def test_scratch_memory_of_a_call_is_limited(kernel, library):
     device = Counted(library, 132)
     most = [
-        scratch.Scratch(Work(device, 0), [(KERNELS[kernel], 528, scratch.Need(nbytes, units))] * frames)
+        scratch.WarpScratch(CallMemory(device, 0), [(KERNELS[kernel], 528, scratch.Need(nbytes, units))] * frames)
         for nbytes, units in ((33_152, 9), (82_560, 1), (66_176, 1))
         for frames in (1, 1000)
     ]

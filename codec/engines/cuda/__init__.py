@@ -5,7 +5,7 @@ are copied to the device and back.
 """
 
 from codec.engines.cuda import devices
-from codec.engines.cuda.deferred import DeferredCalls, Sum
+from codec.engines.cuda.deferred import DeferredCalls, FrameSum
 from codec.engines.cuda.engine import (
     accumulate,
     count,
@@ -20,7 +20,7 @@ from codec.engines.cuda.engine import (
 
 __all__ = [
     "DeferredCalls",
-    "Sum",
+    "FrameSum",
     "accumulate",
     "count",
     "decode",

@@ -4,54 +4,54 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
+from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, DeviceSink, Frame
 from codec.engines.cuda.devices import Device
-from codec.engines.cuda.header import Header
+from codec.engines.cuda.header import DeviceHeader
 from codec.engines.cuda.kernels import Kernel
-from codec.engines.cuda.scratch import Scratch
+from codec.engines.cuda.scratch import WarpScratch
 from codec.engines.cuda.structs import PREPROCESSING
 from codec.engines.cuda.upload import aligned
-from codec.engines.cuda.workspace import Work, grid_for, launch_each, small
+from codec.engines.cuda.workspace import CallMemory, grid_for, launch_each, small
 from codec.engines.request import DecodeRequest
 from codec.tensors.view import TensorView
 
 _HEAD = 4096  # bytes of each frame that are downloaded first; most side sections end within them
 _UPLOADED = 1 << 16  # maximum bytes of a copy that joins small frames in host memory
-_NOWHERE = Sink(0)
+_NOWHERE = DeviceSink(0)
 _MOST_LISTED = 256_000_000  # maximum bytes of the lists of changes of all Delta frames of a call
 
 
-class Step(NamedTuple):
+class DecodeStep(NamedTuple):
     """Frames that are decoded by the same launches, and their destinations.
 
     Attributes
     ----------
-    items : sequence of (Frame, Sink)
+    items : sequence of (Frame, DeviceSink)
         Frames and their destinations.
     summing : int
         If not 0: one kernel decodes each group of `summing` consecutive items and adds up their values.
     """
 
-    items: Sequence[tuple[Frame, Sink]]
+    items: Sequence[tuple[Frame, DeviceSink]]
     summing: int = 0
 
-    def launches(self, device: Device) -> list["Launch"]:
+    def launches(self, device: Device) -> list["KernelLaunch"]:
         """Return the kernel launches that this step needs, each with the frames that it decodes."""
         count = self.summing or 1
         if len(self.items) == count:
             kernel, grid = self._kernel(self.items, device)
-            return [Launch(kernel.name, [grid], list(self.items), self.summing)]
+            return [KernelLaunch(kernel.name, [grid], list(self.items), self.summing)]
         groups = [self.items[i : i + count] for i in range(0, len(self.items), count)]
         keys = [(kernel.name, -grid, i) for i, (kernel, grid) in enumerate(self._kernel(own, device) for own in groups)]
         keys.sort()  # by kernel, then by descending number of thread blocks
-        found: list[Launch] = []
+        found: list[KernelLaunch] = []
         for name, some in itertools.groupby(keys, key=lambda key: key[0]):
             own = list(some)
             items = [item for _, _, i in own for item in groups[i]]
-            found.append(Launch(name, [-grid for _, grid, _ in own], items, self.summing))
+            found.append(KernelLaunch(name, [-grid for _, grid, _ in own], items, self.summing))
         return found
 
-    def _kernel(self, group: Sequence[tuple[Frame, Sink]], device: Device) -> tuple[Kernel, int]:
+    def _kernel(self, group: Sequence[tuple[Frame, DeviceSink]], device: Device) -> tuple[Kernel, int]:
         """Return the kernel for a frame, or for a group of frames to sum, and its number of thread blocks."""
         frame = group[0][0]
         if not self.summing or frame.summing is None:
@@ -60,24 +60,24 @@ class Step(NamedTuple):
         return frame.summing, frame.summing.grid(device.processors, nblocks)
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """Launch of one kernel for several frames or sums, whose structs are adjacent in device memory."""
 
     kernel: str
     grids: list[int]  # number of thread blocks for each frame, or for each sum
-    items: list[tuple[Frame, Sink]]
+    items: list[tuple[Frame, DeviceSink]]
     summing: int
 
 
-def side_by_side(several: Sequence[Sequence[Step]]) -> list[Step]:
+def side_by_side(several: Sequence[Sequence[DecodeStep]]) -> list[DecodeStep]:
     """Merge independent lists of steps into one list that needs as few launches as possible."""
-    found: list[Step] = []
+    found: list[DecodeStep] = []
     for steps in itertools.zip_longest(*several):
-        by_count: dict[int, list[tuple[Frame, Sink]]] = {}
+        by_count: dict[int, list[tuple[Frame, DeviceSink]]] = {}
         for step in steps:
             if step is not None:
                 by_count.setdefault(step.summing, []).extend(step.items)
-        found += [Step(items, count) for count, items in by_count.items()]
+        found += [DecodeStep(items, count) for count, items in by_count.items()]
     return found
 
 
@@ -89,8 +89,10 @@ def alone(_: int, call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
 
-def read_headers(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: Each = alone) -> list[Header]:
-    """Copy the headers and side sections of frames to host memory, and return a :class:`Header` for each."""
+def read_headers(
+    asked: Sequence[tuple[CallMemory, DecodeRequest, TensorView]], each: Each = alone
+) -> list[DeviceHeader]:
+    """Copy the headers and side sections of frames to host memory, and return a :class:`DeviceHeader` for each."""
     if not asked:
         return []
     work = asked[0][0]
@@ -98,7 +100,7 @@ def read_headers(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: 
     given = [None if r.head is None else work.fetch(r.head.first(frame.nbytes)) for _, r, frame in asked]
     found = iter(heads)
     frames = [
-        each(i, Header, own, r, frame, next(found) if head is None else head)
+        each(i, DeviceHeader, own, r, frame, next(found) if head is None else head)
         for i, ((own, r, frame), head) in enumerate(zip(asked, given, strict=True))
     ]
     short = [frame for frame in frames if frame.head.nbytes < frame.head_nbytes]
@@ -110,9 +112,9 @@ def read_headers(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: 
     return frames
 
 
-def _upload_small(work: Work, frames: Sequence[Header]) -> None:
+def _upload_small(work: CallMemory, frames: Sequence[DeviceHeader]) -> None:
     """Copy small frames in host memory to the device, joined into copies of up to 64 KiB."""
-    groups: list[list[Header]] = [[]]
+    groups: list[list[DeviceHeader]] = [[]]
     room = _UPLOADED
     for frame in frames:
         nbytes = aligned(frame.frame.nbytes)
@@ -137,11 +139,11 @@ class BatchDecode:
 
     Parameters
     ----------
-    work : Work
+    work : CallMemory
         Device memory of the call.
     frames : sequence of Frame
         All frames of the steps.
-    steps : sequence of Step
+    steps : sequence of DecodeStep
         Steps in order of execution. The first step that decodes a frame checks the frame's digests.
 
     Attributes
@@ -150,7 +152,7 @@ class BatchDecode:
         Device address and size in bytes of the results of all checks, a codec_found for each frame.
     """
 
-    def __init__(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
+    def __init__(self, work: CallMemory, frames: Sequence[Frame], steps: Sequence[DecodeStep]) -> None:
         self._work, self._frames, device = work, frames, work.device
         self._launches = [step.launches(device) for step in steps]
         self._preprocessing = [some for frame in frames if (some := frame.preprocessing.struct())]
@@ -162,7 +164,7 @@ class BatchDecode:
         found = decodings + aligned(DECODING_NBYTES * sum(len(step.items) for step in steps))
         taken = aligned(found + FOUND_NBYTES * len(frames))
         needs = {id(frame): frame.scratch for frame in frames}
-        scratch = Scratch(work, [(frame.kernel, frame.grid, needs[id(frame)]) for frame in frames])
+        scratch = WarpScratch(work, [(frame.kernel, frame.grid, needs[id(frame)]) for frame in frames])
         work.keep(scratch, brief=True)
         uploads = taken + scratch.taken_nbytes
         sizes = [len(frame.image.upload) for frame in frames]
@@ -215,7 +217,12 @@ def _take_lists(frames: Sequence[Frame]) -> None:
 
 
 def read(
-    work: Work, frames: Sequence[Frame], steps: Sequence[Step], *, verify_first: bool = False, each: Each = alone
+    work: CallMemory,
+    frames: Sequence[Frame],
+    steps: Sequence[DecodeStep],
+    *,
+    verify_first: bool = False,
+    each: Each = alone,
 ) -> None:
     """Decode opened frames, and raise the error of the first invalid one.
 
@@ -225,7 +232,7 @@ def read(
         return
     if verify_first:
         _take_lists(frames)
-        steps = [Step([(frame, _NOWHERE) for frame in frames]), *steps]
+        steps = [DecodeStep([(frame, _NOWHERE) for frame in frames]), *steps]
     batch = BatchDecode(work, frames, steps)
     for i in range(len(steps)):
         batch.begin(i)

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from codec._c.library import lib
-from codec.engines.cuda.batch_decode import Step
-from codec.engines.cuda.decoding import Frame, Sink
+from codec.engines.cuda.batch_decode import DecodeStep
+from codec.engines.cuda.decoding import DeviceSink, Frame
 from codec.engines.cuda.devices import device_for
-from codec.engines.cuda.header import Header
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.header import DeviceHeader
+from codec.engines.cuda.workspace import CallMemory
 from codec.engines.native.decoding import is_bounded
 from codec.engines.request import DecodeRequest
 from codec.errors import EngineError
@@ -22,8 +22,8 @@ NO_VIEWS: Named = ()
 
 
 @contextmanager
-def working(views: Named, *, waits: bool = True) -> Generator[Work]:
-    """Yield a :class:`Work` on the arguments' device, which uses the stream of the first argument.
+def working(views: Named, *, waits: bool = True) -> Generator[CallMemory]:
+    """Yield a :class:`CallMemory` on the arguments' device, which uses the stream of the first argument.
 
     On entry, this stream waits for the streams of all other arguments; on exit, they wait for this stream. `waits`:
     True if the host waits for a result, now or later.
@@ -45,7 +45,7 @@ def working(views: Named, *, waits: bool = True) -> Generator[Work]:
             )
         for other in others:
             device.wait_for(other)
-        yield Work(device, stream, like)
+        yield CallMemory(device, stream, like)
         for other in others:
             device.delay(other)
 
@@ -65,7 +65,7 @@ def views_of(r: DecodeRequest) -> Named:
 
 
 def target(
-    work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...], views: Named = NO_VIEWS
+    work: CallMemory, r: DecodeRequest, dtype: str, shape: tuple[int, ...], views: Named = NO_VIEWS
 ) -> tuple[Any, TensorView]:
     """Return the destination of a frame's values, as the object for the caller and as a view.
 
@@ -81,7 +81,7 @@ def target(
     return work.device.empty(dtype, shape, like)
 
 
-def prepare(work: Work, r: DecodeRequest, header: Header, views: Named) -> tuple[Any, TensorView, Frame]:
+def prepare(work: CallMemory, r: DecodeRequest, header: DeviceHeader, views: Named) -> tuple[Any, TensorView, Frame]:
     """Plan a frame for its destination.
 
     Return the destination as the object for the caller and as a view, and the frame.
@@ -99,7 +99,7 @@ def prepare(work: Work, r: DecodeRequest, header: Header, views: Named) -> tuple
     return result, v, frame
 
 
-def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:
+def reduction_steps(frames: list[Frame], to: int, op: str) -> list[DecodeStep]:
     """Return the steps that reduce frames in the given order.
 
     If all frames are Ternary and have equal scales, their codes are added as integers, and the last step multiplies the
@@ -107,15 +107,15 @@ def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:
     """
     first, count = frames[0], len(frames)
     codes = op != "max" and count > 1 and all(frame.adds_up_with(first) for frame in frames)
-    items: list[tuple[Frame, Sink]] = []
+    items: list[tuple[Frame, DeviceSink]] = []
     for i, frame in enumerate(frames):
         last = i == count - 1
         if codes:
             into = lib.CODEC_INTO_SCALE_CODES if last else lib.CODEC_INTO_ADD_CODES if i else lib.CODEC_INTO_CODES
         else:
             into = FLOAT32 if i == 0 else MAX if op == "max" else ADD
-        items.append((frame, Sink(to, into, divide=count if op == "mean" and last and count > 1 else 0)))
+        items.append((frame, DeviceSink(to, into, divide=count if op == "mean" and last and count > 1 else 0)))
     if first.summing and all(frame.is_cut_like(first) for frame in frames):
         parts = [items[i : i + _SUMMED] for i in range(0, count, _SUMMED)]
-        return [Step(part, summing=len(part)) for part in parts]
-    return [Step([item]) for item in items]
+        return [DecodeStep(part, summing=len(part)) for part in parts]
+    return [DecodeStep([item]) for item in items]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from codec import _call
 from codec._c.library import ITEMSIZE, check, ffi, lib, new_bytes
 from codec.engines.cuda.encoding import ALIGNMENT
-from codec.engines.cuda.header import Header
+from codec.engines.cuda.header import DeviceHeader
 from codec.engines.cuda.kernels import BY_NUMBER, Kernel
 from codec.engines.cuda.plan import launch_of
 from codec.engines.cuda.preprocess import Preprocessing
@@ -26,7 +26,7 @@ NOTHING_FOUND = FOUND.pack(_NONE, *[0] * 6)
 _LISTED_SHARE, _CHANGES = 8, 4
 
 
-class Sink(NamedTuple):
+class DeviceSink(NamedTuple):
     """Destination of decoded values, and the operation that combines them with the destination's contents.
 
     Attributes
@@ -55,7 +55,7 @@ class Frame:
 
     Parameters
     ----------
-    header : Header
+    header : DeviceHeader
         Header of the frame. Its head must be complete.
     v : TensorView
         Destination, of which only dtype, shape and alignment are used.
@@ -84,7 +84,7 @@ class Frame:
         The side section is invalid, or the destination does not match the frame.
     """
 
-    def __init__(self, header: Header, v: TensorView, into: int, base: TensorView | None = None) -> None:
+    def __init__(self, header: DeviceHeader, v: TensorView, into: int, base: TensorView | None = None) -> None:
         self.header, self.base, self.levels, self.lists = header, base, header.levels(), 0
         info, work, request, levels = header.info, header.work, header.request, self.levels
         call = _call.take()
@@ -171,7 +171,7 @@ class Frame:
         launch = self._launch
         return NOTHING if launch is None else need_of(self.header.work.device, self.kernel, launch.decode_scratch)
 
-    def decoding(self, at: int, found: int, scratch: Units, sink: Sink, *, checks: bool) -> bytes:
+    def decoding(self, at: int, found: int, scratch: Units, sink: DeviceSink, *, checks: bool) -> bytes:
         """Return the frame's codec_decoding, the struct with a kernel's arguments.
 
         Parameters
@@ -180,7 +180,7 @@ class Frame:
             Device addresses of the frame's image and of its codec_found.
         scratch : tuple of int
             Fields of a codec_units, the scratch memory of the kernel.
-        sink : Sink
+        sink : DeviceSink
             Destination of the values.
         checks : bool
             True: also compute the digests of base and result.

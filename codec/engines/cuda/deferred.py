@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from codec._c.library import check
-from codec.engines.cuda.batch_decode import BatchDecode, Step, read_headers, side_by_side
+from codec.engines.cuda.batch_decode import BatchDecode, DecodeStep, read_headers, side_by_side
 from codec.engines.cuda.calls import FLOAT32, prepare, reduction_steps, views_of, working
-from codec.engines.cuda.decoding import Frame, Sink
-from codec.engines.cuda.encoding import Encoding
+from codec.engines.cuda.decoding import DeviceSink, Frame
+from codec.engines.cuda.encoding import FrameEncoding
 from codec.engines.cuda.job import WRITTEN_NBYTES, begin
-from codec.engines.cuda.workspace import Work, grid_for, pointer, wide
+from codec.engines.cuda.workspace import CallMemory, grid_for, pointer, wide
 from codec.engines.native.decoding import check_whole
 from codec.engines.native.many import at_item
 from codec.engines.request import DecodeRequest, EncodeRequest
@@ -28,7 +28,7 @@ Explain = Callable[[CodecError], None]  # called with an error, whose message it
 class _Verdict(NamedTuple):
     """Verdict of a call: device memory in which its kernels report errors, and the function that evaluates it."""
 
-    work: Work  # owner of the call's memory
+    work: CallMemory  # owner of the call's memory
     at: int
     nbytes: int
     close: Callable[[bytes], None]
@@ -44,7 +44,7 @@ class _Verdict(NamedTuple):
             raise
 
 
-class Sum(NamedTuple):
+class FrameSum(NamedTuple):
     """Frames to be reduced to their sum, mean or maximum.
 
     Attributes
@@ -61,7 +61,7 @@ class Sum(NamedTuple):
     explain: Explain | None = None
 
 
-class Encoded:
+class EncodedSizes:
     """Result of :meth:`DeferredCalls.encode_many`: sizes of the frames.
 
     Attributes
@@ -99,19 +99,19 @@ class DeferredCalls:
         self._verdicts: list[_Verdict] = []
         self._requested: list[tuple[_Verdict, int]] = []
         self._answer: Any = None
-        self._copies: list[tuple[Work, TensorView]] = []  # tensors whose copies to the host are in flight
+        self._copies: list[tuple[CallMemory, TensorView]] = []  # tensors whose copies to the host are in flight
 
     def __bool__(self) -> bool:
         """Return True if there is a call or a copy for which the host has not waited yet."""
         return bool(self._verdicts or self._requested or self._copies)
 
-    def encode_many(self, requests: Sequence[EncodeRequest], explain: Explain | None = None) -> Encoded:
+    def encode_many(self, requests: Sequence[EncodeRequest], explain: Explain | None = None) -> EncodedSizes:
         """Encode tensors. Each `out` must have room for the upper bound of the frame, at a multiple of 8 bytes.
 
         An error's `item` is the index of its request. `explain` is called with an error before it is raised.
         """
         with working([named for r in requests for named in r.views]) as work:
-            encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
+            encodings = [at_item(i, FrameEncoding, work.sibling(), r) for i, r in enumerate(requests)]
             jobs = [encoding.job for encoding in encodings]
             written = WRITTEN_NBYTES * len(jobs)
             sizes = [job.layout.zeros_nbytes for job in jobs]
@@ -124,7 +124,7 @@ class DeferredCalls:
                 at += nbytes
             begin(work, jobs)
             words = memory[:written].view(sys.modules["torch"].int64 if is_torch(memory) else "int64")
-            encoded = Encoded(words.reshape(len(jobs), -1)[:, _SIZE_AT // 8])
+            encoded = EncodedSizes(words.reshape(len(jobs), -1)[:, _SIZE_AT // 8])
             work.keep((memory, encodings))
             self._launched(work, *[encoding.work for encoding in encodings], more=total)
 
@@ -144,29 +144,29 @@ class DeferredCalls:
         with working([named for some in views for named in some]) as work:
             headers = read_headers([(work, r, r.frames[0]) for r in requests], at_item)
             made = [at_item(i, prepare, work, r, headers[i], views[i]) for i, r in enumerate(requests)]
-            step = [(frame, Sink(work.write(v))) for _, v, frame in made]
-            self._launch(work, [frame for frame, _ in step], [Step(step)])
+            step = [(frame, DeviceSink(work.write(v))) for _, v, frame in made]
+            self._launch(work, [frame for frame, _ in step], [DecodeStep(step)])
 
     def accumulate_many(self, requests: Sequence[DecodeRequest], into: int) -> None:
         """Decode each frame into its float32 `out`. `into` (CODEC_INTO_*): store, add, or store the maximum."""
         with working([named for r in requests for named in views_of(r)]) as work:
             headers = read_headers([(work, r, r.frames[0]) for r in requests])
-            items: list[tuple[Frame, Sink]] = []
+            items: list[tuple[Frame, DeviceSink]] = []
             for r, header in zip(requests, headers, strict=True):
                 check_whole(header.info, header.frame)
                 v = view_output(r.out)
-                items.append((Frame(header, v, into), Sink(work.write(v), into)))
-            self._launch(work, [frame for frame, _ in items], [Step(items)])
+                items.append((Frame(header, v, into), DeviceSink(work.write(v), into)))
+            self._launch(work, [frame for frame, _ in items], [DecodeStep(items)])
 
-    def reduce_many(self, sums: Sequence[Sum]) -> None:
-        """Reduce the frames of each :class:`Sum`, and store the float32 result in the `out` of its first request.
+    def reduce_many(self, sums: Sequence[FrameSum]) -> None:
+        """Reduce the frames of each :class:`FrameSum`, and store the float32 result in the `out` of its first request.
 
         If that request has ``check_finite``, NaN or Inf in the result is an error.
         """
         requests = [r for each in sums for r in each.frames]
         with working([named for r in requests for named in views_of(r)]) as work:
             rest = iter(read_headers([(work, r, r.frames[0]) for r in requests]))
-            frames, steps, results = list[Frame](), list[list[Step]](), list[tuple[int, int]]()
+            frames, steps, results = list[Frame](), list[list[DecodeStep]](), list[tuple[int, int]]()
             for each in sums:
                 own: list[Frame] = []
                 v = view_output(each.frames[0].out)
@@ -182,7 +182,7 @@ class DeferredCalls:
                 if each.frames[0].check_finite:
                     self._check_finite(work, to, n, each.explain)
 
-    def _launch(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
+    def _launch(self, work: CallMemory, frames: Sequence[Frame], steps: Sequence[DecodeStep]) -> None:
         """Launch all steps that decode these frames, and register a verdict for them."""
         batch = BatchDecode(work, frames, steps)
         for i in range(len(steps)):
@@ -191,7 +191,7 @@ class DeferredCalls:
         self._launched(work)
         self._verdicts.append(_Verdict(work, batch.found, batch.found_nbytes, batch.conclude))
 
-    def _launched(self, *works: Work, more: int = 0) -> None:
+    def _launched(self, *works: CallMemory, more: int = 0) -> None:
         """Release temporary memory of launched `works`; report the bytes that they keep plus `more`, kept elsewhere."""
         kept = more + sum([work.kept_nbytes for work in works])
         self._kept_nbytes += kept
@@ -208,7 +208,7 @@ class DeferredCalls:
     def __del__(self) -> None:
         self._release()
 
-    def _check_finite(self, work: Work, address: int, n: int, explain: Explain | None) -> None:
+    def _check_finite(self, work: CallMemory, address: int, n: int, explain: Explain | None) -> None:
         found = work.zeros(_FLAG_NBYTES)
         work.device.launch("check_finite", (grid_for(work.device, n), 1), pointer(address), wide(n), pointer(found))
         self._verdicts.append(_Verdict(work, found, _FLAG_NBYTES, _refuse_nonfinite, explain))

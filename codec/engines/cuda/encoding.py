@@ -3,9 +3,9 @@
 from typing import Any
 
 from codec._c.library import check, ffi
-from codec.engines.cuda.job import WRITTEN_NBYTES, Job
+from codec.engines.cuda.job import WRITTEN_NBYTES, EncodeJob
 from codec.engines.cuda.plan import plan_of
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.workspace import CallMemory
 from codec.engines.native.encoding import frame_in
 from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, Status
@@ -15,12 +15,12 @@ _FULL = 7 / 8  # a frame that fills less than this fraction of its buffer is cop
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
 
-class Encoding:
+class FrameEncoding:
     """Encoding of one frame, whose memory is allocated and whose kernels can be launched.
 
     Parameters
     ----------
-    work : Work
+    work : CallMemory
         Device memory of the call.
     r : EncodeRequest
         Arguments of the call.
@@ -33,7 +33,7 @@ class Encoding:
         True if :meth:`finish` has returned a copy of the frame, which may still be in flight on the stream.
     """
 
-    def __init__(self, work: Work, r: EncodeRequest) -> None:
+    def __init__(self, work: CallMemory, r: EncodeRequest) -> None:
         r.check_apart()
         self.work, self.request = work, r
         plan = plan_of(r)
@@ -48,7 +48,7 @@ class Encoding:
         else:
             self.frame, self._capacity = r.out.address, r.out.nbytes
         residual = work.write(r.residual, read=r.feedback, apart=short) if r.residual is not None else 0
-        self.job = Job(work, r, plan, self.frame, self._capacity, residual)
+        self.job = EncodeJob(work, r, plan, self.frame, self._capacity, residual)
 
     def finish(self, written: bytes | None = None) -> Any:
         """Wait for the stream, and return the frame.

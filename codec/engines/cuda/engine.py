@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from codec._c.library import check
-from codec.engines.cuda.batch_decode import Step, read, read_headers
+from codec.engines.cuda.batch_decode import DecodeStep, read, read_headers
 from codec.engines.cuda.calls import ADD, FLOAT32, prepare, reduction_steps, target, views_of, working
-from codec.engines.cuda.decoding import Frame, Sink
-from codec.engines.cuda.encoding import Encoding
-from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin
-from codec.engines.cuda.pending import Pending
+from codec.engines.cuda.decoding import DeviceSink, Frame
+from codec.engines.cuda.encoding import FrameEncoding
+from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, EncodeJob, begin
+from codec.engines.cuda.pending import PendingFrame
 from codec.engines.cuda.plan import plan_of
 from codec.engines.native.decoding import check_whole, is_bomb
 from codec.engines.native.many import at_item, check_many_apart
@@ -23,7 +23,7 @@ from codec.tensors.view import view_output
 def encode(r: EncodeRequest) -> Any:
     """Return the frame: the first bytes of `out`, or a new array on the tensor's device or in host memory."""
     with working(r.views) as work:
-        encoding = Encoding(work, r)
+        encoding = FrameEncoding(work, r)
         begin(work, [encoding.job])
         frame = encoding.finish()
         if encoding.copied:
@@ -37,15 +37,15 @@ def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         plan = plan_of(r)
         if not plan.view.nblocks:  # too few values: the tensor is stored uncompressed
             return None
-        job = Job(work, r, plan, 0, plan.bound)
+        job = EncodeJob(work, r, plan, 0, plan.bound)
         begin(work, [job], close=False)
         return np.frombuffer(work.device.download(job.counts, COUNTS_NBYTES), np.uint32).astype(np.int64)
 
 
-def encode_async(r: EncodeRequest) -> Pending:
+def encode_async(r: EncodeRequest) -> PendingFrame:
     """Enqueue the encoding of a frame into the request's `out`, and return a handle with which to wait for it."""
     with working(r.views, waits=False) as work:
-        return Pending(work, r)
+        return PendingFrame(work, r)
 
 
 def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
@@ -53,7 +53,7 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
     if not requests:
         return []
     with working([named for r in requests for named in r.views]) as work:
-        encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
+        encodings = [at_item(i, FrameEncoding, work.sibling(), r) for i, r in enumerate(requests)]
         begin(work, [encoding.job for encoding in encodings])
         first = min(encoding.job.written for encoding in encodings)
         written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # the structs are adjacent
@@ -70,7 +70,7 @@ def decode(r: DecodeRequest) -> Any:
         [header] = read_headers([(work, r, r.frames[0])])
         result, v, frame = prepare(work, r, header, views)
         verify_first = r.verify_first if r.out is not None else not header.is_delta and is_bomb(header.info)
-        read(work, [frame], [Step([(frame, Sink(work.write(v)))])], verify_first=verify_first)
+        read(work, [frame], [DecodeStep([(frame, DeviceSink(work.write(v)))])], verify_first=verify_first)
         work.finish()
     return result
 
@@ -86,8 +86,8 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
         verify_first = any(r.out is not None for r in requests)
         if verify_first:
             check_many_apart(requests, [(v, frame.levels, frame.base) for _, v, frame in made])
-        step = [(frame, Sink(work.write(v))) for _, v, frame in made]
-        read(work, [frame for frame, _ in step], [Step(step)], verify_first=verify_first, each=at_item)
+        step = [(frame, DeviceSink(work.write(v))) for _, v, frame in made]
+        read(work, [frame for frame, _ in step], [DecodeStep(step)], verify_first=verify_first, each=at_item)
         work.finish()
     return [result for result, _, _ in made]
 
@@ -100,8 +100,8 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
         v = view_output(r.out)
         frame = Frame(header, v, ADD)
         r.check_apart(v, frame.levels, in_place=True)
-        sink = Sink(work.write(v, read=True), ADD, weight)
-        read(work, [frame], [Step([(frame, sink)])], verify_first=r.verify_first)
+        sink = DeviceSink(work.write(v, read=True), ADD, weight)
+        read(work, [frame], [DecodeStep([(frame, sink)])], verify_first=r.verify_first)
         work.finish()
 
 

@@ -4,7 +4,7 @@ from codec import _call
 from codec._c.library import DTYPE_NAMES, MANTISSA_BITS, check, ffi, lib
 from codec._call import Call
 from codec.engines.blockwise import tensor_like
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.workspace import CallMemory
 from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, FrameError, StateError, Status
@@ -13,12 +13,12 @@ from codec.optimizers.arguments import LevelSource, level_source, set_levels
 from codec.tensors.view import TensorView, view_base
 
 
-class Header:
+class DeviceHeader:
     """Header of a frame on a device.
 
     Parameters
     ----------
-    work : Work
+    work : CallMemory
         Device memory of the call.
     r : DecodeRequest
         Arguments of the call.
@@ -40,7 +40,7 @@ class Header:
         The header is invalid.
     """
 
-    def __init__(self, work: Work, r: DecodeRequest, frame: TensorView, head: TensorView) -> None:
+    def __init__(self, work: CallMemory, r: DecodeRequest, frame: TensorView, head: TensorView) -> None:
         self.work, self.request, self.frame, self.head = work, r, frame, head
         self.info = info = read_header(head)
         self.head_nbytes = min(frame.nbytes, info.side_offset + info.side_nbytes)

@@ -4,12 +4,12 @@ import itertools
 import operator
 from collections.abc import Sequence
 
-from codec.engines.cuda.plan import Plan
+from codec.engines.cuda.plan import FramePlan
 from codec.engines.cuda.preprocess import Preprocessing
-from codec.engines.cuda.scratch import Scratch, Units
+from codec.engines.cuda.scratch import Units, WarpScratch
 from codec.engines.cuda.structs import ENCODING, PREPROCESSING, WRITTEN
 from codec.engines.cuda.upload import DATA_AT, aligned
-from codec.engines.cuda.workspace import Work, grid_for, launch_each
+from codec.engines.cuda.workspace import CallMemory, grid_for, launch_each
 from codec.engines.request import EncodeRequest
 
 WRITTEN_NBYTES = WRITTEN.size
@@ -17,16 +17,16 @@ COUNTS_NBYTES = 1024  # bytes of the symbol counts at the beginning of a codec_c
 _kernel = operator.itemgetter(1)
 
 
-class Job:
+class EncodeJob:
     """Encoding of one frame: fills a codec_encoding of ``native/cuda/frame/encode.cuh``.
 
     Parameters
     ----------
-    work : Work
+    work : CallMemory
         Device memory of the call.
     r : EncodeRequest
         Arguments of the call.
-    plan : Plan
+    plan : FramePlan
         Plan of the frame.
     frame, capacity : int
         Device address of the frame, and its maximum size in bytes.
@@ -45,7 +45,9 @@ class Job:
         blocks.
     """
 
-    def __init__(self, work: Work, r: EncodeRequest, plan: Plan, frame: int, capacity: int, residual: int = 0) -> None:
+    def __init__(
+        self, work: CallMemory, r: EncodeRequest, plan: FramePlan, frame: int, capacity: int, residual: int = 0
+    ) -> None:
         self.plan, self.stream = plan, r.stream
         self.layout = layout = plan.layout(work.device)
         self.steps = layout.steps[residual > 0]
@@ -71,7 +73,7 @@ class Job:
         return ENCODING.pack(at, at + DATA_AT, *self._source, *scratch, *zeros, *ends, plan.nparts, warps)
 
 
-def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
+def begin(work: CallMemory, jobs: Sequence[EncodeJob], *, close: bool = True) -> None:
     """Launch all kernels of all jobs, each kernel once for all jobs that use it.
 
     If the jobs have no memory for results yet, it is allocated and zeroed. With ``close=False``, launch only the first
@@ -83,7 +85,7 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     if not jobs[0].written:
         _place_results(work, jobs)
     preprocessing = [some for job in jobs if (some := job.preprocessing.struct(job.written))]
-    scratch = Scratch(work, [(job.plan.kernel, job.layout.grid, job.layout.scratch) for job in jobs])
+    scratch = WarpScratch(work, [(job.plan.kernel, job.layout.grid, job.layout.scratch) for job in jobs])
     if device.capturing():
         work.keep(scratch)
     first = aligned(PREPROCESSING.size * len(preprocessing))
@@ -111,7 +113,7 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
         launch_each(device, "close_frame", grids, address + first, ENCODING.size)
 
 
-def _place_results(work: Work, jobs: Sequence[Job]) -> None:
+def _place_results(work: CallMemory, jobs: Sequence[EncodeJob]) -> None:
     """Allocate zeroed memory for the results of jobs; their codec_written structs are adjacent, in the jobs' order."""
     written = aligned(WRITTEN_NBYTES * len(jobs))
     nbytes = written + sum(job.layout.zeros_nbytes for job in jobs)

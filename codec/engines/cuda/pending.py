@@ -3,25 +3,25 @@
 import sys
 from typing import Any
 
-from codec.engines.cuda.encoding import ALIGNMENT, Encoding
+from codec.engines.cuda.encoding import ALIGNMENT, FrameEncoding
 from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, begin
 from codec.engines.cuda.plan import plan_of
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.workspace import CallMemory
 from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, EngineError
 from codec.optimizers.custom import Custom
 from codec.tensors.view import is_torch
 
 
-class Pending:
+class PendingFrame:
     """Frame that a GPU encodes in stream order: see :func:`codec.encode_async`.
 
     This object owns the device memory that the kernels use, so keep it alive until they have finished.
     """
 
-    def __init__(self, work: Work, r: EncodeRequest) -> None:
+    def __init__(self, work: CallMemory, r: EncodeRequest) -> None:
         _check(r)
-        self._encoding = Encoding(work, r)
+        self._encoding = FrameEncoding(work, r)
         job, device = self._encoding.job, work.device
         nbytes = WRITTEN_NBYTES + job.layout.zeros_nbytes
         self._results, at = device.new_bytes(nbytes, r.x.owner)

@@ -18,7 +18,7 @@ _KEPT, _KEPT_NBYTES = 256, 1 << 16  # maximum number of cached plans, and maximu
 _STREAM, _STREAM_AT = struct.Struct("<Q"), ffi.offsetof("codec_view", "stream")
 
 
-class Layout(NamedTuple):
+class PlanLayout(NamedTuple):
     """Launches of a plan on a device, and the sizes of their buffers in bytes."""
 
     grid: int  # number of thread blocks of the kernel that encodes blocks
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     steps: tuple[list[tuple[Kernel, int]], list[tuple[Kernel, int]]]
 
 
-class Plan:
+class FramePlan:
     """Properties of a frame and contents of its kernels' structs that do not depend on the values.
 
     Attributes
@@ -74,7 +74,7 @@ class Plan:
         self.head_at = len(image.upload)
         self._upload = bytearray(image.upload + ffi.buffer(head, head_nbytes)[:].ljust(aligned(head_nbytes), b"\0"))
         self.nbytes, self.made_nbytes = len(self._upload), image.made_nbytes
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, PlanLayout] = {}
 
     def upload(self, made: int, stream: int) -> bytearray:
         """Return the bytes to copy to the device: the codec_view, arrays that kernels read, and the header.
@@ -91,7 +91,7 @@ class Plan:
         _STREAM.pack_into(upload, _STREAM_AT, stream)
         return upload
 
-    def layout(self, device: Device) -> Layout:
+    def layout(self, device: Device) -> PlanLayout:
         """Return the grids of the launches on a device, and the sizes of their buffers."""
         found = self._layouts.get(device.name)
         if found is None:
@@ -105,7 +105,7 @@ class Plan:
             choice = aligned(choice + max(self.nparts, 1) * part)
             scratch = need_of(device, kernel, self._launch.encode_scratch)
             zeros = choice + aligned(8 * v.nblocks)
-            self._layouts[device.name] = found = Layout(grid, other_grid, scratch, choice, zeros, steps)
+            self._layouts[device.name] = found = PlanLayout(grid, other_grid, scratch, choice, zeros, steps)
         return found
 
     def _steps(self, grid: int, other_grid: int, *, residual: bool) -> list[tuple[Kernel, int]]:
@@ -126,18 +126,18 @@ def launch_of(job: Any) -> Any:
     return launch
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}  # cache of plans, for requests without levels
+_plans: dict[tuple[Any, ...], FramePlan] = {}  # cache of plans, for requests without levels
 
 
-def plan_of(r: EncodeRequest) -> Plan:
+def plan_of(r: EncodeRequest) -> FramePlan:
     """Return the plan of a request's frame."""
     if r.levels is not None:  # not cached: a plan with levels depends on the optimizer
-        return Plan(r)
+        return FramePlan(r)
     with_residual = None if r.residual is None else r.verify_first
     key = r.spec, r.x.dtype, r.x.shape, r.segments, r.codebook, with_residual
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan(r)
+        plan = FramePlan(r)
         if plan.nbytes <= _KEPT_NBYTES:
             if len(_plans) >= _KEPT:
                 _plans.clear()

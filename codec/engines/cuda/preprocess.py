@@ -6,7 +6,7 @@ import numpy as np
 
 from codec._c.library import DTYPES, ffi
 from codec.engines.cuda.structs import GROUP, PREPROCESSING
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.workspace import CallMemory
 from codec.optimizers.arguments import LevelSource
 from codec.optimizers.base import Optimizer, floats_of
 from codec.optimizers.custom import Custom
@@ -29,7 +29,7 @@ class Preprocessing:
         Device address of the levels given by the caller; 0: none.
     """
 
-    def __init__(self, work: Work, n: int) -> None:
+    def __init__(self, work: CallMemory, n: int) -> None:
         self._work, self._n = work, n
         self._values = self._residual = self._dtype = self._groups = 0
         self.sums = self.rounded = self.exponents = self.levels = 0

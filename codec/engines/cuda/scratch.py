@@ -7,7 +7,7 @@ from codec._c.library import lib
 from codec.engines.cuda.devices import Device
 from codec.engines.cuda.kernels import Kernel
 from codec.engines.cuda.upload import aligned
-from codec.engines.cuda.workspace import Work
+from codec.engines.cuda.workspace import CallMemory
 
 MAX_SCRATCH = int(lib.MAX_SCRATCH)  # tests lower it
 Units = tuple[int, int, int, int, int]  # fields of a codec_units of native/cuda/common/scratch.cuh
@@ -32,7 +32,7 @@ def need_of(device: Device, kernel: Kernel, scratch: Any) -> Need:
     return Need(nbytes, scratch.units, scratch.most) if nbytes else NOTHING
 
 
-class Scratch:
+class WarpScratch:
     """Units of scratch memory for the warps of all frames of a call.
 
     The memory may be released as soon as the kernels are launched, because the allocator is stream-ordered: later users
@@ -40,7 +40,7 @@ class Scratch:
 
     Parameters
     ----------
-    work : Work
+    work : CallMemory
         Device memory of the call.
     users : sequence of (Kernel, int, Need)
         Kernel, number of thread blocks and scratch need of each frame.
@@ -53,7 +53,7 @@ class Scratch:
         Size in bytes of the bit mask of units in use. The caller uploads the mask as zeros.
     """
 
-    def __init__(self, work: Work, users: Sequence[tuple[Kernel, int, Need]]) -> None:
+    def __init__(self, work: CallMemory, users: Sequence[tuple[Kernel, int, Need]]) -> None:
         some = [user for user in users if user[2][0]]
         self._count = self._each = self._memory = self.nbytes = self.taken_nbytes = 0
         self._owner: object = None

@@ -15,7 +15,7 @@ from codec.tensors.view import TensorView
 MAX_GRID_Y, MAX_IDLE = int(lib.MAX_GRID_Y), int(lib.MAX_IDLE)  # limits of a launch; tests lower them
 
 
-class Work:
+class CallMemory:
     """Device memory of one call, owned by this object.
 
     Tensors in host memory, and tensors that kernels cannot read in place, are copied to the device.
@@ -50,9 +50,9 @@ class Work:
         """Make the host wait until the call's stream has completed all work."""
         self.device.wait()
 
-    def sibling(self) -> "Work":
-        """Return a new :class:`Work` for another call on the same stream."""
-        return Work(self.device, self._stream, self._like)
+    def sibling(self) -> "CallMemory":
+        """Return a new :class:`CallMemory` for another call on the same stream."""
+        return CallMemory(self.device, self._stream, self._like)
 
     def new(self, nbytes: int) -> int:
         """Allocate uninitialized device memory that this object owns; return its address, a multiple of 256."""

@@ -25,7 +25,7 @@ _MBITS = MANTISSA_BITS | {
 }
 
 
-class Kind(NamedTuple):
+class DeltaDtype(NamedTuple):
     """Constants of a dtype (format.md, section 10.2)."""
 
     w: int  # number of bits of a value
@@ -34,10 +34,10 @@ class Kind(NamedTuple):
     last: int  # largest exponent field; 0: the dtype has no exponents
 
 
-class Work(NamedTuple):
+class DeltaWork(NamedTuple):
     """Buffers of one thread that encodes or decodes blocks of Delta."""
 
-    kind: Kind
+    kind: DeltaDtype
     region: Any
     base: Any  # bits of the base's values in the block
     new: Any  # bits of the tensor's values in the block
@@ -55,8 +55,8 @@ def work_of(job):
     name, size, m = DTYPE_NAMES[job.dtype], job.size, min(job.block, job.n)
     mbits = _MBITS.get(name, 0)
     last = (1 << 8 * size - 1 - mbits) - 1 if mbits else 0
-    return Work(
-        Kind(8 * size, U64((1 << 8 * size) - 1), mbits, last),
+    return DeltaWork(
+        DeltaDtype(8 * size, U64((1 << 8 * size) - 1), mbits, last),
         np.empty(m * size + 128, U8),  # 128 bytes more than the largest region, because the last code may exceed it
         np.empty(m, U64),
         np.empty(m, U64),

@@ -10,12 +10,12 @@ from codec.engines.numba import delta, lossless, rows, topk, truncate
 from codec.engines.numba.floats import NOWHERE, Sink
 from codec.engines.numba.memory import NOTHING, Array, memory_of
 from codec.engines.numba.metric import fill_exponents
-from codec.engines.numba.view import Job, view_job
+from codec.engines.numba.view import ViewFields, view_job
 
 _VALUES_PER_STEP = 1 << 18  # number of values for which exponents of A are computed per step
 
 
-def _family(job: Job) -> Any:
+def _family(job: ViewFields) -> Any:
     """Return the module with the kernels of a job's codec."""
     others = {
         lib.CODEC_LOSSLESS: lossless,
@@ -73,7 +73,7 @@ def codec_encode_blocks(
     return status
 
 
-def _with_exponents(j: Job, context: Any, first: int, count: int) -> Iterator[tuple[int, int, int, Array]]:
+def _with_exponents(j: ViewFields, context: Any, first: int, count: int) -> Iterator[tuple[int, int, int, Array]]:
     """Divide Truncate's blocks into ranges, and yield each with the exponents of A for its values.
 
     An item is (first block, number of blocks, index of the first value, exponents of A from that value on).

@@ -168,7 +168,7 @@ def _put_block(job, planes, m, room, low, region):
     return close_region(region, at)
 
 
-class Work(NamedTuple):
+class LosslessWork(NamedTuple):
     """Buffers of one thread that encodes or decodes blocks of Lossless."""
 
     coder: Any
@@ -189,7 +189,7 @@ class Work(NamedTuple):
 def work_of(job):
     """Allocate one thread's buffers for the blocks of a Lossless job."""
     planes = np.empty((8, PLANE_ROOM), U8)
-    return Work(
+    return LosslessWork(
         coder_room(job, BLOCK),
         planes,
         planes.reshape(-1),

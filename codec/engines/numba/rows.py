@@ -72,7 +72,7 @@ from codec.engines.numba.scans import first_above, is_constant, largest
 from codec.engines.numba.words import ABS, F32, I64, INF, U8, U16, U32, U64, bits_of, copy, minus, over_of
 
 
-class Work(NamedTuple):
+class RowWork(NamedTuple):
     """Buffers of one thread that encodes or decodes blocks of row codecs."""
 
     coder: Any
@@ -102,7 +102,7 @@ class Work(NamedTuple):
 def work_of(job):
     """Allocate one thread's buffers for the blocks of a row codec's job, and compute the random generator's keys."""
     most = 16 + 8 * ROW_BLOCK + ROW_BLOCK * 2
-    work = Work(
+    work = RowWork(
         coder_room(job, ROW_BLOCK),
         np.empty(ROW_BLOCK + 128, U8),
         np.empty(ROW_BLOCK + 64, U8),

@@ -44,7 +44,7 @@ DIGIT_BITS = 11  # number of bits of a key that one histogram covers
 HALF = U16(0x8000)  # replaces the random bits for rounding to nearest
 
 
-class Kind(NamedTuple):
+class TopKFrame(NamedTuple):
     """Parameters of a frame (format.md, section 11)."""
 
     chunk: int  # number of values in a chunk
@@ -55,10 +55,10 @@ class Kind(NamedTuple):
     steps: int  # number of steps between the lowest and the highest level
 
 
-class Work(NamedTuple):
+class TopKWork(NamedTuple):
     """Buffers of one thread that encodes or decodes blocks of TopK."""
 
-    kind: Kind
+    kind: TopKFrame
     region: Any
     x: Any  # values of a chunk
     at: Any  # positions of kept values
@@ -75,12 +75,12 @@ def work_of(job):
     """Allocate one thread's buffers for the blocks of a TopK job."""
     chunk, kept, bits = 1 << (job.group_size >> 16), job.group_size & 0xFFFF, job.bits
     rice_k = max((2 * chunk // (3 * kept)).bit_length() - 1, 0)
-    kind = Kind(chunk, kept, rice_k, bits, 1 if bits == 1 else 2, (1 << bits - 1) - 1)
+    kind = TopKFrame(chunk, kept, rice_k, bits, 1 if bits == 1 else 2, (1 << bits - 1) - 1)
     n, blocks = min(chunk, job.n), min(job.block, job.n)
     most = -(-blocks * kept // chunk) + blocks // chunk + 1
     keys = np.empty(21, U32)
     fill_keys(job.seed, job.stream, keys)
-    return Work(
+    return TopKWork(
         kind,
         np.empty(4 * (blocks // chunk + 1) + 8 * most + 16, U8),  # a code has at most 52 bits
         np.empty(n, F32),

@@ -38,7 +38,7 @@ from codec.engines.numba.scans import compact, count_from, expand, first_above, 
 from codec.engines.numba.truncate_fields import (
     BITS,
     FIXED,
-    Kind,
+    TruncateDtype,
     cut_patterns,
     drops,
     drops_at,
@@ -66,11 +66,11 @@ _PIECES = {"float32": (6, 6, 6, 6), "bfloat16": (2, 2, 2, 2), "float16": (3, 3, 
 TILE = 1024  # number of values to which residuals are added per step
 
 
-class Work(NamedTuple):
+class TruncateWork(NamedTuple):
     """Buffers of one thread that encodes or decodes blocks of Truncate."""
 
     coder: Any
-    kind: Kind
+    kind: TruncateDtype
     region: Any
     native: Any
     x: Any
@@ -96,9 +96,9 @@ def work_of(job):
     pieces = np.array(_PIECES[name], I64)
     base = 0 if job.dtype == FLOAT16 else BASE
     room = BLOCK + 128
-    return Work(
+    return TruncateWork(
         coder_room(job, BLOCK),
-        Kind(mbits, bits - 1, last // 2, last, base, np.array(LEVEL_BITS[name], I64), pieces),
+        TruncateDtype(mbits, bits - 1, last // 2, last, base, np.array(LEVEL_BITS[name], I64), pieces),
         np.empty((job.size + 3) * BLOCK + 1024, U8),
         np.empty(4 * BLOCK, U8),
         np.empty(BLOCK, F32),

@@ -15,7 +15,7 @@ FIXED, BITS = lib.CODEC_LEVEL_CODING_FIXED, lib.CODEC_OPTION_BITS
 UNLIMITED = 1000  # as a number of bits: drop the whole mantissa; negated: drop no bit
 
 
-class Kind(NamedTuple):
+class TruncateDtype(NamedTuple):
     """Constants of a dtype (format.md, section 9.1)."""
 
     mbits: int  # number of mantissa bits

@@ -39,7 +39,7 @@ _SUMS = {lib.CODEC_DELTA: _DELTA_BLOCK, lib.CODEC_TOPK: np.dtype("u4")}  # other
 _OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
 
 
-class Job(NamedTuple):
+class ViewFields(NamedTuple):
     """Fields of ``codec_view``, under the same names, and properties of the dtype."""
 
     encoding: int
@@ -74,7 +74,7 @@ class Job(NamedTuple):
     row_sums: Array  # by leaf: sums; Delta, by block: digests, numbers of changes; TopK, by block: largest magnitude
 
 
-def view_job(job: Any) -> Job:
+def view_job(job: Any) -> ViewFields:
     """Return the view of a job; its arrays share the job's memory."""
     v = ffi.new("codec_view *")
     v.struct_nbytes = ffi.sizeof("codec_view")
@@ -88,7 +88,7 @@ def view_job(job: Any) -> Job:
         return np.frombuffer(ffi.buffer(memory + a.at, a.count * a.itemsize), dtype)
 
     name = DTYPE_NAMES[v.dtype]
-    return Job(
+    return ViewFields(
         v.encoding,
         v.codec,
         v.dtype,

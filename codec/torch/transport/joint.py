@@ -68,7 +68,7 @@ class Encoding(NamedTuple):
 
 
 class Encoded:
-    """Frames of one :class:`Encoding`, a range of those in :class:`codec.engines.cuda.deferred.Encoded`."""
+    """Frames of one :class:`Encoding`, a range of those in :class:`codec.engines.cuda.deferred.EncodedSizes`."""
 
     def __init__(self, whole: Any, begin: int, end: int) -> None:
         self._whole, self._range = whole, slice(begin, end)
@@ -198,7 +198,7 @@ class Joint:
         engine: Any = choose("cuda", "a tensor", "cuda")
         whole = [each for each in sums if None not in each.frames]
         if whole:
-            self.calls.reduce_many([engine.Sum(each.frames, each.op, each.explain) for each in whole])
+            self.calls.reduce_many([engine.FrameSum(each.frames, each.op, each.explain) for each in whole])
         mixed = [each for each in sums if None in each.frames]
         for i in range(max((len(each.frames) for each in mixed), default=0)):
             for each in mixed:
