@@ -49,7 +49,7 @@ def named(spec: Spec | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AdviceRow:
     """Prediction for one candidate.
 
     Attributes
@@ -91,7 +91,7 @@ class Advice:
         Bytes that each rank sends with `spec`; it receives as many.
     why : str
         Reason for the choice, in one or two sentences.
-    table : tuple of Row
+    table : tuple of AdviceRow
         Predictions for all candidates; the first one is for uncompressed tensors.
     link : LinkModel
         Link of each rank.
@@ -110,7 +110,7 @@ class Advice:
     raw_seconds: float
     nbytes: int
     why: str
-    table: tuple[Row, ...]
+    table: tuple[AdviceRow, ...]
     link: LinkModel
     world_size: int
     tensor_nbytes: int
@@ -156,7 +156,7 @@ class Advice:
                 return named(value)
             if isinstance(value, tuple):
                 return [as_json(each) for each in cast(tuple[Any, ...], value)]
-            if isinstance(value, Row | Cost | LinkModel | Advice):
+            if isinstance(value, AdviceRow | Cost | LinkModel | Advice):
                 return {f.name: as_json(getattr(value, f.name)) for f in fields(value)}
             if value is None or isinstance(value, str | int):
                 return value
@@ -267,10 +267,10 @@ def advise(
     def taken(some: frozenset[Kind]) -> list[Sample]:
         return samples([t for t, kind in zip(tensors, kinds, strict=True) if kind in some], world_size, optimizer)
 
-    def row(spec: Spec | None, cost: Cost, way: Algorithm, waiting: float) -> Row:
+    def row(spec: Spec | None, cost: Cost, way: Algorithm, waiting: float) -> AdviceRow:
         sent = wire_nbytes(cost, world_size, way)
         seconds = predict_seconds(cost, replace(link, rtt=0.0), world_size, algorithm=way, chunks=chunks) + waiting
-        return Row(
+        return AdviceRow(
             spec,
             seconds,
             wire_seconds=8 * sent / link.bits_per_second,
@@ -364,7 +364,7 @@ def _shortest(f: Callable[[], Any]) -> tuple[float, Any]:
     return seconds, result
 
 
-def _why(best: Row, table: list[Row], world_size: int) -> str:
+def _why(best: AdviceRow, table: list[AdviceRow], world_size: int) -> str:
     """Return a text that gives the reason for the choice of `best`."""
     raw, others = table[0], table[1:]
     if world_size == 1:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from codec.advisor.sampling import Tensor
+from codec.advisor.sampling import GivenTensor
 from codec.specs import Lossless, Quantize, Sign, Spec, Ternary
 
 Kind = Literal["small", "uneven"] | None  # rule that applies to a tensor; None: no rule
@@ -46,7 +46,7 @@ def needs_even_rows(spec: Spec) -> bool:
     return isinstance(spec, Sign | Ternary)
 
 
-def kinds_of(tensors: Sequence[Tensor], model: Any) -> list[Kind]:
+def kinds_of(tensors: Sequence[GivenTensor], model: Any) -> list[Kind]:
     """Return, for each tensor of a model, the rule that applies to it."""
     small, uneven = small_of(model.parameters()), uneven_of(model)
     return ["small" if t.parameter in small else "uneven" if t.parameter in uneven else None for t in tensors]

@@ -22,7 +22,7 @@ WINDOWS = 8  # number of positions in the bucket from which a sample takes value
 MOST_RANKS = 8  # maximum number of ranks in the simulated mean; more ranks would not change the size of its frame
 
 
-class Tensor(NamedTuple):
+class GivenTensor(NamedTuple):
     """Tensor given by the user, with its parameter and its position among all tensors."""
 
     v: TensorView
@@ -30,7 +30,7 @@ class Tensor(NamedTuple):
     offset: int = 0  # index of the tensor's first value among the values of all tensors
 
 
-Cut = tuple[Tensor, int, tuple[int, ...]]  # part of a tensor: the tensor, offset and shape of the part
+Cut = tuple[GivenTensor, int, tuple[int, ...]]  # part of a tensor: the tensor, offset and shape of the part
 
 
 class Sample(NamedTuple):
@@ -46,7 +46,7 @@ class Sample(NamedTuple):
     state: dict[str, Array] | None = None  # state of the optimizer for the values of x, as float32
 
 
-def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
+def tensors_of(given: Any, optimizer: Any) -> tuple[list[GivenTensor], bool]:
     """Check and return the user's tensors, and True if they are weights because there are no gradients yet.
 
     Raises
@@ -60,7 +60,7 @@ def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
         if not hasattr(optimizer, "param_groups"):
             raise ArgumentError(f"optimizer must be an optimizer of torch.optim, not {type(optimizer).__name__}")
         owners = {id(p.grad): p for g in optimizer.param_groups for p in g["params"]}
-    found: list[Tensor] = []
+    found: list[GivenTensor] = []
     end = 0
     for key, x, parameter in items:
         try:
@@ -79,7 +79,7 @@ def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
                 )
             for part in _segments_of(v, segments):
                 if part.nbytes:
-                    found.append(Tensor(part, owner, end))
+                    found.append(GivenTensor(part, owner, end))
                     end += part.nbytes // ITEMSIZE[part.dtype]
         except CodecError as e:
             if key is not None:
@@ -127,14 +127,14 @@ def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
     return items, any(isinstance(x, parameter) for _, x, _ in items)
 
 
-def samples(tensors: Sequence[Tensor], world_size: int, optimizer: Any) -> list[Sample]:
+def samples(tensors: Sequence[GivenTensor], world_size: int, optimizer: Any) -> list[Sample]:
     """Return a sample for each dtype. Together, the samples have `NBYTES` bytes, or all values if these are fewer.
 
     Samples consist of whole rows, because the scale model of lossless frames has offsets by row and column. The rows
     come from several positions in the bucket, because layers differ.
     """
     total = sum(t.v.nbytes for t in tensors)
-    by_dtype: dict[str, list[Tensor]] = {}
+    by_dtype: dict[str, list[GivenTensor]] = {}
     for t in tensors:
         by_dtype.setdefault(t.v.dtype, []).append(t)
     found: list[Sample] = []
@@ -145,7 +145,7 @@ def samples(tensors: Sequence[Tensor], world_size: int, optimizer: Any) -> list[
     return found
 
 
-def _cuts(group: Sequence[Tensor], n: int, wanted: int) -> Iterator[Cut]:
+def _cuts(group: Sequence[GivenTensor], n: int, wanted: int) -> Iterator[Cut]:
     """Yield parts of the tensors of a group, which has `n` values; the parts have `wanted` values or a few more."""
     windows = 1 if wanted == n else WINDOWS
     width = -(-wanted // windows)
@@ -168,7 +168,7 @@ def _cuts(group: Sequence[Tensor], n: int, wanted: int) -> Iterator[Cut]:
 
 def _sample(
     dtype: str,
-    group: Sequence[Tensor],
+    group: Sequence[GivenTensor],
     cuts: list[Cut],
     world_size: int,
     optimizer: Any,
@@ -250,7 +250,9 @@ def _mean(x: Array, dtype: str, world_size: int) -> Array:
     return mean
 
 
-def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[tuple[int, optimizers.Optimizer]]:
+def _groups(
+    optimizer: Any, tensors: Sequence[GivenTensor], starts: Sequence[int]
+) -> list[tuple[int, optimizers.Optimizer]]:
     """Return (offset, optimizer) for each run of tensors in one parameter group; `starts`: offset of each tensor."""
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     known: dict[int, optimizers.Optimizer] = {}

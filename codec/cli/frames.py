@@ -11,7 +11,7 @@ from codec.cli.console import EXIT_CODES, STANDARD, add_json, print_entries, pri
 from codec.cli.updates import is_update, update_entries, verify_update
 from codec.errors import ArgumentError, CodecError, FrameError, StateError
 from codec.files.frames import inspect_file, verify_file
-from codec.files.opening import Kind, kind_of, opened, printable
+from codec.files.opening import FileKind, kind_of, opened, printable
 from codec.stateful.activation.store_info import inspect_store, is_store
 
 _ACCEPTED = "frame, - for standard input, packed model file, update of weights, or folder of activations"
@@ -44,7 +44,7 @@ def run_inspect(args: argparse.Namespace) -> int:
         entries = asdict(inspect_store(args.file))
     elif is_update(args.file):
         entries = update_entries(args.file)
-    elif args.file != STANDARD and _kind(args.file) is Kind.SAFETENSORS:
+    elif args.file != STANDARD and _kind(args.file) is FileKind.SAFETENSORS:
         entries = _model_entries(args.file)
     else:
         _check_frame(args.file)
@@ -75,7 +75,7 @@ def run_verify(args: argparse.Namespace) -> int:
     return failed
 
 
-def _kind(path: str) -> Kind:
+def _kind(path: str) -> FileKind:
     with opened(path) as fd:
         return kind_of(fd)
 
@@ -85,9 +85,9 @@ def _check_frame(path: str) -> None:
     if path == STANDARD:
         return
     kind = _kind(path)
-    if kind in (Kind.NPZ, Kind.NPY, Kind.TORCH):
+    if kind in (FileKind.NPZ, FileKind.NPY, FileKind.TORCH):
         raise ArgumentError(f"{printable(path)} is {kind.value}, not a frame: codec ls lists its tensors")
-    if kind not in (Kind.FRAME, Kind.UNKNOWN, Kind.EMPTY):
+    if kind not in (FileKind.FRAME, FileKind.UNKNOWN, FileKind.EMPTY):
         raise ArgumentError(f"{printable(path)} is {kind.value}, not a frame")
 
 
@@ -119,7 +119,7 @@ def _verify(path: str) -> str:
         return f"{info.samples} samples, all whole"
     if is_update(path):
         return verify_update(path)
-    if path != STANDARD and _kind(path) is Kind.SAFETENSORS:
+    if path != STANDARD and _kind(path) is FileKind.SAFETENSORS:
         return _verify_model(path)
     _check_frame(path)
     verify_file(path)

@@ -24,7 +24,7 @@ from codec.cli.console import (
     report,
 )
 from codec.errors import ArgumentError
-from codec.files.opening import HEAD, Kind, kind_of, kind_of_head, opened, printable, standard_input
+from codec.files.opening import HEAD, FileKind, kind_of, kind_of_head, opened, printable, standard_input
 
 _PACKED, _PLAIN, _INDEX = ".codec.safetensors", ".safetensors", ".index.json"
 
@@ -85,10 +85,10 @@ def run_pack(args: argparse.Namespace) -> int:
     if args.file.endswith(_INDEX):
         return _each_shard(args, _pack)
     kind, whole = _kind_of(args.file), (args.output or "").endswith(_PLAIN)
-    tensors = kind in (Kind.SAFETENSORS, Kind.NPZ, Kind.TORCH) and args.file != STANDARD
-    if not tensors and (args.dtype is not None or (kind is Kind.NPY and not whole)):
+    tensors = kind in (FileKind.SAFETENSORS, FileKind.NPZ, FileKind.TORCH) and args.file != STANDARD
+    if not tensors and (args.dtype is not None or (kind is FileKind.NPY and not whole)):
         return arrays.pack_array(args)
-    if kind is Kind.UNKNOWN:
+    if kind is FileKind.UNKNOWN:
         raise ArgumentError(
             f"{printable(args.file)} is {kind.value}: for raw values pass --dtype, such as --dtype bfloat16"
         )
@@ -110,14 +110,14 @@ def run_unpack(args: argparse.Namespace) -> int:
     """Run ``codec unpack``: restore a model file, each file of a sharded model, or the values of frames."""
     if args.file.endswith(_INDEX):
         return _each_shard(args, _unpack)
-    if _kind_of(args.file) in (Kind.FRAME, Kind.EMPTY):
+    if _kind_of(args.file) in (FileKind.FRAME, FileKind.EMPTY):
         return arrays.unpack_frames(args)
     output = args.output or (STANDARD if args.file == STANDARD else args.file.removesuffix(_PACKED) + _PLAIN)
     output = check_output(output, args.force, args.file)
     return _report(args, output, [_unpack(args, args.file, output)])
 
 
-def _kind_of(path: str) -> Kind:
+def _kind_of(path: str) -> FileKind:
     """Return the format of a file, as far as its first bytes tell it if the file is standard input."""
     if path == STANDARD:
         return kind_of_head(standard_input().peek(HEAD)[:HEAD])

@@ -16,7 +16,7 @@ from codec.cli.console import (
     report,
 )
 from codec.errors import ArgumentError, StateError
-from codec.files.opening import Kind, kind_of, opened
+from codec.files.opening import FileKind, kind_of, opened
 from codec.inspection import verify
 
 
@@ -116,7 +116,7 @@ def is_update(path: str) -> bool:
     if not Path(path).is_file():
         return False
     with opened(path) as fd:
-        return kind_of(fd) is Kind.UPDATE
+        return kind_of(fd) is FileKind.UPDATE
 
 
 def update_entries(path: str) -> dict[str, Any]:

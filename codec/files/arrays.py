@@ -14,7 +14,7 @@ import numpy as np
 from codec._c.library import ITEMSIZE, MANTISSA_BITS
 from codec.errors import ArgumentError
 from codec.files.header import SAFETENSORS, read_header
-from codec.files.opening import NUMPY, FileBytes, Kind, kind_of, opened, printable
+from codec.files.opening import NUMPY, FileBytes, FileKind, kind_of, opened, printable
 from codec.tensors.view import Array, dtype_name
 
 Arrays = tuple[Sequence[str], Callable[[str], Array]]  # names of a file's arrays, and a function that reads one
@@ -73,11 +73,11 @@ def _may_hold(own: Any, dtype: str | None) -> bool:
 def _arrays_in(fd: int, path: str) -> Arrays:
     """Return the names of the arrays in a file, and a function that reads one. The first bytes determine the format."""
     kind = kind_of(fd)
-    if kind in (Kind.NPZ, Kind.NPY, Kind.ZIP):
+    if kind in (FileKind.NPZ, FileKind.NPY, FileKind.ZIP):
         return numpy_arrays(fd, path)
-    if kind is Kind.SAFETENSORS:
+    if kind is FileKind.SAFETENSORS:
         return _safetensors(fd)
-    if kind in (Kind.TORCH, Kind.PICKLE):
+    if kind in (FileKind.TORCH, FileKind.PICKLE):
         raise ArgumentError(
             f"{printable(path)} is {kind.value}, a pickle, which could run code when it is read. Load it where you "
             "trust it, and save its tensors by numpy.savez or safetensors.torch.save_file"
@@ -93,7 +93,7 @@ def numpy_arrays(fd: int, path: str) -> Arrays:
     ArgumentError
         Two members of a .npz file are arrays of the same name, such as ``a`` and ``a.npy``.
     """
-    if kind_of(fd) is Kind.NPY:
+    if kind_of(fd) is FileKind.NPY:
         return [Path(path).stem], lambda _: np.load(path, mmap_mode="r")
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
         members = [member for member in archive.namelist() if _begins_as_array(archive, member)]

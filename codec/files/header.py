@@ -30,7 +30,7 @@ _WIRE = {"complex64": "uint64"}  # dtypes that frames lack, each with the dtype 
 _ALIGNMENT = 8  # alignment of the header's end, in bytes
 
 
-class Tensor(NamedTuple):
+class FileTensor(NamedTuple):
     """Tensor of a file: its dtype as named in the header, and its byte range [begin, end) in the data section."""
 
     name: str
@@ -61,11 +61,11 @@ class Tensor(NamedTuple):
         per_byte = _PER_BYTE.get(self.dtype, 1)
         return self.shape if per_byte == 1 else (*self.shape[:-1], self.shape[-1] // per_byte)
 
-    def rows(self, begin: int, end: int) -> "Tensor":
+    def rows(self, begin: int, end: int) -> "FileTensor":
         """Return the tensor of rows [begin, end) of the first dimension of :attr:`stored_shape`."""
         rows = self.stored_shape[0]
         row, values = self.nbytes // max(1, rows), self.shape[0] // max(1, rows)
-        return Tensor(self.name, self.dtype, ((end - begin) * values, *self.shape[1:]), row * begin, row * end)
+        return FileTensor(self.name, self.dtype, ((end - begin) * values, *self.shape[1:]), row * begin, row * end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Header:
     ----------
     text : bytes
         JSON text, including its padding.
-    tensors : tuple of Tensor
+    tensors : tuple of FileTensor
         All tensors, in the order of the data section.
     names : tuple of str
         Names of all tensors, in the order of the text.
@@ -85,7 +85,7 @@ class Header:
     """
 
     text: bytes
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[FileTensor, ...]
     names: tuple[str, ...]
     metadata: dict[str, str]
 
@@ -189,13 +189,13 @@ def compose(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: 
     if not all(isinstance(each, str) for pair in given.items() for each in pair):
         raise ArgumentError("metadata must be a mapping of str to str")
     entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    at, placed = 0, list[Tensor]()
+    at, placed = 0, list[FileTensor]()
     for name, dtype, shape, nbytes in tensors:
         if name == METADATA or not isinstance(cast(Any, name), str):
             raise ArgumentError(f"the name of a tensor must be a str other than {METADATA!r}, got {name!r}: rename it")
         if name in entries:
             raise ArgumentError(f"two tensors have the name {name!r}: rename one of them")
-        placed.append(Tensor(name, dtype, shape, at, at + nbytes))
+        placed.append(FileTensor(name, dtype, shape, at, at + nbytes))
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -211,7 +211,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _tensor(name: str, entry: Any) -> Tensor:
+def _tensor(name: str, entry: Any) -> FileTensor:
     """Return the tensor that an entry of a header describes; raise ValueError if its fields are inconsistent."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -222,4 +222,4 @@ def _tensor(name: str, entry: Any) -> Tensor:
         dtype in TORCH and math.prod(shape) * itemsize_of(dtype) != (end - begin) * _PER_BYTE.get(dtype, 1)
     ):
         raise ValueError(f"dtype, shape and offsets of {name!r} in its header do not match")
-    return Tensor(name, dtype, shape, begin, end)
+    return FileTensor(name, dtype, shape, begin, end)

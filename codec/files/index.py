@@ -21,7 +21,7 @@ PART_NBYTES = 1 << 23  # maximum number of uncompressed bytes in a part
 _MAX_GROWTH, _MIN_JSON = 32, 1 << 20
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Bytes of one tensor, or of several whole tensors, that are encoded together.
 
     Parameters
@@ -57,26 +57,26 @@ class Index:
     ----------
     header : Header
         Header of the original file.
-    parts : tuple of Part
+    parts : tuple of FilePart
         All parts, in the order of the container's data section.
     equal : dict of int to int
         For each tensor that is not stored, the number of a stored tensor with equal bytes.
     """
 
     header: Header
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     equal: dict[int, int]
 
     @cached_property
-    def by_tensor(self) -> dict[int, list[Part]]:
+    def by_tensor(self) -> dict[int, list[FilePart]]:
         """By number of a stored tensor: the parts that contain its bytes."""
-        found: dict[int, list[Part]] = {}
+        found: dict[int, list[FilePart]] = {}
         for part in self.parts:
             for k in part.tensors:
                 found.setdefault(k, []).append(part)
         return found
 
-    def stored_as(self, k: int) -> list[Part]:
+    def stored_as(self, k: int) -> list[FilePart]:
         """Return the parts that contain tensor `k`, or the tensor equal to it; an empty list if it has no bytes."""
         return self.by_tensor.get(self.equal.get(k, k), [])
 
@@ -158,7 +158,7 @@ def _number(k: Any, header: Header) -> int:
     return k
 
 
-def _parts(rows: Sequence[Any], header: Header) -> Iterator[Part]:
+def _parts(rows: Sequence[Any], header: Header) -> Iterator[FilePart]:
     """Yield the parts that the rows of an index describe."""
     at, last, end = 0, -1, 0  # `last`, `end`: tensor and end of the previous part, if it has only one tensor
     for tensors, size, coding, nbytes, digest in rows:
@@ -172,7 +172,7 @@ def _parts(rows: Sequence[Any], header: Header) -> Iterator[Part]:
             raise ValueError("the size of a part is not that of its tensors")
         if size % header.tensors[numbers[0]].itemsize:
             raise ValueError("a part ends inside a value")
-        yield Part(numbers, begin, size, coding, at, nbytes, int(digest, 16))
+        yield FilePart(numbers, begin, size, coding, at, nbytes, int(digest, 16))
         last, end = (numbers[0], begin + size) if len(numbers) == 1 else (-1, 0)
         at += nbytes
 

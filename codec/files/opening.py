@@ -23,7 +23,7 @@ _CANNOT_READ = (
 )  # fmt: skip
 
 
-class Kind(Enum):
+class FileKind(Enum):
     """Format of a file; the value is its name in messages."""
 
     SAFETENSORS = "a .safetensors file"
@@ -44,9 +44,9 @@ class Kind(Enum):
 
 HEAD = 9  # number of bytes at the beginning of a file that tell its format
 _MAGIC = (
-    (NUMPY, Kind.NPY), (b"CODC", Kind.FRAME), (b"\x89CWU\r\n\x1a\n", Kind.UPDATE),
-    (b"GGUF", Kind.GGUF), (b"\x28\xb5\x2f\xfd", Kind.ZSTD), (b"\x1f\x8b", Kind.GZIP),
-    (b"\x89HDF", Kind.HDF5), (b"\x80", Kind.PICKLE),
+    (NUMPY, FileKind.NPY), (b"CODC", FileKind.FRAME), (b"\x89CWU\r\n\x1a\n", FileKind.UPDATE),
+    (b"GGUF", FileKind.GGUF), (b"\x28\xb5\x2f\xfd", FileKind.ZSTD), (b"\x1f\x8b", FileKind.GZIP),
+    (b"\x89HDF", FileKind.HDF5), (b"\x80", FileKind.PICKLE),
 )  # fmt: skip
 
 
@@ -107,29 +107,29 @@ def opened(path: str) -> Generator[int]:
         os.close(fd)
 
 
-def kind_of(fd: int) -> Kind:
+def kind_of(fd: int) -> FileKind:
     """Return the format of an open file."""
     kind = kind_of_head(os.pread(fd, HEAD, 0))
-    return _kind_of_zip(fd) if kind is Kind.ZIP else kind
+    return _kind_of_zip(fd) if kind is FileKind.ZIP else kind
 
 
-def kind_of_head(head: bytes) -> Kind:
+def kind_of_head(head: bytes) -> FileKind:
     """Return the format of a file that begins with `head`: its first HEAD bytes, or all of a shorter file."""
     if head.startswith(b"PK"):
-        return Kind.ZIP
+        return FileKind.ZIP
     if head[8:] == b"{":
-        return Kind.SAFETENSORS
-    found = next((kind for magic, kind in _MAGIC if head.startswith(magic)), Kind.UNKNOWN)
-    return found if head else Kind.EMPTY
+        return FileKind.SAFETENSORS
+    found = next((kind for magic, kind in _MAGIC if head.startswith(magic)), FileKind.UNKNOWN)
+    return found if head else FileKind.EMPTY
 
 
-def _kind_of_zip(fd: int) -> Kind:
+def _kind_of_zip(fd: int) -> FileKind:
     """Return the format of a zip file, determined from the names of its members."""
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
         names = archive.namelist()
     if any(name.endswith("data.pkl") for name in names):
-        return Kind.TORCH
-    return Kind.NPZ if any(name.endswith(".npy") for name in names) or not names else Kind.ZIP
+        return FileKind.TORCH
+    return FileKind.NPZ if any(name.endswith(".npy") for name in names) or not names else FileKind.ZIP
 
 
 class FileBytes:

@@ -8,19 +8,19 @@ import numpy as np
 
 from codec._c import pool
 from codec.errors import CodecError
-from codec.files.header import MAX_JSON, MAX_RANK, Header, Tensor, compose, parse
+from codec.files.header import MAX_JSON, MAX_RANK, FileTensor, Header, compose, parse
 from codec.files.index import (
     DIGEST_KEY,
     FORMAT,
     GROUPS,
     INDEX,
     VERSION_KEY,
+    FilePart,
     Index,
-    Part,
     index_digest,
 )
-from codec.files.parts import Bytes, Encoded, encode_part, repeats, room_for
-from codec.files.sources import Source
+from codec.files.parts import Bytes, EncodedPart, encode_part, repeats, room_for
+from codec.files.sources import TensorSource
 
 Progress = Callable[[int, int], object]  # called with the bytes of tensors processed so far, and the total
 
@@ -33,20 +33,22 @@ _PROBE = 64  # bytes per probe, a short read that shows if a tensor may be equal
 _PROBES = 128  # number of positions at which a tensor is probed for being mixed
 
 
-class Job(NamedTuple):
-    """Part to encode; fields as in :class:`codec.files.index.Part`."""
+class PackJob(NamedTuple):
+    """Part to encode; fields as in :class:`codec.files.index.FilePart`."""
 
     tensors: tuple[int, ...]
     begin: int
     size: int
 
 
-def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress: Progress | None = None) -> Index:
+def pack(
+    source: TensorSource, file: BinaryIO, *, threads: int | None = None, progress: Progress | None = None
+) -> Index:
     """Encode tensors, and write them to a packed model file.
 
     Parameters
     ----------
-    source : Source
+    source : TensorSource
         Tensors to pack.
     file : binary file
         Seekable, open for writing, and empty.
@@ -71,12 +73,12 @@ def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress
     jobs, entries = plan(source, equal)
     reserved = len(_outer(dict.fromkeys(entries, header.nbytes + room_for(_STEP)), "0" * 32).prefix)
     file.seek(reserved)
-    parts, done, at = list[Part](), 0, 0
+    parts, done, at = list[FilePart](), 0, 0
     sizes = dict.fromkeys(entries, 0)
     for job, encoded in _encoded(source, jobs, pool.choose_threads(threads, header.data_nbytes)):
         nbytes = len(encoded.data)
         file.write(encoded.data)
-        parts.append(Part(job.tensors, job.begin, job.size, encoded.coding, at, nbytes, encoded.digest))
+        parts.append(FilePart(job.tensors, job.begin, job.size, encoded.coding, at, nbytes, encoded.digest))
         sizes[_entry(header, job)] += nbytes
         at, done = at + nbytes, done + job.size
         if progress is not None:
@@ -106,9 +108,9 @@ def _check_readable(text: bytes, packed: bytes, index: Index) -> None:
         raise CodecError("the tensors cannot be packed, because a reader would find other tensors in the file")
 
 
-def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
+def plan(source: TensorSource, equal: dict[int, int]) -> tuple[list[PackJob], list[str]]:
     """Return the parts to encode, and the names of the container's entries, both in the order of the container."""
-    jobs, small, entries = list[Job](), dict[tuple[str, bool], list[int]](), list[str]()
+    jobs, small, entries = list[PackJob](), dict[tuple[str, bool], list[int]](), list[str]()
     room = np.empty(SMALL_NBYTES, np.uint8)
     for k, t in enumerate(source.header.tensors):
         if k in equal or not t.nbytes:
@@ -118,7 +120,7 @@ def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
             small.setdefault((t.dtype, again), []).append(k)
             continue
         step = _rows_nbytes(t, _MIXED_STEP if _is_mixed(source, k, t) else _STEP)
-        jobs += [Job((k,), begin, min(step, t.nbytes - begin)) for begin in range(0, t.nbytes, step)]
+        jobs += [PackJob((k,), begin, min(step, t.nbytes - begin)) for begin in range(0, t.nbytes, step)]
         entries.append(_entry(source.header, jobs[-1]))
     for numbers in small.values():
         jobs += _groups(source.header, numbers)
@@ -127,7 +129,7 @@ def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
     return jobs, [*dict.fromkeys(name for name in entries if name != GROUPS), GROUPS, INDEX]
 
 
-def _groups(header: Header, numbers: list[int]) -> Iterator[Job]:
+def _groups(header: Header, numbers: list[int]) -> Iterator[PackJob]:
     """Divide small tensors of one dtype into groups of about 1 MiB, and yield each as a part."""
     at = 0
 
@@ -138,16 +140,16 @@ def _groups(header: Header, numbers: list[int]) -> Iterator[Job]:
 
     for _, together in groupby(numbers, key=group_of):
         group = tuple(together)
-        yield Job(group, 0, sum(header.tensors[k].nbytes for k in group))
+        yield PackJob(group, 0, sum(header.tensors[k].nbytes for k in group))
 
 
-def _rows_nbytes(t: Tensor, step: int) -> int:
+def _rows_nbytes(t: FileTensor, step: int) -> int:
     """Return the bytes per part of a tensor: `step`, rounded down to whole rows of the first dimension if possible."""
     row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
     return step // row * row if _has_rows(t) and row <= step else step
 
 
-def _is_mixed(source: Source, k: int, t: Tensor) -> bool:
+def _is_mixed(source: TensorSource, k: int, t: FileTensor) -> bool:
     """Return True if some, but not all, runs of values in a float32 tensor are zero or fit a 16-bit dtype.
 
     An example is an embedding with rows that were never trained. A mixed tensor is divided into small parts, and each
@@ -161,18 +163,18 @@ def _is_mixed(source: Source, k: int, t: Tensor) -> bool:
     return 0.01 < sum(not bits.any() for bits in some) / _PROBES < 0.99
 
 
-def _has_rows(t: Tensor) -> bool:
+def _has_rows(t: FileTensor) -> bool:
     """Return True if a frame can represent the tensor's shape: its values are whole bytes, and its rank fits."""
     return 0 < len(t.shape) <= MAX_RANK and int(np.prod(t.shape)) * t.itemsize == t.nbytes
 
 
-def _shape(t: Tensor, size: int) -> tuple[int, ...]:
+def _shape(t: FileTensor, size: int) -> tuple[int, ...]:
     """Return the shape with which `size` bytes of a tensor are encoded: whole rows if possible, otherwise flat."""
     row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
     return (size // row, *t.shape[1:]) if _has_rows(t) and size % row == 0 else (size // t.itemsize,)
 
 
-def _entry(header: Header, job: Job) -> str:
+def _entry(header: Header, job: PackJob) -> str:
     """Return the name of the container's entry for a part: a large tensor's name, or GROUPS for small tensors."""
     name = header.tensors[job.tensors[0]].name
     large = len(job.tensors) == 1 and header.tensors[job.tensors[0]].nbytes >= SMALL_NBYTES
@@ -185,7 +187,7 @@ def _outer(sizes: dict[str, int], digest: str) -> Header:
     return compose(named, {VERSION_KEY: str(FORMAT), DIGEST_KEY: digest})
 
 
-def _encoded(source: Source, jobs: list[Job], threads: int) -> Iterator[tuple[Job, Encoded]]:
+def _encoded(source: TensorSource, jobs: list[PackJob], threads: int) -> Iterator[tuple[PackJob, EncodedPart]]:
     """Encode parts with several threads, and yield them in order."""
     threads = min(threads, _WINDOW, max(1, len(jobs)))
     window = min(len(jobs), threads * 2, _WINDOW)
@@ -195,13 +197,13 @@ def _encoded(source: Source, jobs: list[Job], threads: int) -> Iterator[tuple[Jo
     for first in range(0, len(jobs), max(1, window)):
         batch = jobs[first : first + window]
 
-        def task(i: int, w: int, batch: list[Job] = batch) -> Encoded:
+        def task(i: int, w: int, batch: list[PackJob] = batch) -> EncodedPart:
             return _encode(source, batch[i], rooms[w], outs[i])
 
         yield from zip(batch, pool.run(task, len(batch), threads), strict=True)
 
 
-def _encode(source: Source, job: Job, room: Bytes, out: Bytes) -> Encoded:
+def _encode(source: TensorSource, job: PackJob, room: Bytes, out: Bytes) -> EncodedPart:
     tensors = [source.header.tensors[k] for k in job.tensors]
     if len(tensors) == 1:
         values = source.read(job.tensors[0], job.begin, job.begin + job.size, room)
@@ -216,7 +218,7 @@ def _encode(source: Source, job: Job, room: Bytes, out: Bytes) -> Encoded:
     return encode_part(room[:at], tensors[0].wire, (at // tensors[0].itemsize,), out, segments)
 
 
-def _equal_tensors(source: Source) -> dict[int, int]:
+def _equal_tensors(source: TensorSource) -> dict[int, int]:
     """Map each tensor whose bytes equal those of an earlier tensor to the earlier one's number.
 
     Probes at three positions are compared first, so that few bytes of unequal tensors are read.
@@ -240,7 +242,7 @@ def _equal_tensors(source: Source) -> dict[int, int]:
     return found
 
 
-def _is_equal(source: Source, k: int, other: int, nbytes: int) -> bool:
+def _is_equal(source: TensorSource, k: int, other: int, nbytes: int) -> bool:
     rooms = np.empty((2, min(nbytes, _COMPARED)), np.uint8)
     return all(
         np.array_equal(source.read(k, b, e, rooms[0]), source.read(other, b, e, rooms[1]))

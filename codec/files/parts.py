@@ -40,7 +40,7 @@ _LEVELS = (3, 9, 19), (6, 9, 9)  # compression levels of zstd and of zlib, from 
 _MAX_WINDOW = 1 << 23  # bytes; zstd data with a larger window is refused
 
 
-class Encoded(NamedTuple):
+class EncodedPart(NamedTuple):
     """Encoded part: its coding, its bytes, and the digest of the uncompressed bytes."""
 
     coding: str
@@ -65,7 +65,7 @@ def room_for(nbytes: int) -> int:
 
 def encode_part(
     values: Bytes, dtype: str, shape: tuple[int, ...], out: Bytes, segments: Segments | None = None
-) -> Encoded:
+) -> EncodedPart:
     """Encode the bytes of a part with the smallest coding. A cheap test decides which codings are tried.
 
     Parameters
@@ -83,7 +83,7 @@ def encode_part(
 
     Returns
     -------
-    Encoded
+    EncodedPart
     """
     total = digest_of(as_tensor(values), threads=1)
     narrow = _narrowed(values) if dtype == "float32" else None
@@ -94,9 +94,9 @@ def encode_part(
     tensor = view(bits.reshape(shape), dtype) if segments is None else view(bits, dtype, segments)
     frame = encode(tensor, out=out, options=_ONE)
     if not _may_repeat(bits, len(frame) / bits.nbytes):
-        return Encoded(coding, frame, total)
+        return EncodedPart(coding, frame, total)
     data, name = _compressed(values, ITEMSIZE[dtype] if narrow is None else 4)
-    return Encoded(name, data, total) if len(data) < _PAYS * len(frame) else Encoded(coding, frame, total)
+    return EncodedPart(name, data, total) if len(data) < _PAYS * len(frame) else EncodedPart(coding, frame, total)
 
 
 def _compressed(values: Bytes, itemsize: int) -> tuple[bytes, str]:

@@ -15,14 +15,14 @@ from codec.files.index import (
     DIGEST_KEY,
     INDEX,
     PART_NBYTES,
+    FilePart,
     Index,
-    Part,
     check_version,
     damaged,
     index_digest,
     is_container,
 )
-from codec.files.opening import FileBytes, Kind, MemoryBytes, kind_of, open_regular, printable, readable
+from codec.files.opening import FileBytes, FileKind, MemoryBytes, kind_of, open_regular, printable, readable
 from codec.files.packing import Progress
 from codec.files.parts import Bytes, decode_part
 
@@ -56,7 +56,9 @@ class PackedFile:
     def __init__(self, file: FileBytes | MemoryBytes, outer: Header) -> None:
         check_version(outer)
         self._file, self._start = file, len(outer.prefix)
-        self._group: tuple[Part, Bytes] | None = None  # cache: the last part that _decoded() has decoded, and its bytes
+        self._group: tuple[FilePart, Bytes] | None = (
+            None  # cache: the last part that _decoded() has decoded, and its bytes
+        )
         self._lock = threading.Lock()
         entry = next((t for t in outer.tensors if t.name == INDEX), None)
         if entry is None or entry.end != outer.data_nbytes:
@@ -87,7 +89,7 @@ class PackedFile:
                 else:
                     target[:] = self._decoded(part)[first - part.begin : last - part.begin]
 
-    def decode(self, part: Part, out: Bytes) -> None:
+    def decode(self, part: FilePart, out: Bytes) -> None:
         """Decode a part into `out`, a buffer of the part's uncompressed size."""
         stored = self._file.get(self._start + part.at, part.nbytes)
         first = self.header.tensors[part.tensors[0]]
@@ -97,7 +99,7 @@ class PackedFile:
             e.of(first.name)
             raise
 
-    def places(self, part: Part) -> list[tuple[int, int, int, int]]:
+    def places(self, part: FilePart) -> list[tuple[int, int, int, int]]:
         """List the tensors that contain bytes of a part, including tensors that equal a stored one.
 
         Returns
@@ -119,12 +121,12 @@ class PackedFile:
             found.setdefault(other, []).append(k)
         return found
 
-    def _offset(self, part: Part, k: int) -> int:
+    def _offset(self, part: FilePart, k: int) -> int:
         """Return the offset in bytes of tensor `k` in a part of several tensors."""
         before = part.tensors[: part.tensors.index(k)]
         return sum(self.header.tensors[other].nbytes for other in before)
 
-    def _decoded(self, part: Part) -> Bytes:
+    def _decoded(self, part: FilePart) -> Bytes:
         """Return the decoded bytes of a part. The last decoded part is cached."""
         with self._lock:
             if self._group is None or self._group[0] is not part:
@@ -155,7 +157,7 @@ def open_model(path: str) -> ModelFile:
     try:
         with readable(path):
             kind = kind_of(fd)
-            if kind is not Kind.SAFETENSORS:
+            if kind is not FileKind.SAFETENSORS:
                 raise ArgumentError(f"{printable(path)} is {kind.value}, not a packed file or a .safetensors file")
             return _opened(FileBytes(fd))
     except BaseException:
@@ -184,10 +186,10 @@ def _opened(file: FileBytes | MemoryBytes) -> ModelFile:
 
 def each_part(
     file: PackedFile,
-    use: Callable[[Part, Bytes], object],
+    use: Callable[[FilePart, Bytes], object],
     threads: int | None,
     progress: Progress | None = None,
-    target: Callable[[Part], Bytes | None] = lambda part: None,
+    target: Callable[[FilePart], Bytes | None] = lambda part: None,
 ) -> None:
     """Decode all parts with several threads, and call `use` with each part and its bytes.
 
@@ -231,7 +233,7 @@ def unpack(file: PackedFile, fd: int, *, threads: int | None = None, progress: P
     os.pwrite(fd, header.prefix, 0)
     os.ftruncate(fd, header.nbytes)
 
-    def write(part: Part, values: Bytes) -> None:
+    def write(part: FilePart, values: Bytes) -> None:
         for k, offset, at, size in file.places(part):
             pwrite_all(fd, values[at : at + size], len(header.prefix) + header.tensors[k].begin + offset)
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from codec.errors import ArgumentError, EngineError
 from codec.files.arrays import numpy_dtype
-from codec.files.header import SAFETENSORS, TORCH, Tensor, itemsize_of
-from codec.files.index import Part
+from codec.files.header import SAFETENSORS, TORCH, FileTensor, itemsize_of
+from codec.files.index import FilePart
 from codec.files.packing import Progress
 from codec.files.parts import Bytes
 from codec.files.reading import ModelFile, PackedFile, each_part
@@ -20,7 +20,7 @@ from codec.files.reading import ModelFile, PackedFile, each_part
 _MAX_MEMBER = 65535 - len(".npy")  # bytes of a name in a .npz file
 
 
-def new_array(t: Tensor) -> tuple[Any, Bytes]:
+def new_array(t: FileTensor) -> tuple[Any, Bytes]:
     """Allocate a numpy array for a tensor; return it, and a view of its bytes.
 
     Raises
@@ -34,7 +34,7 @@ def new_array(t: Tensor) -> tuple[Any, Bytes]:
     return memory.view(numpy_dtype(SAFETENSORS[t.dtype])).reshape(t.shape), memory
 
 
-def new_tensor(t: Tensor) -> tuple[Any, Bytes]:
+def new_tensor(t: FileTensor) -> tuple[Any, Bytes]:
     """Allocate a torch tensor in host memory for a tensor; return it, and a view of its bytes.
 
     Raises
@@ -65,7 +65,7 @@ def torch_module() -> Any:
 
 def read_all(
     model: ModelFile,
-    new: Callable[[Tensor], tuple[Any, Bytes]],
+    new: Callable[[FileTensor], tuple[Any, Bytes]],
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def read_all(
     if isinstance(model, PackedFile):
         file = model
 
-        def target(part: Part) -> Bytes | None:
+        def target(part: FilePart) -> Bytes | None:
             """Return the destination of a part in its tensor; None for a part of several tensors."""
             return made[part.tensors[0]][1][part.begin :][: part.size] if len(part.tensors) == 1 else None
 
-        def place(part: Part, values: Bytes) -> None:
+        def place(part: FilePart, values: Bytes) -> None:
             for k, offset, at, size in file.places(part):
                 if (k,) != part.tensors:  # `k` was not decoded in place: it is in a group, or equals a stored tensor
                     made[k][1][offset : offset + size] = values[at : at + size]

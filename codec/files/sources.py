@@ -15,13 +15,13 @@ import numpy as np
 from codec.errors import ArgumentError, EngineError
 from codec.files.arrays import numpy_arrays
 from codec.files.header import Header, compose, described, itemsize_of, read_header
-from codec.files.opening import FileBytes, Kind, kind_of, open_regular, printable, readable
+from codec.files.opening import FileBytes, FileKind, kind_of, open_regular, printable, readable
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _CACHED = 1 << 27  # maximum bytes of a .npz file's arrays in the cache, unless a single array is larger
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Collection of tensors, numbered in the order of the header's data section."""
 
     header: Header
@@ -39,7 +39,7 @@ class SafetensorsSource:
         self.header = read_header(self._file)
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
-        """Return bytes of a tensor, see :meth:`Source.read`."""
+        """Return bytes of a tensor, see :meth:`TensorSource.read`."""
         at = len(self.header.prefix) + self.header.tensors[k].begin + begin
         self._file.read_into(out[: end - begin], at)
         return out[: end - begin]
@@ -69,7 +69,7 @@ class MemorySource:
         return cls([(name, *_described(name, x), _bytes_of(x)) for name, x in tensors.items()], metadata)
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
-        """Return bytes of a tensor, see :meth:`Source.read`."""
+        """Return bytes of a tensor, see :meth:`TensorSource.read`."""
         return self._values[k][begin:end]
 
 
@@ -86,7 +86,7 @@ class ArraySource:
         self.header = compose(found, {})
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
-        """Return bytes of a tensor, see :meth:`Source.read`."""
+        """Return bytes of a tensor, see :meth:`TensorSource.read`."""
         with self._lock:
             if k not in self._loaded:
                 x = _bytes_of(self._read(self.header.tensors[k].name))
@@ -97,7 +97,7 @@ class ArraySource:
 
 
 @contextmanager
-def source_of(path: str, key: str | None = None) -> Generator[Source]:
+def source_of(path: str, key: str | None = None) -> Generator[TensorSource]:
     """Open a file of tensors; its contents, not its name, determine the format.
 
     Parameters
@@ -123,13 +123,13 @@ def source_of(path: str, key: str | None = None) -> Generator[Source]:
         os.close(fd)
 
 
-def _source(fd: int, path: str, key: str | None) -> Source:
+def _source(fd: int, path: str, key: str | None) -> TensorSource:
     kind = kind_of(fd)
-    if kind is Kind.SAFETENSORS:
+    if kind is FileKind.SAFETENSORS:
         return SafetensorsSource(fd)
-    if kind in (Kind.TORCH, Kind.PICKLE):
+    if kind in (FileKind.TORCH, FileKind.PICKLE):
         return MemorySource.of(_torch_tensors(path, key))
-    if kind in (Kind.NPZ, Kind.NPY):
+    if kind in (FileKind.NPZ, FileKind.NPY):
         return ArraySource(*numpy_arrays(fd, path))
     raise ArgumentError(
         f"{printable(path)} is {kind.value}: tensors are read from .safetensors, .npz, .npy and .pt files"

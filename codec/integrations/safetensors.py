@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from codec.errors import ArgumentError, LimitError
-from codec.files.header import Tensor, read_header
+from codec.files.header import FileTensor, read_header
 from codec.files.index import is_container
 from codec.files.opening import FileBytes, MemoryBytes, opened, readable
 from codec.files.packing import pack
@@ -37,7 +37,7 @@ def save_file(
 
     Parameters
     ----------
-    tensors : mapping of str to torch.Tensor or array
+    tensors : mapping of str to torch.FileTensor or array
         Tensors by name. Tensors on a device are copied to host memory.
     filename : path
         File to write. It is created or replaced atomically, once it is complete.
@@ -253,7 +253,7 @@ class Slice:
                 part, key = self._tensor.rows(begin, max(begin, end)), (slice(None, None, step), *key[1:])
         return _moved(self._decoded(part)[key], self._device)
 
-    def _decoded(self, part: Tensor) -> Any:
+    def _decoded(self, part: FileTensor) -> Any:
         """Decode the rows of the tensor that `part` describes."""
         tensor, memory = self._new(part)
         self._model.read(self._k, part.begin, memory)

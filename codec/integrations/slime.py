@@ -32,7 +32,7 @@ from codec.weight_sync.files import read_safetensors
 from codec.weight_sync.folder import FolderBase
 from codec.weight_sync.identity import RUN_NBYTES
 from codec.weight_sync.listing import chain
-from codec.weight_sync.source import Source, read_update
+from codec.weight_sync.source import StoreReader, read_update
 from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.weights import Weights
 from codec.weight_sync.writing import write_update
@@ -113,7 +113,7 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
     if wanted.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / "codec-engine.lock"), _engine(folder) as base, Source(store) as source:
+    with _locked(folder / "codec-engine.lock"), _engine(folder) as base, StoreReader(store) as source:
         assert base.version is not None  # a new folder has the weights of the checkpoint, version 0
         for one in chain(source.listing(), base.identity):
             if one.head.version > target_version:

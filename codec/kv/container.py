@@ -18,7 +18,7 @@ _TRANSPOSED = 1  # flag: frames of keys have the shape (channels, tokens)
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Layout(NamedTuple):
+class PageLayout(NamedTuple):
     """Order of the frames of a page: for each layer, the keys, then the values."""
 
     layers: int
@@ -41,7 +41,7 @@ def head_nbytes(frames: int) -> int:
     return _HEAD.size + _SUM.size + 4 * frames
 
 
-def pack(layout: Layout, frames: list[bytes]) -> bytes:
+def pack(layout: PageLayout, frames: list[bytes]) -> bytes:
     """Concatenate the header of a page and its frames.
 
     Raises
@@ -88,7 +88,7 @@ def page_nbytes(data: Any) -> int:
     return int(_read(as_bytes(data))[1][-1])
 
 
-def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
+def unpack(data: Any, layers: int, sides: int) -> tuple[PageLayout, list[Bytes]]:
     """Return the layout and the frames of a page. Frames share the memory of `data`.
 
     Raises
@@ -98,7 +98,7 @@ def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
     """
     raw = as_bytes(data)
     flags, ends = _read(raw)
-    layout = Layout(layers, sides, flags == _TRANSPOSED)
+    layout = PageLayout(layers, sides, flags == _TRANSPOSED)
     if flags > _TRANSPOSED or len(ends) != layout.frames:
         raise FrameError(f"the page has {len(ends)} frames, which does not fit {layers} layers with {sides} sides")
     if ends[-1] != len(raw):

@@ -15,7 +15,7 @@ from codec.batch import decode_many, encode_many
 from codec.encoding import bound, checked_shape
 from codec.errors import ArgumentError, FrameError, SpecError, StateError
 from codec.inspection import inspect
-from codec.kv.container import Layout, head_nbytes, pack, page_nbytes, unpack
+from codec.kv.container import PageLayout, head_nbytes, pack, page_nbytes, unpack
 from codec.presets import resolve
 from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Spec, SpecLike
 from codec.tensors.view import Array, dtype_name, empty, is_torch, kind_of, mark_written, on_host
@@ -93,7 +93,7 @@ class PageCodec:
         self._channels = math.prod(self.shape[3:])
         self._key = _spec("key", key, tokens, self.shape, self.dtype)
         self._value = _spec("value", value, self._channels, self.shape, self.dtype)
-        self._layout = Layout(layers, sides, sides == 2 and isinstance(self._key, _GROUPED))
+        self._layout = PageLayout(layers, sides, sides == 2 and isinstance(self._key, _GROUPED))
         specs = (self._key, self._value)[2 - sides :]
         rows = [self._rows(self._layout, side) for side in range(sides)]
         sizes = [bound(shape, self.dtype, spec, segments=()) for shape, spec in zip(rows, specs, strict=True)]
@@ -218,7 +218,7 @@ class PageCodec:
             mark_written(page)
         return given
 
-    def _rows(self, layout: Layout, side: int) -> tuple[int, int]:
+    def _rows(self, layout: PageLayout, side: int) -> tuple[int, int]:
         """Return the shape of each frame of one side (keys or values) of a page."""
         transposed = layout.transposed and side == 0
         return (self._channels, self.shape[2]) if transposed else (self.shape[2], self._channels)
@@ -231,7 +231,7 @@ class PageCodec:
         return [np.ascontiguousarray(layer).reshape(shape) for layer in values]
 
     def _destinations(
-        self, layout: Layout, side: int, values: Array, later: list[tuple[Array, Array]]
+        self, layout: PageLayout, side: int, values: Array, later: list[tuple[Array, Array]]
     ) -> Sequence[Array]:
         """Return the array into which each layer of a side is decoded.
 

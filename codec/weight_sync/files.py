@@ -10,10 +10,9 @@ import numpy as np
 
 from codec._options import CallOptions
 from codec.errors import ArgumentError, FrameError, StateError
-from codec.files.header import SAFETENSORS, Tensor, read_header
+from codec.files.header import SAFETENSORS, FileTensor, read_header
 from codec.files.index import is_container
-from codec.files.opening import Kind as FileKind
-from codec.files.opening import MemoryBytes, kind_of, open_regular, opened, printable, readable
+from codec.files.opening import FileKind, MemoryBytes, kind_of, open_regular, opened, printable, readable
 from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import merge_deltas
@@ -58,7 +57,7 @@ def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, M
     return Weights({name: _slot(tensors[name], values) for name in header.names}), header.metadata
 
 
-def _slot(t: Tensor, values: Bytes) -> Slot:
+def _slot(t: FileTensor, values: Bytes) -> Slot:
     """Return the slot of a tensor, a view of `values`. Dtypes that frames lack become unsigned integers."""
     exact = t.dtype in SAFETENSORS and len(t.shape) <= MAX_RANK
     return Slot(TensorKind(t.wire, t.shape) if exact else TensorKind("uint8", (t.nbytes,)), values[t.begin : t.end])

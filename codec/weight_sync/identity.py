@@ -24,7 +24,7 @@ def other_run(a: bytes | None, b: bytes | None) -> bool:
     return a is not None and b is not None and a != b
 
 
-class Head(NamedTuple):
+class UpdateHead(NamedTuple):
     """Run, versions and digests in the header of an update."""
 
     run: bytes | None

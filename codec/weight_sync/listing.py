@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from codec.errors import StateError
-from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, RUN_NBYTES, Head, Identity, other_run
+from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, RUN_NBYTES, Identity, UpdateHead, other_run
 from codec.weight_sync.update import Update
 
 _FORMAT = 2
@@ -15,7 +15,7 @@ MAX_NBYTES = 1 << 24  # maximum size of the file ``head``, in bytes
 class Listed(NamedTuple):
     """Entry of an update in the list: contents of the update's header, and size of the update in bytes."""
 
-    head: Head
+    head: UpdateHead
     nbytes: int
 
     @classmethod
@@ -38,7 +38,7 @@ class Listed(NamedTuple):
         if base is not None and base >= version:
             raise ValueError(f"version {version} does not follow base version {base}")
         digests = [NO_DIGEST if base is None else _digest(entry["base_digest"]), _digest(entry["digest"])]
-        return cls(Head(_digest(entry["run"]) if "run" in entry else run, version, base, *digests), nbytes)
+        return cls(UpdateHead(_digest(entry["run"]) if "run" in entry else run, version, base, *digests), nbytes)
 
     def fields(self, *, with_run: bool = False) -> dict[str, Any]:
         """Return the entry as JSON values; in a list, the entries do not repeat the run of the list."""

@@ -8,7 +8,7 @@ from typing import Any
 from codec.errors import ArgumentError, FrameError
 from codec.weight_sync.listing import chain
 from codec.weight_sync.receiver import Load, WeightReceiver
-from codec.weight_sync.source import TIMEOUT, Source
+from codec.weight_sync.source import TIMEOUT, StoreReader
 from codec.weight_sync.update import Update
 
 
@@ -60,7 +60,7 @@ def pull(
         last version that it has reached.
     """
     applied = False
-    with Source(source, timeout) as store:
+    with StoreReader(source, timeout) as store:
         listing = store.listing()
         path = deque(chain(listing, receiver.identity))
         while path:

@@ -16,7 +16,7 @@ TIMEOUT = 60.0  # default of the maximum time without data from a server, in sec
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
-class Source(Closing):
+class StoreReader(Closing):
     """Reader of a store.
 
     Parameters
@@ -107,12 +107,12 @@ class Source(Closing):
 
 
 def read_head(source: str | PathLike[str], timeout: float = TIMEOUT) -> Listing:
-    """Return the list of updates in a store, as :meth:`Source.listing`."""
-    with Source(source, timeout) as opened:
+    """Return the list of updates in a store, as :meth:`StoreReader.listing`."""
+    with StoreReader(source, timeout) as opened:
         return opened.listing()
 
 
 def read_update(source: str | PathLike[str], one: Listed, timeout: float = TIMEOUT) -> Update:
-    """Return an update in a store, as :meth:`Source.update`."""
-    with Source(source, timeout) as opened:
+    """Return an update in a store, as :meth:`StoreReader.update`."""
+    with StoreReader(source, timeout) as opened:
         return opened.update(one)

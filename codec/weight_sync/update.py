@@ -19,7 +19,7 @@ import numpy as np
 from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE
 from codec.errors import ArgumentError, ChecksumError, FrameError, Status, UnsupportedError
 from codec.tensors.view import fetch, view_bytes
-from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, Head
+from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, UpdateHead
 
 MAGIC = b"\x89CWU\r\n\x1a\n"
 FORMAT = 2
@@ -56,7 +56,7 @@ class TensorKind(NamedTuple):
         return f"{self.dtype} of shape {self.shape}"
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Entry of a tensor in the index of an update."""
 
     kind: TensorKind
@@ -225,12 +225,12 @@ def regular(path: str | PathLike[str]) -> tuple[int, int]:
     raise OSError(EINVAL, "it is not a regular file")
 
 
-def head_and_index(head: Head, tensors: Sequence[tuple[str, TensorKind, Sequence[int]]]) -> bytes:
+def head_and_index(head: UpdateHead, tensors: Sequence[tuple[str, TensorKind, Sequence[int]]]) -> bytes:
     """Return the header and the index of an update.
 
     Parameters
     ----------
-    head : Head
+    head : UpdateHead
         Versions and digests.
     tensors : sequence of (name, kind, frame sizes)
         Tensors in the order of their frames. Frame sizes are in bytes, one per piece; 0 for an unchanged piece.
@@ -282,7 +282,7 @@ def weights_digest(tensors: Mapping[str, tuple[TensorKind, Sequence[bytes]]]) ->
     return h.digest()
 
 
-def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
+def parse(data: Bytes) -> tuple[UpdateHead, dict[str, TensorEntry]]:
     """Parse and check the header and the index of an update.
 
     Raises
@@ -327,12 +327,12 @@ def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
     if base == _NO_BASE and (base_digest != NO_DIGEST or any(a == b for e in entries.values() for a, b in e.frames)):
         raise _invalid("a snapshot has the digest of a base, or lacks frames")
     known = None if run == NO_DIGEST else run
-    return Head(known, new, None if base == _NO_BASE else base, base_digest, digest), entries
+    return UpdateHead(known, new, None if base == _NO_BASE else base, base_digest, digest), entries
 
 
-def _entries(index: bytes, count: int, at: int) -> dict[str, Entry]:
+def _entries(index: bytes, count: int, at: int) -> dict[str, TensorEntry]:
     """Parse an index of `count` tensors; frames begin at byte `at` of the update. Raise ValueError if invalid."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     p = 0
 
     def take(form: Struct) -> tuple[int, ...]:
@@ -360,7 +360,7 @@ def _entries(index: bytes, count: int, at: int) -> dict[str, Entry]:
             frames.append((at, at + size))
             at += size
         p += pieces * _LENGTH.size
-        entries[name] = Entry(kind, tuple(frames))
+        entries[name] = TensorEntry(kind, tuple(frames))
     if p != len(index):
         raise ValueError("the index is longer than its entries")
     return entries

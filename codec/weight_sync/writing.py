@@ -14,7 +14,7 @@ from codec._options import CallOptions
 from codec.errors import ArgumentError
 from codec.files.replacing import replaced
 from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
-from codec.weight_sync.identity import NO_DIGEST, Head
+from codec.weight_sync.identity import NO_DIGEST, UpdateHead
 from codec.weight_sync.update import Bytes, TensorKind, Update, check_name, head_and_index, index_nbytes, weights_digest
 from codec.weight_sync.weights import Given, Weights, is_streamed, items, kind_of, pieces_of, view_of
 
@@ -25,7 +25,7 @@ _NOTHING: Bytes = np.empty(0, np.uint8)
 Progress = Callable[[int, int], object]  # function of (bytes of the tensors read so far, bytes of all tensors)
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """Piece of a tensor that waits to be encoded."""
 
     name: str
@@ -54,7 +54,7 @@ class Encoder:
     ) -> None:
         self._given, self._base, self._file, self._options = kinds, base, file, options
         self._kinds = dict[str, TensorKind]() if kinds is None else dict(kinds)
-        self._waiting: list[Piece] = []
+        self._waiting: list[TensorPiece] = []
         self._nbytes = 0  # bytes of waiting pieces
         self._sizes: dict[str, list[int]] = {}
         self._digests: dict[str, list[bytes]] = {}
@@ -82,7 +82,7 @@ class Encoder:
         self._sizes[name], self._digests[name] = [], []
         for k, new in enumerate(pieces_of(v)):
             self._waiting.append(
-                Piece(name, new, *((_NOTHING, b"") if old is None else (old.piece(k), old.digests[k])))
+                TensorPiece(name, new, *((_NOTHING, b"") if old is None else (old.piece(k), old.digests[k])))
             )
             self._nbytes += len(new)
             if self._nbytes >= BATCH_NBYTES or len(self._waiting) >= BATCH_PIECES:
@@ -147,7 +147,7 @@ class Encoder:
         if (begin := index_nbytes(self._kinds)) > self._begin:
             _move(self._file, self._begin, self._file.tell(), begin - self._begin)
         self._file.seek(0)
-        self._file.write(head_and_index(Head(run, version, base, before, digest), tensors))
+        self._file.write(head_and_index(UpdateHead(run, version, base, before, digest), tensors))
         return digest
 
 

@@ -45,7 +45,7 @@ def test_means_of_neighbours_are_rounded_once(dtype):
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32).astype(kind)
     for n in (1, 2, 3):
         values = sum(np.roll(x.astype(np.float32), k) for k in range(n)) / np.float32(n)
-        (s,) = sampling.samples([sampling.Tensor(codec.tensors.view.view(x))], n, None)
+        (s,) = sampling.samples([sampling.GivenTensor(codec.tensors.view.view(x))], n, None)
         assert s.mean.tobytes() == values.astype(kind).tobytes()
 
 

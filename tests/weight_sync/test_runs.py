@@ -8,7 +8,7 @@ import pytest
 
 import codec
 from codec.weight_sync import Publisher, pull, serve
-from codec.weight_sync.identity import Head, Identity
+from codec.weight_sync.identity import Identity, UpdateHead
 from codec.weight_sync.listing import Listed, Listing, chain
 from codec.weight_sync.source import read_head
 from support.weight_updates import equal, published, stepped, weights
@@ -135,7 +135,7 @@ def test_receiver_ahead_of_an_old_copy_of_the_store_is_an_error(tmp_path):
 def listed(version, base, run=b"r" * 16):
     """Return an entry of weights whose digests are their versions."""
     before = bytes(16) if base is None else base.to_bytes(16, "little")
-    return Listed(Head(run, version, base, before, version.to_bytes(16, "little")), 1)
+    return Listed(UpdateHead(run, version, base, before, version.to_bytes(16, "little")), 1)
 
 
 def listing(*updates):
