@@ -18,12 +18,12 @@ from codec.stateful.activation import state
 from codec.stateful.activation.change import ActivationStats, Change
 from codec.stateful.activation.entries import EIGHT_BIT
 from codec.stateful.activation.ledger import Ledger, Staging
-from codec.stateful.activation.message import HEAD, ROW, Kind, Message, parse
+from codec.stateful.activation.message import HEAD, ROW, ContentKind, Message, parse
 from codec.stateful.activation.receiver import Receiver, Target
 from codec.stateful.activation.sender import LOSSLESS, Sender
 from codec.stateful.activation.settings import delta_spec_of, entries_of, spec_of, store_of
 from codec.stateful.activation.store_info import inspect_store
-from codec.stateful.activation.traffic import Traffic
+from codec.stateful.activation.traffic import ActivationTraffic
 from codec.stateful.activation.values import ids_of, shown_samples, values_of, write_message
 from codec.tensors.view import TensorView, fetch, mark_written, view_bytes
 
@@ -137,7 +137,7 @@ class ActivationDelta:
         self._ledger = Ledger(opened, entries, limit, opened.found)
         self._sender = Sender(self._ledger, self._change, spec_of("first", first))
         self._receiver = Receiver(self._ledger)
-        self._traffic = Traffic(number, entries)
+        self._traffic = ActivationTraffic(number, entries)
         self._committed_draws = 0
 
     @property
@@ -245,14 +245,14 @@ class ActivationDelta:
             As in :func:`codec.decode`. The state is unchanged after any error.
         """
         m, v = self._received(message, options)
-        if m.head.kind in (Kind.GRADIENT, Kind.POISON):
+        if m.head.kind in (ContentKind.GRADIENT, ContentKind.POISON):
             raise StateError(f"message {m.head.number} of edge {m.head.edge} holds a gradient: use decode_gradient()")
         if samples is not None and (expected := ids_of(samples)) != m.samples.tolist():
             raise StateError(
                 f"message {m.head.number} of edge {m.head.edge} has samples {shown_samples(m.samples.tolist())}, but "
                 f"samples= expects {shown_samples(expected)}"
             )
-        of_kind = self._receiver.plain if m.head.kind == Kind.DIRECT else self._receiver.activation
+        of_kind = self._receiver.plain if m.head.kind == ContentKind.DIRECT else self._receiver.activation
         result = of_kind(m, v.nbytes, Target(out, like), options)
         deltas = int(np.count_nonzero(m.checks))
         self._accept(m, v.nbytes, out, len(m.checks) - deltas, deltas)
@@ -311,9 +311,9 @@ class ActivationDelta:
             As in :meth:`decode`.
         """
         m, v = self._received(message, options)
-        if m.head.kind not in (Kind.GRADIENT, Kind.POISON):
+        if m.head.kind not in (ContentKind.GRADIENT, ContentKind.POISON):
             raise StateError(f"message {m.head.number} of edge {m.head.edge} holds activations: use decode()")
-        if m.head.kind == Kind.POISON:
+        if m.head.kind == ContentKind.POISON:
             self._accept(m, v.nbytes, None)
             raise PeerError(f"the gradient of edge {m.head.edge} holds NaN or Inf on the side that computed it")
         result = self._receiver.plain(m, v.nbytes, Target(out, like), options)

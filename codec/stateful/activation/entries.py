@@ -17,7 +17,7 @@ EIGHT_BIT = Quantize(8, rounding="nearest")  # codec for entries of dtype "8bit"
 BITS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
-class Entry(NamedTuple):
+class SampleEntry(NamedTuple):
     """Metadata of a sample's stored m."""
 
     check: int  # hash that identifies m, never 0

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from codec.errors import ArgumentError
-from codec.stateful.activation.entries import Bytes, Entry, Floats, largest_nbytes
+from codec.stateful.activation.entries import Bytes, Floats, SampleEntry, largest_nbytes
 from codec.stateful.activation.message import Checks
 from codec.stateful.activation.retention import Retention
 
@@ -20,7 +20,7 @@ class Store(Protocol):
         """Write the values of an entry to `row`. Return False if the entry is damaged."""
         ...
 
-    def write(self, sample: int, entry: Entry, row: Floats) -> None:
+    def write(self, sample: int, entry: SampleEntry, row: Floats) -> None:
         """Store values, rounded to the dtype of entries. With dtype "8bit", NaN and Inf raise ArgumentError."""
         ...
 
@@ -32,7 +32,7 @@ class Store(Protocol):
         """Return the bytes of a sample's entry; None if the entry is damaged."""
         ...
 
-    def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
+    def restore(self, sample: int, entry: SampleEntry, contents: Bytes) -> None:
         """Store an entry given as bytes. Raise CodecError if the bytes are not a valid entry."""
         ...
 
@@ -59,7 +59,7 @@ class Staging(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    entry: Entry
+    entry: SampleEntry
     row: Floats
 
 
@@ -77,11 +77,11 @@ class Ledger:
         Dtype of the entries.
     budget : int or None
         Maximum total size of all entries, in bytes. None: no limit.
-    entries : dict of int to Entry
+    entries : dict of int to SampleEntry
         Entries that the store already contains.
     """
 
-    def __init__(self, store: Store, dtype: str, budget: int | None, entries: dict[int, Entry]) -> None:
+    def __init__(self, store: Store, dtype: str, budget: int | None, entries: dict[int, SampleEntry]) -> None:
         self.store = store
         self.dtype = dtype
         self.evicted = self.damaged = 0
@@ -99,7 +99,7 @@ class Ledger:
         return bool(self._staged)
 
     @property
-    def entries(self) -> dict[int, Entry]:
+    def entries(self) -> dict[int, SampleEntry]:
         """By sample id: metadata of the committed entries."""
         return self._entries
 
@@ -147,7 +147,7 @@ class Ledger:
         for samples, checks, rows, visits in parts:
             for sample, check, row, visit in zip(samples, checks.tolist(), rows, visits, strict=True):
                 if sample not in found:
-                    found[sample] = _Staged(Entry(check, len(row), visit), row)
+                    found[sample] = _Staged(SampleEntry(check, len(row), visit), row)
         self._staged = found
 
     def commit(self) -> None:
@@ -190,7 +190,7 @@ class Ledger:
         """Raise ArgumentError if the budget is too small for an entry of n values."""
         self._retention.check_size(largest_nbytes(self.dtype, n))
 
-    def replace(self, entries: dict[int, Entry], contents: dict[int, Bytes] | None) -> None:
+    def replace(self, entries: dict[int, SampleEntry], contents: dict[int, Bytes] | None) -> None:
         """Replace all entries by `entries`, whose bytes are `contents`.
 
         If `contents` is None, keep only the entries that are equal in `entries` and in the store.

@@ -25,7 +25,7 @@ ENTRY_CODES = ("float32", "bfloat16", "8bit")  # dtypes of the store's entries, 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Kind(IntEnum):
+class ContentKind(IntEnum):
     """Kind of a message: its contents, as a number in its head."""
 
     RAW = 0  # activations of all samples, none as a delta
@@ -36,10 +36,10 @@ class Kind(IntEnum):
     GRADIENT = 5  # gradient of activations
 
 
-class Head(NamedTuple):
+class MessageHead(NamedTuple):
     """Fields at the beginning of a message, before the table of samples."""
 
-    kind: Kind
+    kind: ContentKind
     dtype: str  # dtype of the activations
     entries: str  # dtype of the store's entries
     edge: int
@@ -50,7 +50,7 @@ class Head(NamedTuple):
 class Message(NamedTuple):
     """Parsed message. Arrays and frames refer to the bytes of the message."""
 
-    head: Head
+    head: MessageHead
     samples: Ids
     checks: Checks  # for each sample the check of the m to which its delta refers; 0 for samples sent raw
     raw: Bytes  # frame of the samples sent raw; empty if no sample is sent raw
@@ -80,7 +80,7 @@ def next_checks(checksum: int, checks: Checks) -> Checks:
     return found
 
 
-def build(head: Head, samples: Ids, checks: Checks, raw: Any = b"", delta: Any = b"") -> bytes:
+def build(head: MessageHead, samples: Ids, checks: Checks, raw: Any = b"", delta: Any = b"") -> bytes:
     """Return the bytes of a message with the given head, table of samples and frames."""
     numbers = (DTYPES[head.dtype], ENTRY_CODES.index(head.entries), head.edge, head.session, head.number)
     start = HEAD.pack(MAGIC, VERSION, head.kind, *numbers, len(samples), len(raw), len(delta), 0, 0)
@@ -104,7 +104,7 @@ def _fault(text: str, offset: int, found: int, expected: int) -> FrameError:
     return FrameError(f"not a valid message: {text}", None, offset, found, expected)
 
 
-def _head(data: Bytes) -> tuple[Head, tuple[int, int, int]]:
+def _head(data: Bytes) -> tuple[MessageHead, tuple[int, int, int]]:
     """Parse the head. Return its fields, and the sizes of table, raw frame and delta frame in bytes."""
     if len(data) < HEAD.size:
         text = f"the message is truncated ({len(data)} bytes, {HEAD.size} are needed)"
@@ -117,15 +117,15 @@ def _head(data: Bytes) -> tuple[Head, tuple[int, int, int]]:
         raise UnsupportedError(
             f"the message has version {version}, but this library reads version {VERSION}", None, 4, version
         )
-    if kind > max(Kind):
-        raise _fault(f"kind {kind} is unknown", 5, kind, max(Kind))
+    if kind > max(ContentKind):
+        raise _fault(f"kind {kind} is unknown", 5, kind, max(ContentKind))
     if DTYPE_NAMES.get(dtype) not in DTYPE_CODES:
         raise _fault(f"dtype {dtype} is not a dtype of activations", 6, dtype, 0)
     if entries >= len(ENTRY_CODES):
         raise _fault(f"dtype {entries} of entries is unknown", 7, entries, len(ENTRY_CODES) - 1)
     if zero:
         raise _fault("reserved bytes are not 0", 60, zero, 0)
-    head = Head(Kind(kind), DTYPE_NAMES[dtype], ENTRY_CODES[entries], edge, session, number)
+    head = MessageHead(ContentKind(kind), DTYPE_NAMES[dtype], ENTRY_CODES[entries], edge, session, number)
     return head, (ROW * count, raw, delta)
 
 
@@ -164,12 +164,12 @@ def _check_kind(m: Message) -> None:
     rest = len(m.checks) - deltas
     contents = bool(rest), bool(deltas), len(m.raw) > 0, len(m.delta) > 0
     valid = {
-        Kind.RAW: ((True, False, True, False), (False, False, True, False)),
-        Kind.DELTA: ((False, True, False, True),),
-        Kind.MIXED: ((True, True, True, True),),
-        Kind.POISON: ((False, False, False, False),),
-        Kind.DIRECT: ((False, False, True, False),),
-        Kind.GRADIENT: ((False, False, True, False),),
+        ContentKind.RAW: ((True, False, True, False), (False, False, True, False)),
+        ContentKind.DELTA: ((False, True, False, True),),
+        ContentKind.MIXED: ((True, True, True, True),),
+        ContentKind.POISON: ((False, False, False, False),),
+        ContentKind.DIRECT: ((False, False, True, False),),
+        ContentKind.GRADIENT: ((False, False, True, False),),
     }
     if contents not in valid[m.head.kind]:
         raise _fault(f"its samples and frames do not match its kind, {m.head.kind.name}", 5, m.head.kind, 0)

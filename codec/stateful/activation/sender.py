@@ -14,7 +14,7 @@ from codec.stateful.activation.change import Change
 from codec.stateful.activation.coding import difference, encode_delta
 from codec.stateful.activation.entries import BITS
 from codec.stateful.activation.ledger import Ledger, Staging
-from codec.stateful.activation.message import Checks, Head, Ids, Kind, build, next_checks
+from codec.stateful.activation.message import Checks, ContentKind, Ids, MessageHead, build, next_checks
 from codec.stateful.activation.values import Values, as_rows
 from codec.tensors.floats import Bits, Floats, widen
 from codec.tensors.wrapper import View
@@ -50,23 +50,23 @@ class Sender:
         self.first = first
         self.draws = 0  # number of messages sent; selects the random bits, and is reset by a rollback
 
-    def direct(self, head: Head, x: Values, options: CallOptions | None) -> bytes:
+    def direct(self, head: MessageHead, x: Values, options: CallOptions | None) -> bytes:
         """Encode a message of kind DIRECT."""
         frame = self._first_frame(x.bits.reshape(x.shape), head, options)
-        return build(head._replace(kind=Kind.DIRECT), *_NO_SAMPLES, frame)
+        return build(head._replace(kind=ContentKind.DIRECT), *_NO_SAMPLES, frame)
 
-    def gradient(self, head: Head, x: Values, spec: Spec, options: CallOptions | None) -> bytes:
+    def gradient(self, head: MessageHead, x: Values, spec: Spec, options: CallOptions | None) -> bytes:
         """Encode a message of kind GRADIENT, or of kind POISON if the codec refuses NaN or Inf in the gradient."""
         try:
             frame = _encode(x.bits.reshape(x.shape), head, spec, self._stream(head, 0), options)
         except ArgumentError as e:
             if e.code != Status.NONFINITE:
                 raise
-            return build(head._replace(kind=Kind.POISON), *_NO_SAMPLES)
-        return build(head._replace(kind=Kind.GRADIENT), *_NO_SAMPLES, frame)
+            return build(head._replace(kind=ContentKind.POISON), *_NO_SAMPLES)
+        return build(head._replace(kind=ContentKind.GRADIENT), *_NO_SAMPLES, frame)
 
     def activation(
-        self, head: Head, x: Values, samples: list[int], spec: Spec, options: CallOptions | None
+        self, head: MessageHead, x: Values, samples: list[int], spec: Spec, options: CallOptions | None
     ) -> tuple[bytes, list[Staging]]:
         """Encode a message of kind RAW, DELTA or MIXED. Return it and the argument for :meth:`Ledger.stage`."""
         a = as_rows(x, len(samples))
@@ -82,13 +82,13 @@ class Sender:
                 checks = next_checks(inspect(part.frame).checksum, old[part.rows])
                 visits = self._ledger.visits(known) if part is delta else [-1] * len(known)
                 staging.append(Staging(known, checks, part.m, [v + 1 for v in visits]))
-        kind = Kind.RAW if delta is None else Kind.DELTA if raw is None else Kind.MIXED
+        kind = ContentKind.RAW if delta is None else ContentKind.DELTA if raw is None else ContentKind.MIXED
         frames = (b"" if part is None else part.frame for part in (raw, delta))
         ids = np.array(samples, np.int64)
         return build(head._replace(kind=kind), ids, old, *frames), staging
 
     def _raw_part(
-        self, head: Head, a: Bits, old: Checks, sample_shape: tuple[int, ...], options: CallOptions | None
+        self, head: MessageHead, a: Bits, old: Checks, sample_shape: tuple[int, ...], options: CallOptions | None
     ) -> _Part | None:
         rows = np.flatnonzero(old == 0)
         if not len(rows) and len(old):
@@ -100,7 +100,7 @@ class Sender:
             part = decode(frame, out=np.empty((len(part), *sample_shape), BITS[head.dtype])).reshape(part.shape)
         return _Part(rows, frame, widen(part, head.dtype, m))
 
-    def _first_frame(self, x: Bits, head: Head, options: CallOptions | None) -> Any:
+    def _first_frame(self, x: Bits, head: MessageHead, options: CallOptions | None) -> Any:
         try:
             return _encode(x, head, self.first, self._stream(head, 0), options)
         except ArgumentError as e:
@@ -110,7 +110,7 @@ class Sender:
 
     def _delta_part(
         self,
-        head: Head,
+        head: MessageHead,
         a: Bits,
         samples: list[int],
         old: Checks,
@@ -143,7 +143,7 @@ class Sender:
             return _Part(rows, frame, m)
         return None
 
-    def _stream(self, head: Head, frame: int) -> int:
+    def _stream(self, head: MessageHead, frame: int) -> int:
         """Return the number of the random stream for the raw frame (0) or the delta frame (1) of a message."""
         return (head.edge << 40 ^ 2 * (self.draws + 1) + frame) & (1 << 64) - 1
 
@@ -151,5 +151,5 @@ class Sender:
 _NO_SAMPLES: tuple[Ids, Checks] = (np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
-def _encode(x: Bits, head: Head, spec: Spec, stream: int, options: CallOptions | None) -> Any:
+def _encode(x: Bits, head: MessageHead, spec: Spec, stream: int, options: CallOptions | None) -> Any:
     return encode(View(x, head.dtype), spec, stream=stream, options=options)

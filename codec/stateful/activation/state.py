@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec.errors import CodecError, StateError
-from codec.stateful.activation.entries import Bytes, Entry, check_entry
+from codec.stateful.activation.entries import Bytes, SampleEntry, check_entry
 from codec.stateful.activation.ledger import Ledger
 from codec.stateful.schema import Schema, array, number, one_of, plain
 from codec.tensors.view import empty
@@ -30,7 +30,7 @@ _NO_BYTES = np.empty(0, np.uint8)
 class ActivationState(NamedTuple):
     """Validated contents of a state dict."""
 
-    entries: dict[int, Entry]
+    entries: dict[int, SampleEntry]
     contents: dict[int, Bytes] | None  # bytes of each entry; None: the entries are in the files of a store
     draws: int  # number of messages sent before, which selects the random bits of the next one
 
@@ -97,12 +97,12 @@ def load(saved: Any, dtype: str, edge: int) -> ActivationState:
     if (checks == 0).any():
         raise StateError("a check of this state dict is 0: it is damaged")
     numbers = zip(samples.tolist(), checks.tolist(), numel.tolist(), visits.tolist(), strict=True)
-    entries = {sample: Entry(check, n, visit) for sample, check, n, visit in numbers}
+    entries = {sample: SampleEntry(check, n, visit) for sample, check, n, visit in numbers}
     contents = None if fields["store"] == "files" else _contents(entries, dtype, nbytes, fields["entries"])
     return ActivationState(entries, contents, fields["messages"])
 
 
-def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Bytes) -> dict[int, Bytes]:
+def _contents(entries: dict[int, SampleEntry], dtype: str, nbytes: Any, contents: Bytes) -> dict[int, Bytes]:
     """Split the concatenated bytes of the entries into one array per sample, and validate each entry."""
     ends = np.cumsum(nbytes).tolist()
     if len(contents) != (expected := ends[-1] if ends else 0):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec.errors import CodecError, StateError
-from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry, largest_nbytes, pack, unpack
+from codec.stateful.activation.entries import Bytes, Floats, SampleEntry, check_entry, largest_nbytes, pack, unpack
 from codec.stateful.activation.slots import SlotFile, slot_file, slot_files
 
 MOST_NBYTES = 256 << 20  # maximum bytes of queued writes, and maximum bytes of prefetched entries
@@ -64,7 +64,7 @@ class FileStore:
 
     Attributes
     ----------
-    found : dict of int to Entry
+    found : dict of int to SampleEntry
         Entries that the files contained when they were opened.
     """
 
@@ -82,7 +82,7 @@ class FileStore:
         self._waiting = self._reading = 0  # total bytes of `_writes` and of `_ahead`
         self._spare: list[Bytes] = []  # unused buffers
         self._warned = self._closed = False
-        self.found: dict[int, Entry] = {}
+        self.found: dict[int, SampleEntry] = {}
         try:
             for n, _ in slot_files(path):
                 self._load(self._file(n))
@@ -113,7 +113,7 @@ class FileStore:
         finally:
             self._recycle(memory)
 
-    def write(self, sample: int, entry: Entry, row: Floats) -> None:
+    def write(self, sample: int, entry: SampleEntry, row: Floats) -> None:
         """Queue a write of a sample's m, which replaces the sample's old entry.
 
         Raises
@@ -140,7 +140,7 @@ class FileStore:
         entry, _ = self._fetch(sample, self._places[sample], None) if sample in self._places else (None, None)
         return entry
 
-    def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
+    def restore(self, sample: int, entry: SampleEntry, contents: Bytes) -> None:
         """Queue a write of an entry given as bytes.
 
         Raises
@@ -202,7 +202,7 @@ class FileStore:
             self._warn("read", e)
             return None, None
 
-    def _write(self, sample: int, entry: Entry, contents: Bytes, memory: Bytes) -> None:
+    def _write(self, sample: int, entry: SampleEntry, contents: Bytes, memory: Bytes) -> None:
         self._check_open()
         self._drop_ahead(sample)
         place = self._places.get(sample)
@@ -268,7 +268,7 @@ class FileStore:
                 file.release(slot)
             else:
                 self._places[head.sample] = _Place(file, slot, head.check)
-                self.found[head.sample] = Entry(head.check, file.n, head.visits)
+                self.found[head.sample] = SampleEntry(head.check, file.n, head.visits)
 
     def _drop_ahead(self, sample: int) -> None:
         ahead = self._ahead.pop(sample, None)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from codec.errors import CodecError
-from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry, largest_nbytes, pack, unpack
+from codec.stateful.activation.entries import Bytes, Floats, SampleEntry, check_entry, largest_nbytes, pack, unpack
 
 
 class RamStore:
@@ -18,7 +18,7 @@ class RamStore:
 
     Attributes
     ----------
-    found : dict of int to Entry
+    found : dict of int to SampleEntry
         Entries that the store contained when it was opened; always empty.
     """
 
@@ -26,7 +26,7 @@ class RamStore:
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
-        self.found: dict[int, Entry] = {}
+        self.found: dict[int, SampleEntry] = {}
         self._entries: dict[int, tuple[Bytes, int]] = {}  # buffer, and size of the entry in it in bytes
 
     def read(self, sample: int, row: Floats) -> bool:
@@ -37,7 +37,7 @@ class RamStore:
             return False
         return True
 
-    def write(self, sample: int, entry: Entry, row: Floats) -> None:
+    def write(self, sample: int, entry: SampleEntry, row: Floats) -> None:
         """Store a sample's m, which replaces the sample's old entry.
 
         Raises
@@ -60,7 +60,7 @@ class RamStore:
         memory, nbytes = self._entries[sample]
         return memory[:nbytes]
 
-    def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
+    def restore(self, sample: int, entry: SampleEntry, contents: Bytes) -> None:
         """Store a copy of an entry given as bytes.
 
         Raises

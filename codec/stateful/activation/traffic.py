@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from codec.errors import StateError
 from codec.stateful.activation.change import ActivationStats
-from codec.stateful.activation.message import Head, Kind
+from codec.stateful.activation.message import ContentKind, MessageHead
 
 _MAX_RETIRED = 1 << 12  # maximum number of a peer's old sessions that are stored, to refuse their late messages
 
 
-class Traffic:
+class ActivationTraffic:
     """Numbering of sent messages, order check of received messages, and statistics of both.
 
     The numbers of a peer's messages ascend; a gap means that messages were lost or not sent. A peer that is restarted
@@ -36,16 +36,16 @@ class Traffic:
         self._last = 0  # number of the last message received from the peer
         self._retired: dict[int, None] = {}
 
-    def next_head(self, dtype: str) -> Head:
+    def next_head(self, dtype: str) -> MessageHead:
         """Return the head of the next message; the caller must replace `kind`."""
-        return Head(Kind.RAW, dtype, self.entries, self.edge, self._session, self._sent + 1)
+        return MessageHead(ContentKind.RAW, dtype, self.entries, self.edge, self._session, self._sent + 1)
 
     def sent(self, nbytes: int, raw: int = 0, deltas: int = 0) -> None:
         """Count a sent message of `nbytes` bytes, with `raw` samples sent raw and `deltas` samples sent as deltas."""
         self._sent += 1
         self._count(nbytes, raw, deltas)
 
-    def check(self, head: Head) -> None:
+    def check(self, head: MessageHead) -> None:
         """Raise StateError if a message has another edge or dtype of entries, is repeated, or is out of order."""
         if (head.edge, head.entries) != (self.edge, self.entries):
             raise StateError(
@@ -60,7 +60,7 @@ class Traffic:
                 f"message {head.number} of edge {head.edge} is out of order: its sender has been restarted since"
             )
 
-    def received(self, head: Head, nbytes: int, raw: int = 0, deltas: int = 0) -> None:
+    def received(self, head: MessageHead, nbytes: int, raw: int = 0, deltas: int = 0) -> None:
         """Count a decoded message, and store its session and number for :meth:`check`."""
         if self._peer is not None and head.session != self._peer:
             self._retired[self._peer] = None

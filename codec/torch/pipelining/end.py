@@ -10,7 +10,7 @@ import torch
 
 import codec
 from codec import ActivationDelta, ArgumentError, CallOptions, Status
-from codec.stateful.activation.message import Kind as DeltaKind
+from codec.stateful.activation.message import ContentKind as DeltaKind
 from codec.stateful.activation.message import parse
 from codec.stateful.activation.values import shown_samples
 from codec.torch.auto.edges import EdgeChoice, Sending
