@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
-from codec.torch.transport.collective import Part
+from codec.torch.transport.collective import CollectivePart
 
 KILLED = "killed"  # stands for the result of a rank that died
 _BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
@@ -40,7 +40,7 @@ def at_fault_point(channel, point, fault):
         Function without arguments.
     """
     events = _Events()
-    mesh, wait = channel.mesh, Part._wait
+    mesh, wait = channel.mesh, CollectivePart._wait
 
     def before(name, call):
         def counted(*args):
@@ -54,12 +54,12 @@ def at_fault_point(channel, point, fault):
         return counted
 
     mesh.send, mesh.post = before("send", mesh.send), before("post", mesh.post)
-    Part._wait = before("wait", wait)
+    CollectivePart._wait = before("wait", wait)
     try:
         yield events
     finally:
         del mesh.send, mesh.post
-        Part._wait = wait
+        CollectivePart._wait = wait
 
 
 @contextmanager
@@ -68,12 +68,12 @@ def damaged_frames(damage):
 
     The same frame may go to several ranks.
     """
-    send = Part.send_frame
-    Part.send_frame = lambda part, frame, to: send(part, damage(frame, to), to)
+    send = CollectivePart.send_frame
+    CollectivePart.send_frame = lambda part, frame, to: send(part, damage(frame, to), to)
     try:
         yield
     finally:
-        Part.send_frame = send
+        CollectivePart.send_frame = send
 
 
 def die():

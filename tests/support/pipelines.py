@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import codec
 from codec.torch.pipelining import CompressedStage, attempts
 from codec.torch.pipelining.end import End
-from codec.torch.point_to_point.send_recv import Link
+from codec.torch.point_to_point.send_recv import PeerLink
 from support.activations import m_of
 
 WIDTH, SAMPLES, BATCH, CHUNKS = 16, 24, 8, 4
@@ -174,12 +174,12 @@ LOSSLESS = {"forward": codec.Lossless(), "backward": codec.Lossless(), "activati
 @contextmanager
 def altered_messages(change):
     """Send change(message) in place of each message. `change` may raise an exception."""
-    send = Link.send
-    Link.send = lambda link, data: send(link, change(data))
+    send = PeerLink.send
+    PeerLink.send = lambda link, data: send(link, change(data))
     try:
         yield
     finally:
-        Link.send = send
+        PeerLink.send = send
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from codec import ArgumentError, CallOptions, FrameError
 from codec._options import settings_of
 from codec.torch.group.communicator import start
 from codec.torch.network.version import hash64
-from codec.torch.transport.collective import Collective, Part
+from codec.torch.transport.collective import Collective, CollectivePart
 from codec.torch.transport.messages import Array
 
 _MOST_NBYTES = 1 << 36  # maximum bytes per rank
@@ -68,7 +68,7 @@ async def _exchange(collective: Collective, frames: Sequence[Any]) -> list[bytes
     return received
 
 
-async def swap(part: Part, arrays: Sequence[Array], most: Sequence[int] | None = None) -> list[bytes]:
+async def swap(part: CollectivePart, arrays: Sequence[Array], most: Sequence[int] | None = None) -> list[bytes]:
     """Send an array of bytes to each rank, and return the bytes from each rank, in messages of _CHUNK_NBYTES.
 
     `most` contains the maximum number of bytes from each rank. Default: _MOST_NBYTES.

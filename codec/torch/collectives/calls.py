@@ -17,7 +17,7 @@ from codec.specs import Lossless, SpecLike
 from codec.tensors.segments import pack
 from codec.tensors.view import mark_written
 from codec.torch.feedback.feedback import Feedback
-from codec.torch.feedback.turn import Turn, named, spec_or_default
+from codec.torch.feedback.turn import FeedbackTurn, named, spec_or_default
 from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import (
@@ -130,7 +130,7 @@ def all_reduce(
     requested = algorithm_of(settings)
 
     async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
-        async with Turn(feedback, comm.channel) as turn:
+        async with FeedbackTurn(feedback, comm.channel) as turn:
 
             def prepare() -> Planned:
                 values, segments = unwrapped(tensor)
@@ -261,7 +261,7 @@ def reduce_scatter(
     settings = settings_of(options)
 
     async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
-        async with Turn(feedback, comm.channel) as turn:
+        async with FeedbackTurn(feedback, comm.channel) as turn:
 
             def prepare() -> Reduction:
                 values, _ = unwrapped(tensor)

@@ -89,7 +89,7 @@ class Bucket:
 
 
 @dataclass
-class Part:
+class BucketPart:
     """Parameters of a bucket that have the same spec and the same error feedback.
 
     If they hold nearly all values of the bucket, the whole bucket is encoded without a copy, and `whole` is True. Its
@@ -128,15 +128,15 @@ def cut(
     parameters: Sequence[torch.nn.Parameter],
     specs: Sequence[tuple[Spec, bool]],
     number: int = 0,
-) -> list[Part]:
+) -> list[BucketPart]:
     """Group the parameters of a bucket by spec and feedback; a part that is encoded as a whole bucket comes first."""
     sizes = [n_values(p) for p in parameters]
     offsets = [0, *itertools.accumulate(sizes)]
-    parts: list[Part] = []
+    parts: list[BucketPart] = []
     for key in dict.fromkeys(specs):
         mine = [i for i, its in enumerate(specs) if its == key]
         parts.append(
-            Part(*key, [names[i] for i in mine], [parameters[i] for i in mine], [offsets[i] for i in mine], False)
+            BucketPart(*key, [names[i] for i in mine], [parameters[i] for i in mine], [offsets[i] for i in mine], False)
         )
     largest = max(parts, key=lambda part: part.n)
     others = offsets[-1] - largest.n
@@ -145,7 +145,7 @@ def cut(
     elif others <= offsets[-1] * _MAX_OTHERS and not needs_optimizer(largest.spec):
         mine = set(largest.names)
         inside = [name if name in mine else NOBODY for name in names]
-        whole = Part(largest.spec, largest.feedback, inside, [*parameters], offsets[:-1], whole=True)
+        whole = BucketPart(largest.spec, largest.feedback, inside, [*parameters], offsets[:-1], whole=True)
         parts = [whole, *(part for part in parts if part is not largest)]
     for i, part in enumerate(parts):
         part.number = (number << 8) + i
@@ -157,7 +157,7 @@ def cut_as(
     names: Sequence[str],
     parameters: Sequence[torch.nn.Parameter],
     specs: Sequence[tuple[Spec, bool]],
-) -> list[Part]:
+) -> list[BucketPart]:
     """Group the parameters of a single bucket as if they had come in several buckets.
 
     In its first step, DistributedDataParallel puts all parameters into one bucket, in another order than later. Cutting
@@ -173,7 +173,7 @@ def cut_as(
     offsets = itertools.accumulate((n_values(p) for p in parameters), initial=0)
     offset_of = dict(zip(parameters, offsets, strict=False))
     where = {name: i for i, name in enumerate(names)}
-    found: list[Part] = []
+    found: list[BucketPart] = []
     for number, bucket in enumerate(buckets):
         mine = [where[name] for name in bucket]
         parts = cut(bucket, [parameters[i] for i in mine], [specs[i] for i in mine], number)
@@ -228,7 +228,7 @@ def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter])
     return found
 
 
-def scatter(result: Values, r: Reduction, part: Part, buffer: torch.Tensor) -> None:
+def scatter(result: Values, r: Reduction, part: BucketPart, buffer: torch.Tensor) -> None:
     """Copy the result of a part into the bucket."""
     if part.whole:
         arguments.publish(result, r, buffer)
@@ -239,7 +239,7 @@ def scatter(result: Values, r: Reduction, part: Part, buffer: torch.Tensor) -> N
         begin += n
 
 
-class Buffers:
+class BucketBuffers:
     """Cached memory for tensors that are concatenated in every step; allocating it would take longer than the copy."""
 
     def __init__(self) -> None:
@@ -305,16 +305,16 @@ class Optimizers:
                 "pass the optimizer that changes them, or choose another spec for them by policy="
             )
 
-    def bind(self, part: Part, scale: float, buffers: Buffers, number: int) -> SpecLike:
+    def bind(self, part: BucketPart, scale: float, buffers: BucketBuffers, number: int) -> SpecLike:
         """Return the spec of a part, bound to the parameter groups and the state if the spec needs them.
 
         Parameters
         ----------
-        part : Part
+        part : BucketPart
             Parameters of a bucket.
         scale : float
             Factor by which a GradScaler has multiplied all gradients; 1 without one.
-        buffers : Buffers
+        buffers : BucketBuffers
             Cached memory for the concatenated state.
         number : int
             Key of the part in `buffers`.

@@ -13,7 +13,7 @@ from codec.torch.auto.gradients import GradientChoice
 from codec.torch.auto.quality import Auto, auto_of, quality_of
 from codec.torch.ddp.buckets import Optimizers
 from codec.torch.ddp.hook import Hook, check, check_feedback
-from codec.torch.ddp.policy import Chooser, Plan, Policy, default_policy, policy_of
+from codec.torch.ddp.policy import Chooser, ParameterPlan, Policy, default_policy, policy_of
 from codec.torch.ddp.reducer import Reducer, Transform
 from codec.torch.reduction.execution import algorithm_of
 
@@ -122,7 +122,7 @@ def ddp_hook(
     if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
         raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
     reducer = Reducer(
-        Plan(spec, feedback, policy_of(policy), start_step, choice),
+        ParameterPlan(spec, feedback, policy_of(policy), start_step, choice),
         optimizers=optimizers,
         refresher=refresher,
         grad_scaler=grad_scaler,

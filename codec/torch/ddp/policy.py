@@ -15,7 +15,7 @@ from codec.arguments import shown
 from codec.specs import Lossless, Sign, Spec, TopK, Truncate, require_feedback
 from codec.stateful.ranges import NOBODY
 from codec.torch.auto.gradients import GradientChoice
-from codec.torch.ddp.buckets import Part, n_values
+from codec.torch.ddp.buckets import BucketPart, n_values
 from codec.torch.reduction.arguments import plain_spec
 
 Chooser = Callable[[str, torch.nn.Parameter], Spec | str | None]  # function of a parameter's name and the parameter
@@ -128,7 +128,7 @@ def feeds_back(spec: Spec) -> bool:
     return usual and spec.contraction
 
 
-class Plan:
+class ParameterPlan:
     """Chooses the spec and the error feedback of each parameter in every step.
 
     Parameters
@@ -292,7 +292,7 @@ class Plan:
             return Lossless(), UNKNOWN
         return (uneven, ZEROS) if self.zeros[name] else (self.spec, "")
 
-    def measure(self, mean: torch.Tensor, parts: Sequence[Part], zeros: dict[str, bool]) -> None:
+    def measure(self, mean: torch.Tensor, parts: Sequence[BucketPart], zeros: dict[str, bool]) -> None:
         """Count the zeros in the gradients of a bucket's `mean`; store in `zeros`, by name, True if mostly zero.
 
         Only lossless parts are measured, because their mean gradients are equal on all ranks. A gradient that is zero

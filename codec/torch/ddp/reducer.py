@@ -13,8 +13,8 @@ from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, finalizes_manually
 from codec.torch.ddp import uncompressed
-from codec.torch.ddp.buckets import Bucket, Optimizers, Part, check_join, cut, cut_as, n_values, scatter
-from codec.torch.ddp.policy import Plan
+from codec.torch.ddp.buckets import Bucket, BucketPart, Optimizers, check_join, cut, cut_as, n_values, scatter
+from codec.torch.ddp.policy import ParameterPlan
 from codec.torch.ddp.step import BucketRun, Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
 from codec.torch.group.communicator import Communicator, close_communicator, communicator_of
@@ -31,7 +31,7 @@ class Reducer:
 
     Parameters
     ----------
-    plan : Plan
+    plan : ParameterPlan
         Spec and error feedback of each parameter.
     optimizers : Optimizers
         Optimizers of the model.
@@ -47,7 +47,7 @@ class Reducer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ParameterPlan,
         *,
         optimizers: Optimizers,
         refresher: CodebookRefresher | None,
@@ -63,7 +63,7 @@ class Reducer:
         self.state = StepState(plan, refresher)
         self._scaler, self.state.names_nonfinite = grad_scaler, grad_scaler is None
         self._module: weakref.ref[torch.nn.Module] | None = None  # argument `module` of the last call of serve()
-        self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # number of values and parts, by names
+        self._parts: dict[tuple[str, ...], tuple[int, list[BucketPart]]] = {}  # number of values and parts, by names
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for pickle and copy, without the process group and the module of this process."""
@@ -342,7 +342,7 @@ class Reducer:
         run.store = store
         return out
 
-    def _parts_of(self, run: BucketRun) -> list[Part]:
+    def _parts_of(self, run: BucketRun) -> list[BucketPart]:
         """Return the parts of a bucket, and set the names of its parameters."""
         parameters, n = run.bucket.parameters, run.bucket.buffer.numel()
         try:
@@ -369,7 +369,7 @@ class Reducer:
             )
         return parts
 
-    def _prepare(self, comm: Communicator, bucket: Bucket, i: int, part: Part, step: Step) -> Planned:
+    def _prepare(self, comm: Communicator, bucket: Bucket, i: int, part: BucketPart, step: Step) -> Planned:
         """Return the reduction of part `i` of a bucket, with its residuals and codebook set, and its algorithm."""
         channel, buffer = comm.channel, bucket.buffer
         x, which = buffer, (bucket.number << 20) + i

@@ -8,7 +8,7 @@ import numpy as np
 
 from codec.specs import Spec
 from codec.stateful.ranges import NOBODY, Range, cut
-from codec.torch.ddp.buckets import Part
+from codec.torch.ddp.buckets import BucketPart
 from codec.torch.feedback.pair import ResidualPair
 from codec.torch.reduction.host import Reduction, square
 from codec.torch.transport.messages import Array
@@ -21,7 +21,7 @@ _FIRST = 3  # measurements before a warning may be logged, since the magnitude o
 _BOUND = 20.0  # norm of residual / norm of gradient above which to warn; stable runs stay below 15 (convergence.md)
 
 
-class Residuals(ResidualPair):
+class HookResiduals(ResidualPair):
     """Residuals of a hook's parameters, with running means of the squared norms of residuals and gradients.
 
     Parameters
@@ -41,7 +41,7 @@ class Residuals(ResidualPair):
         self._measured: list[
             tuple[list[Range], Array, list[float]]
         ] = []  # measurements: ranges, residual, squared norm of the gradient in each range
-        self._moved: list[Part] = []  # parts that were first used in the current step
+        self._moved: list[BucketPart] = []  # parts that were first used in the current step
         self._warned = False
 
     def begin_step(self, step: int, scale: float) -> None:
@@ -50,7 +50,7 @@ class Residuals(ResidualPair):
         self.rescale(scale)
         self._measuring = step % _INTERVAL == 0
 
-    def feed_part(self, r: Reduction, part: Part, owned: tuple[int, int], size: int) -> None:
+    def feed_part(self, r: Reduction, part: BucketPart, owned: tuple[int, int], size: int) -> None:
         """Make the encoder of a part add residuals to gradients, and store the encoding errors as new residuals.
 
         A part without error feedback, such as a lossless one, adds the residuals once, in its first step.
@@ -59,7 +59,7 @@ class Residuals(ResidualPair):
         ----------
         r : Reduction
             Reduction of the part; this method sets its arrays of residuals.
-        part : Part
+        part : BucketPart
             Parameters of the reduction.
         owned, size
             As for :meth:`feed`.
@@ -77,11 +77,11 @@ class Residuals(ResidualPair):
             if sums is not None:
                 self._measure(r, part, owned, sums)
 
-    def may_wait(self, parts: Sequence[Part]) -> bool:
+    def may_wait(self, parts: Sequence[BucketPart]) -> bool:
         """Return True if :meth:`feed_part` may read values of `parts` on the host, which then waits for the GPU."""
         return self._measuring or any(part.new for part in parts)
 
-    def _measure(self, r: Reduction, part: Part, within: tuple[int, int], residual: Array) -> None:
+    def _measure(self, r: Reduction, part: BucketPart, within: tuple[int, int], residual: Array) -> None:
         """Compute the squared norms of the gradients in the range `within`, whose new residuals are in `residual`."""
         ranges, offset, squares = cut(part.layout, *within), within[0], list[float]()
         for _, start, stop in ranges:
@@ -136,9 +136,9 @@ class Residuals(ResidualPair):
                 ratios[worst],
             )
 
-    def copied(self) -> "Residuals":
+    def copied(self) -> "HookResiduals":
         """Return a deep copy of the residuals."""
-        again = Residuals(self.spec, self.decay)
+        again = HookResiduals(self.spec, self.decay)
         again.load_state_dict(self.state_dict())
         again._squares, again._measurements, again._warned = self._squares, self._measurements, self._warned
         return again

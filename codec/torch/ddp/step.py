@@ -12,10 +12,10 @@ from codec import ArgumentError, PeerError, Status
 from codec.stateful import CodebookRefresher
 from codec.stateful.checkpoint import ROLES
 from codec.torch.ddp import checkpoint
-from codec.torch.ddp.buckets import Bucket, Buffers, Part, n_values, needs_optimizer, shape_of
+from codec.torch.ddp.buckets import Bucket, BucketBuffers, BucketPart, n_values, needs_optimizer, shape_of
 from codec.torch.ddp.codebook_sync import CodebookSync
-from codec.torch.ddp.policy import Plan
-from codec.torch.ddp.residuals import Residuals
+from codec.torch.ddp.policy import ParameterPlan
+from codec.torch.ddp.residuals import HookResiduals
 from codec.torch.ddp.stats import HookStats
 from codec.torch.feedback.checkpoint import UNKNOWN, of_tensors
 from codec.torch.group.autotune import RawFallback, Timing, Tuner
@@ -132,23 +132,23 @@ class StepState:
 
     Parameters
     ----------
-    plan : Plan
+    plan : ParameterPlan
         Specs of the parameters. This object sets its `zeros`.
     refresher : CodebookRefresher or None
         Codebooks that all ranks agree on.
     """
 
-    def __init__(self, plan: Plan, refresher: CodebookRefresher | None) -> None:
+    def __init__(self, plan: ParameterPlan, refresher: CodebookRefresher | None) -> None:
         self.count = 0  # steps that have succeeded, including those before a checkpoint
         self.owner = UNKNOWN, UNKNOWN  # rank and number of ranks to which the residuals belong
         self.buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
         self.loaded_buckets: list[list[str]] = []  # `buckets` of a checkpoint or an earlier model; [] after a step
         self.shapes: checkpoint.Shapes = {}  # shapes of the parameters
-        self.residuals: Residuals | None = None
+        self.residuals: HookResiduals | None = None
         self.codebooks = None if refresher is None else CodebookSync(refresher)
         self.stats = HookStats()
         self.current = Step()
-        self.buffers = Buffers()  # memory for concatenated gradients of the current step
+        self.buffers = BucketBuffers()  # memory for concatenated gradients of the current step
         self.fallback = RawFallback("gradients")  # chooses between frames and uncompressed values
         self._plan = plan
         self.other_groups: OtherGroups | None = None
@@ -159,7 +159,7 @@ class StepState:
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for pickle and copy, without the step in flight."""
         return self.__dict__ | {
-            "buffers": Buffers(),
+            "buffers": BucketBuffers(),
             "current": Step(),
             "other_groups": None,
             "fallback": RawFallback("gradients"),
@@ -258,7 +258,7 @@ class StepState:
             except BaseException as e:
                 self.fail_bucket(collective, bucket, step, e)
 
-    def may_wait(self, parts: Sequence[Part]) -> bool:
+    def may_wait(self, parts: Sequence[BucketPart]) -> bool:
         """Return True if preparing `parts` of a bucket may make the host wait for the GPU.
 
         The caller must then first call :meth:`DeviceTransfer.settle`, which waits for the messages of earlier buckets
@@ -294,7 +294,9 @@ class StepState:
             self.buckets = buckets
         if self.loaded_buckets:
             self.loaded_buckets = []
-            self.buffers = Buffers()  # free the old buffers: the single bucket of the first step held all gradients
+            self.buffers = (
+                BucketBuffers()
+            )  # free the old buffers: the single bucket of the first step held all gradients
         self.stats.contents = self._plan.contents
         self._plan.note(step.zeros)
         if self.owner[0] == 0:
@@ -322,14 +324,14 @@ class StepState:
             cancelled, self.current = self.current, Step()
             self.rollback()
             # Background work may still write to the old residuals, and send from the old buffers.
-            self.buffers = Buffers()
+            self.buffers = BucketBuffers()
             self.residuals = self.residuals and self.residuals.copied()
         cancelled.over.complete()
 
     def begin_feedback(self) -> None:
         """Create residuals, or set their decay, if the plan has error feedback."""
         if self._plan.feedback and self.residuals is None:
-            self.residuals = Residuals(self._plan.spec, self._plan.decay)
+            self.residuals = HookResiduals(self._plan.spec, self._plan.decay)
         elif self.residuals is not None:
             self.residuals.set_decay(self._plan.decay)
 
@@ -372,7 +374,7 @@ class StepState:
         names, residuals = self._plan.names, None
         if self.residuals is not None:
             checkpoint.check_rank((saved.rank, saved.world_size), self.owner)
-            residuals = Residuals(self._plan.spec, self._plan.decay)
+            residuals = HookResiduals(self._plan.spec, self._plan.decay)
             residuals.load_state_dict(saved.parts)
             if names:
                 checkpoint.check_ranges(residuals.ranges(), saved.shapes, names)

@@ -21,7 +21,7 @@ from codec.torch.transport.channel import Channel
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class ResidualChange:
     """New residuals of a collective in flight: :meth:`Feedback.begin` creates, :meth:`Feedback.commit` stores them."""
 
     pair: ResidualPair
@@ -105,7 +105,7 @@ class Feedback:
         self._sizes: dict[str, int] = {}  # number of values of each parameter that has a residual
         # By parameter: layout and owned values of the last reduction that contained it
         self._owned: dict[str, Any] = {}
-        self._change: Change | None = None  # new residuals of the collective in flight
+        self._change: ResidualChange | None = None  # new residuals of the collective in flight
         self._lock = threading.Lock()  # needed because collectives run in background threads
         self._turns: WeakKeyDictionary[Channel, Turns] = WeakKeyDictionary()  # order of the collectives of each group
 
@@ -199,7 +199,7 @@ class Feedback:
         """Return the queue in which the collectives of a group wait until the previous one has ended."""
         return self._turns.setdefault(channel, Turns())
 
-    def begin(self, r: Reduction, layout: Layout, channel: Channel, algorithm: Algorithm) -> Change:
+    def begin(self, r: Reduction, layout: Layout, channel: Channel, algorithm: Algorithm) -> ResidualChange:
         """Make the encoder of a collective's reduction add the residuals; for implementations of collectives.
 
         Parameters
@@ -215,7 +215,7 @@ class Feedback:
 
         Returns
         -------
-        Change
+        ResidualChange
             New residuals. Pass this object to :meth:`commit` or :meth:`drop` when the collective has ended.
 
         Raises
@@ -236,10 +236,10 @@ class Feedback:
             moved = any(self._owned.get(name) != (layout, owned) for name, _, _ in layout)
             pair = self._pair.forked()
             pair.feed(r, layout, owned, channel.size, moved=moved)
-            self._change = Change(pair, layout, owned, r.op, channel)
+            self._change = ResidualChange(pair, layout, owned, r.op, channel)
             return self._change
 
-    def commit(self, change: Change) -> None:
+    def commit(self, change: ResidualChange) -> None:
         """Store the new residuals of a collective that has succeeded on all ranks.
 
         Raises
@@ -256,7 +256,7 @@ class Feedback:
             self._owned |= dict.fromkeys((name for name, _, _ in change.layout), (change.layout, change.owned))
             self._sizes |= {name: stop for name, _, stop in change.layout}
 
-    def drop(self, change: Change) -> None:
+    def drop(self, change: ResidualChange) -> None:
         """Drop the new residuals of a collective that has failed; do nothing if they were committed."""
         with self._lock:
             if self._change is change:

@@ -7,14 +7,14 @@ from codec.arguments import shown
 from codec.specs import Lossless, Spec, SpecLike, require_feedback
 from codec.stateful.ranges import Layout, layout_of_view, numel
 from codec.tensors.wrapper import View
-from codec.torch.feedback.feedback import Change, Feedback
+from codec.torch.feedback.feedback import Feedback, ResidualChange
 from codec.torch.network.waits import Wait
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.channel import Channel
 
 
-class Turn:
+class FeedbackTurn:
     """Error feedback of one collective, as an asynchronous context manager.
 
     Leaving the context drops the new residuals, unless :meth:`commit` was called. Entering it waits until the previous
@@ -32,10 +32,10 @@ class Turn:
     def __init__(self, feedback: Any, channel: Channel) -> None:
         self._feedback = feedback if isinstance(feedback, Feedback) else None
         self._channel = channel
-        self._change: Change | None = None
+        self._change: ResidualChange | None = None
         self._after: Wait | None = None
 
-    async def __aenter__(self) -> "Turn":
+    async def __aenter__(self) -> "FeedbackTurn":
         if self._feedback is not None:
             before, self._after = self._feedback.turns(self._channel).ask()
             if before is not None:

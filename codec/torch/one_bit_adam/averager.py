@@ -14,12 +14,12 @@ from codec.torch.ddp.stats import HookStats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
 from codec.torch.one_bit_adam.backward import Backward
 from codec.torch.one_bit_adam.checkpoint import HookStates
-from codec.torch.one_bit_adam.link import Link, Settings
+from codec.torch.one_bit_adam.link import AdamLink, AdamSettings
 from codec.torch.one_bit_adam.model import Model, model_of
-from codec.torch.one_bit_adam.phase import Phase, Unfit, total
+from codec.torch.one_bit_adam.phase import AdamPhase, Unfit, total
 from codec.torch.one_bit_adam.schedule import Kind
 from codec.torch.one_bit_adam.sharded import WHOLE, Shards
-from codec.torch.one_bit_adam.steps import Steps, Tensors
+from codec.torch.one_bit_adam.steps import AdamSteps, Tensors
 
 
 class Averager:
@@ -29,18 +29,22 @@ class Averager:
     ----------
     optimizer : torch.optim.Adam
         The optimizer.
-    phase : Phase
+    phase : AdamPhase
         Phase of the run, which determines the kind of tensors that the next step sends.
-    steps : Steps
+    steps : AdamSteps
         Arithmetic that computes the momenta to send.
     warmup, spec : Spec
         Codecs of gradients and of momenta.
     """
 
-    def __init__(self, optimizer: torch.optim.Adam, phase: Phase, steps: Steps, warmup: Spec, spec: Spec) -> None:
-        self.link: Link | None = None
+    def __init__(
+        self, optimizer: torch.optim.Adam, phase: AdamPhase, steps: AdamSteps, warmup: Spec, spec: Spec
+    ) -> None:
+        self.link: AdamLink | None = None
         self.waiting = HookStates()  # loaded states of hooks, stored until a link is created
-        self.settings = Settings(warmup, spec, self._transform, parameters.as_adam(optimizer))  # defaults of `register`
+        self.settings = AdamSettings(
+            warmup, spec, self._transform, parameters.as_adam(optimizer)
+        )  # defaults of `register`
         self._optimizer, self._phase, self._steps = optimizer, phase, steps
         self._nonfinite = False  # True if a gradient in any shard of this replica holds NaN or Inf
         self._interrupted = False  # True if an error has interrupted a rank with a shard of this replica
@@ -49,10 +53,10 @@ class Averager:
 
     # Connection
 
-    def connect(self, model: Model, group: Any, settings: Settings) -> None:
+    def connect(self, model: Model, group: Any, settings: AdamSettings) -> None:
         """Create the link to the other ranks, and move the residuals of an earlier link to the new one."""
         group = model.group(group)
-        link = Link(settings, model, group, lambda: self._phase.kind, self._steps.moves)
+        link = AdamLink(settings, model, group, lambda: self._phase.kind, self._steps.moves)
         waiting = self.waiting
         if self.link is not None:
             waiting = checkpoint.moved(self.link, group)
@@ -61,7 +65,7 @@ class Averager:
         link.hooks["gradients"].called |= self._phase.frozen
         self.link, self.waiting = link, HookStates()
 
-    def _connected(self) -> Link | None:
+    def _connected(self) -> AdamLink | None:
         """Return the link to the other ranks. Create it if no model was registered; extend it to new parameters."""
         named = parameters.named(self._optimizer)
         if self.link is None and dist.is_available() and dist.is_initialized():
@@ -121,7 +125,7 @@ class Averager:
         self._replace(gradients, 1.0 if self.link is None else self.link.settings.scale)
         return f"momenta, {step}"
 
-    def _check_complete(self, link: Link | None, kind: Kind) -> None:
+    def _check_complete(self, link: AdamLink | None, kind: Kind) -> None:
         """Raise StateError if an error has interrupted this rank.
 
         Before a local step, report the error once, in the collective by which the other ranks synchronize next. So they
@@ -196,7 +200,7 @@ class Averager:
             found = {p: x for p, x in found.items() if self._optimizer.state.get(p)}
         return {p: x for p, x in found.items() if self._steps.moves(p)}
 
-    def _after_backward(self, link: Link, backward: Backward, kind: Kind, gradients: Tensors) -> Tensors:
+    def _after_backward(self, link: AdamLink, backward: Backward, kind: Kind, gradients: Tensors) -> Tensors:
         """Return the means that a backward pass has computed, and the tensors of parameters outside of the model.
 
         Raises

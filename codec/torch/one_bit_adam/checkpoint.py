@@ -17,8 +17,8 @@ from codec.torch._compat import local
 from codec.torch.ddp.checkpoint import PACKED, packed
 from codec.torch.ddp.hook import Hook
 from codec.torch.one_bit_adam import parameters
-from codec.torch.one_bit_adam.link import SENT, Link
-from codec.torch.one_bit_adam.phase import Phase
+from codec.torch.one_bit_adam.link import SENT, AdamLink
+from codec.torch.one_bit_adam.phase import AdamPhase
 from codec.torch.one_bit_adam.schedule import Kind
 
 KEY = "one_bit"
@@ -101,7 +101,7 @@ class HookStates:
         return states
 
 
-def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookStates:
+def hook_states(link: AdamLink | None, gather: bool, waiting: HookStates) -> HookStates:
     """Return the states of the hooks of this rank, or of all ranks if `gather`; without a link, return `waiting`."""
     if link is None:
         if gather:
@@ -121,14 +121,14 @@ def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookSta
     return HookStates(size, {(r, place): packed({kind: gathered[kind][r] for kind in SENT}) for r in range(size)})
 
 
-def moved(link: Link, group: Any) -> HookStates:
+def moved(link: AdamLink, group: Any) -> HookStates:
     """Return the states of this rank's hooks, relabeled with its rank in another group."""
     here = {"rank": group.rank(), "world_size": group.size()}
     states = {kind: schema.signed(hook.state_dict() | here) for kind, hook in link.hooks.items()}
     return HookStates(group.size(), {(group.rank(), link.shards.place): packed(states)})
 
 
-def new_hooks(link: Link, saved: HookStates) -> dict[Kind, Hook]:
+def new_hooks(link: AdamLink, saved: HookStates) -> dict[Kind, Hook]:
     """Create hooks with saved states, which are redistributed if they were saved by another number of ranks.
 
     Raises
@@ -150,7 +150,7 @@ def _name(rank: int, place: Place, size: int) -> str:
     return f"rank {rank} of {size}" + (f", shard {shard} of {shards}" if shards > 1 else "")
 
 
-def with_entry(state: dict[str, Any], phase: Phase, hooks: HookStates) -> dict[str, Any]:
+def with_entry(state: dict[str, Any], phase: AdamPhase, hooks: HookStates) -> dict[str, Any]:
     """Add the entry ``one_bit``, with the optimizer's phase and hook states, to a state of torch.optim.Adam."""
     entry = {"steps": phase.steps, "frozen": int(phase.frozen), "drift": phase.drift.state()}
     entry |= {"ranks": hooks.size} | {_name(*which, hooks.size): data for which, data in hooks.ranks.items()}

@@ -39,7 +39,7 @@ _BUCKET = 25 << 20  # maximum bytes of a bucket of reduce(); DistributedDataPara
 
 
 @dataclass
-class Settings:
+class AdamSettings:
     """Arguments of ``OneBitAdam.register``, and the optimizer's specs."""
 
     warmup: Spec  # codec of gradients
@@ -131,12 +131,12 @@ def check_scaler(grad_scaler: Any, model: Model, schedule: VarianceSchedule | No
     return grad_scaler
 
 
-class Link:
+class AdamLink:
     """Sends an optimizer's gradients and momenta over a process group, through one hook for each kind.
 
     Parameters
     ----------
-    settings : Settings
+    settings : AdamSettings
         Codecs and options of the hooks.
     model : Model
         Parameters whose gradients are averaged.
@@ -155,7 +155,7 @@ class Link:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AdamSettings,
         model: Model,
         group: Any,
         kind_of_step: Callable[[], Kind],

@@ -16,9 +16,9 @@ from codec.torch.one_bit_adam import checkpoint, parameters
 from codec.torch.one_bit_adam.averager import Averager
 from codec.torch.one_bit_adam.link import EVEN_POLICY, check_positive, check_scaler, check_spec, check_warmup
 from codec.torch.one_bit_adam.model import check_model
-from codec.torch.one_bit_adam.phase import Phase
+from codec.torch.one_bit_adam.phase import AdamPhase
 from codec.torch.one_bit_adam.schedule import VarianceSchedule, parsed
-from codec.torch.one_bit_adam.steps import Steps
+from codec.torch.one_bit_adam.steps import AdamSteps
 from codec.torch.reduction.arguments import plain_spec
 
 
@@ -108,13 +108,13 @@ class OneBitAdam(torch.optim.Adam):
         except (ValueError, TypeError) as e:
             raise ArgumentError(str(e)) from None
         window = max(parameters.window(group) for group in self.param_groups)
-        self._begin(Phase(self.freeze_step, self.schedule, window))
+        self._begin(AdamPhase(self.freeze_step, self.schedule, window))
 
-    def _begin(self, phase: Phase) -> None:
+    def _begin(self, phase: AdamPhase) -> None:
         """Create the objects that hold the optimizer's phase, arithmetic and communication."""
         self._phase = phase
         phase.watch()
-        self._arithmetic = Steps(self, self.schedule is not None, self.max_ratio)
+        self._arithmetic = AdamSteps(self, self.schedule is not None, self.max_ratio)
         self._averager = Averager(self, phase, self._arithmetic, self.warmup, self.spec)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ class Unfit(NamedTuple):
     tiny: list[int]  # parameters with second moments far below their mean, if steps have no bound
 
 
-class Phase:
+class AdamPhase:
     """Counts the steps of an optimizer, and decides after which step second moments are frozen.
 
     Parameters
@@ -213,7 +213,7 @@ class Phase:
                 f"call finish() on all ranks first, or save after a step that is a multiple of {interval}"
             )
 
-    def loaded(self, steps: int, frozen: bool, refreshed: bool, drift: Iterable[tuple[int, float]]) -> "Phase":
+    def loaded(self, steps: int, frozen: bool, refreshed: bool, drift: Iterable[tuple[int, float]]) -> "AdamPhase":
         """Return the phase that a checkpoint restores.
 
         Parameters
@@ -241,7 +241,7 @@ class Phase:
         phase.steps, phase.frozen, phase.drift = steps, frozen and not early, self.drift.loaded(drift)
         return phase
 
-    def adopt(self, other: "Phase") -> None:
+    def adopt(self, other: "AdamPhase") -> None:
         """Copy the steps, the freeze and the drift of another phase."""
         self.steps, self.frozen, self.drift = other.steps, other.frozen, other.drift
 
@@ -251,7 +251,7 @@ class Phase:
             _waiting.add(self)
 
 
-_waiting: "weakref.WeakSet[Phase]" = weakref.WeakSet()  # phases with freeze_step="auto" in this process
+_waiting: "weakref.WeakSet[AdamPhase]" = weakref.WeakSet()  # phases with freeze_step="auto" in this process
 
 
 @atexit.register

@@ -26,7 +26,7 @@ class Local:
     total: float  # sum of the step sizes, equal on all ranks; 0 if all learning rates were 0
 
 
-class Steps:
+class AdamSteps:
     """Arithmetic of an optimizer's steps.
 
     Parameters

@@ -126,7 +126,7 @@ def key_record(key: Key) -> bytes:
     return head + struct.pack(f"<{len(key.shape)}Q", *key.shape) + name
 
 
-class _Reader:
+class _MessageReader:
     """Bounds-checked reader of a message. Reading past the end raises FrameError."""
 
     def __init__(self, message: Array) -> None:
@@ -160,7 +160,7 @@ def read_request(message: Array) -> Request:
     FrameError
         The bytes are no valid request.
     """
-    reader = _Reader(message)
+    reader = _MessageReader(message)
     kind, argument, zero, count, step = reader.unpack(_REQUEST)
     if zero or not 0 <= step < MAX_STEP:
         raise FrameError(f"the step of a request must be from 0 to {MAX_STEP - 1}, got {step}")
@@ -181,7 +181,7 @@ def read_request(message: Array) -> Request:
     return Request(kind, argument, step, keys, ids, frames)
 
 
-def _read_key(reader: _Reader) -> Key:
+def _read_key(reader: _MessageReader) -> Key:
     nbytes, dtype, rank = reader.unpack(_KEY)
     if dtype not in _DTYPE_NAMES or rank > _MAX_RANK or not 0 < nbytes <= MAX_NAME_NBYTES:
         raise FrameError(f"a key with a name of {nbytes} bytes, dtype {dtype} and {rank} dimensions is not valid")
@@ -219,7 +219,7 @@ def error_reply(error: CodecError) -> list[Any]:
     return [_REPLY.pack(status, 0, 0, 0) + str(error).encode()[:_ERROR_NBYTES]]
 
 
-def _read_status(reader: _Reader, server: int, count: int) -> None:
+def _read_status(reader: _MessageReader, server: int, count: int) -> None:
     """Raise the error that a reply of a server reports; raise FrameError unless the reply has `count` keys."""
     status, _, _, found = reader.unpack(_REPLY)
     if status:
@@ -233,7 +233,7 @@ def _read_status(reader: _Reader, server: int, count: int) -> None:
 
 def read_ids(message: Array, server: int, count: int) -> list[int]:
     """Parse a reply to INIT, and return the numbers of the registered keys; raise the error that it reports."""
-    reader = _Reader(message)
+    reader = _MessageReader(message)
     _read_status(reader, server, count)
     found = reader.numbers("<u4", count)
     reader.end()
@@ -242,7 +242,7 @@ def read_ids(message: Array, server: int, count: int) -> list[int]:
 
 def read_values(message: Array, server: int, count: int) -> list[Array]:
     """Parse a reply, and return its values, if the request was PULL, or []; raise the error that it reports."""
-    reader = _Reader(message)
+    reader = _MessageReader(message)
     _read_status(reader, server, count)
     values = [reader.take(nbytes) for nbytes in reader.numbers("<u8", count)]
     reader.end()

@@ -22,7 +22,7 @@ from codec.torch.network.waits import WAKE_SECONDS
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.messages import ABANDON, CLOSE, FLOATS, INIT, PUSH, REDUCES, TAG, Key, Request
-from codec.torch.parameter_server.steps import Steps
+from codec.torch.parameter_server.steps import ServerSteps
 from codec.torch.parameter_server.table import Table
 from codec.torch.transport.messages import Array
 
@@ -142,7 +142,7 @@ class ParameterServer:
         self._workers = check_ranks("workers", workers, self._endpoint, other=servers)
         check_ranks("servers", servers, self._endpoint, member=True)
         self._seconds = (timeout or self._endpoint.timeout).total_seconds()
-        self._steps = Steps(self._workers, max_steps)
+        self._steps = ServerSteps(self._workers, max_steps)
         self._connections: dict[int, PeerConnection] = {}
         self._requests = self._refused = self._received = self._sent = 0  # guarded by `_steps.changed`
         self._finished = False

@@ -12,7 +12,7 @@ _CHECK_SECONDS = 0.25  # seconds between two checks of the connection of a waiti
 _REMEMBERED = 1024  # number of ended steps whose late pushes are recognized
 
 
-class Entry:
+class KeyFrames:
     """Frames of one key in one step, and their reductions.
 
     The thread of the first worker that requests a reduction computes it; the others reuse the result.
@@ -50,7 +50,7 @@ class _Step:
 
     def __init__(self, number: int, expected: frozenset[int]) -> None:
         self.number, self.expected = number, expected  # `expected`: workers that must push each key
-        self.entries: dict[int, Entry] = {}  # entry of each pushed key, by number of the key
+        self.entries: dict[int, KeyFrames] = {}  # entry of each pushed key, by number of the key
         self.gone: dict[int, PeerError] = {}  # workers that push no more keys in this step, each with the reason
         self.left: set[int] = set()  # workers that no longer take part in this step, and pull no more keys
 
@@ -69,7 +69,7 @@ def _abandoned(worker: int, number: int, *, nonfinite: bool) -> PeerError:
     return PeerError(f"{text} because of an error")
 
 
-class Steps:
+class ServerSteps:
     """Steps in flight, and the state of workers. Any thread may call all methods.
 
     When the first key of a step is pushed, the step expects all workers that are active, or have not connected yet. A
@@ -172,7 +172,7 @@ class Steps:
                 if key in step.entries and worker in step.entries[key].pushed:
                     raise StateError(f"worker {worker} has already pushed {names(key)} in step {number}")
             for key, frame in frames.items():
-                entry = step.entries.setdefault(key, Entry())
+                entry = step.entries.setdefault(key, KeyFrames())
                 entry.frames[worker] = frame
                 entry.pushed.add(worker)
                 entry.nbytes += len(frame)
@@ -186,7 +186,7 @@ class Steps:
         names: Callable[[int], str],
         seconds: float,
         check: Callable[[], None],
-    ) -> list[Entry]:
+    ) -> list[KeyFrames]:
         """Wait until all expected workers of a step have pushed `keys`, and return the entries of these keys.
 
         The caller must release the entries by :meth:`release`. During the wait, `check` is called at least every
@@ -234,7 +234,7 @@ class Steps:
                 entry.users += 1
             return entries
 
-    def release(self, number: int, entries: Iterable[Entry]) -> None:
+    def release(self, number: int, entries: Iterable[KeyFrames]) -> None:
         """Release entries of :meth:`wait` after their results were sent; free entries that all workers have pulled."""
         with self.changed:
             for entry in entries:
@@ -244,7 +244,7 @@ class Steps:
                 self._tidy(step)
 
     @staticmethod
-    def _missing(step: _Step, entries: Iterable[Entry]) -> set[int]:
+    def _missing(step: _Step, entries: Iterable[KeyFrames]) -> set[int]:
         return {w for e in entries if len(e.pushed) < len(step.expected) for w in step.expected - e.pushed}
 
     @staticmethod

@@ -15,7 +15,7 @@ from codec.torch.pipelining.end import Aborted, End
 from codec.torch.pipelining.envelope import MessageKind, Place, pack
 from codec.torch.pipelining.notes import Notes, Report
 from codec.torch.pipelining.settings import Specs
-from codec.torch.point_to_point.send_recv import Link
+from codec.torch.point_to_point.send_recv import PeerLink
 
 _TAG = 1 << 30  # point-to-point tag of edge 0; messages of users should have lower tags
 
@@ -60,7 +60,7 @@ class StageTraffic:
         self.outgoing = None if stage_index == num_stages - 1 else End(stage_index, "sender", specs, options)
         self.auto = specs.auto
         self._has_deltas, self._rank_of = specs.deltas is not None, rank_of
-        self._links: dict[int, Link] = {}  # connections by edge
+        self._links: dict[int, PeerLink] = {}  # connections by edge
         # Outputs and receive in flight, by (kind, micro-batch)
         self._expected: dict[tuple[MessageKind, int], tuple[Sequence[torch.Tensor], Work]] = {}
         self._sends: list[Work] = []
@@ -255,9 +255,9 @@ class StageTraffic:
         assert end is not None
         return end
 
-    def _link(self, end: End) -> Link:
+    def _link(self, end: End) -> PeerLink:
         link = self._links.get(end.edge)
         if link is None:
             peer = self._rank_of(self.index + 1 if end is self.outgoing else self.index - 1)
-            link = self._links[end.edge] = Link(peer, self.group, _TAG + end.edge, self.options)
+            link = self._links[end.edge] = PeerLink(peer, self.group, _TAG + end.edge, self.options)
         return link

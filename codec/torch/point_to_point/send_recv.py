@@ -142,7 +142,7 @@ def recv(
     return route.pair.receivers.run(lambda: route.pair.receive(max_nbytes, route.seconds), async_op=async_op)
 
 
-class Link:
+class PeerLink:
     """Connection to one rank for one tag. Sends run in the background, in order; so do receives.
 
     Parameters

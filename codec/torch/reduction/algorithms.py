@@ -14,11 +14,11 @@ from codec._c.traits import is_lossless
 from codec.torch.network.inbox import Receive
 from codec.torch.reduction.host import Frame, Reduction, Values, nonfinite_error
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.collective import Part
+from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.messages import Array
 
 
-async def two_shot(part: Part, r: Reduction) -> Values:
+async def two_shot(part: CollectivePart, r: Reduction) -> Values:
     """Run a two-shot all-reduce: each rank sums one slice over all ranks, and sends the sum to all ranks.
 
     A rank sends frames of 2 (N - 1) / N tensors. Slices are sent in chunks, so that encoding, transfer and decoding
@@ -46,13 +46,19 @@ async def two_shot(part: Part, r: Reduction) -> Values:
     return result
 
 
-def _decode(part: Part, r: Reduction, frame: Array, piece: Piece, result: Values) -> None:
+def _decode(part: CollectivePart, r: Reduction, frame: Array, piece: Piece, result: Values) -> None:
     with part.clock.during("decode_s"):
         r.decode_or_defer(frame, piece, result)
 
 
 def _encode_sum(
-    part: Part, r: Reduction, piece: Piece, bound: int, terms: Sequence[Array | None], result: Values, number: int
+    part: CollectivePart,
+    r: Reduction,
+    piece: Piece,
+    bound: int,
+    terms: Sequence[Array | None],
+    result: Values,
+    number: int,
 ) -> Array:
     """Encode the sum of a piece, and store in `result` the values that other ranks will decode."""
     place = result[piece.begin : piece.end]
@@ -67,7 +73,7 @@ def _encode_sum(
     return frame
 
 
-async def all_gather(part: Part, r: Reduction) -> Values:
+async def all_gather(part: CollectivePart, r: Reduction) -> Values:
     """Run an all-gather all-reduce: each rank sends its frames to all N - 1 others, and sums all frames."""
     result = r.result(part, r.n)
     async for piece, terms in BroadcastPhase(part, r).terms():
@@ -76,7 +82,7 @@ async def all_gather(part: Part, r: Reduction) -> Values:
     return result
 
 
-async def senders(part: Part, r: Reduction) -> Values:
+async def senders(part: CollectivePart, r: Reduction) -> Values:
     """Run an all-gather all-reduce that divides each sum by the number of ranks that have sent a nonzero value.
 
     Sparse frames leave most values out. A value that one rank has sent is the mean of one value, not of N.
@@ -88,7 +94,9 @@ async def senders(part: Part, r: Reduction) -> Values:
     return result
 
 
-def _store_or_defer_sum(part: Part, r: Reduction, piece: Piece, terms: Sequence[Array | None], place: Values) -> None:
+def _store_or_defer_sum(
+    part: CollectivePart, r: Reduction, piece: Piece, terms: Sequence[Array | None], place: Values
+) -> None:
     """Store the sum of a piece in the result, and check that it is finite in the tensor's dtype.
 
     With deferred results, only check the sum now, and store it after all ranks have succeeded.
@@ -101,7 +109,7 @@ def _store_or_defer_sum(part: Part, r: Reduction, piece: Piece, terms: Sequence[
     r.deferred.append(partial(store_sum, part, r, piece, terms, place))
 
 
-async def reduce_scatter(part: Part, r: Reduction) -> Values:
+async def reduce_scatter(part: CollectivePart, r: Reduction) -> Values:
     """Run a reduce-scatter: each rank sums one slice over all ranks. All slices have equal size.
 
     A rank sends frames of (N - 1) / N tensors.
@@ -120,7 +128,7 @@ async def reduce_scatter(part: Part, r: Reduction) -> Values:
 
 
 def store_sum(
-    part: Part,
+    part: CollectivePart,
     r: Reduction,
     piece: Piece,
     terms: Sequence[Frame | None],
@@ -150,7 +158,7 @@ def store_sum(
         raise fault
 
 
-async def all_to_all(part: Part, r: Reduction) -> Values:
+async def all_to_all(part: CollectivePart, r: Reduction) -> Values:
     """Run an all-to-all: each rank sends slice i to rank i. All slices have equal size."""
     slices = r.even_slices(part.size)
     scatter = ScatterPhase(part, r, slices)
@@ -163,7 +171,7 @@ async def all_to_all(part: Part, r: Reduction) -> Values:
     return result
 
 
-async def gather(part: Part, r: Reduction) -> Values:
+async def gather(part: CollectivePart, r: Reduction) -> Values:
     """Gather the values of all ranks, in rank order; each rank sends its frames to N - 1 others."""
     n = r.n
     result = r.result(part, part.size * n)
@@ -173,7 +181,9 @@ async def gather(part: Part, r: Reduction) -> Values:
     return result
 
 
-def _store_term(part: Part, r: Reduction, frame: Array | None, place: Piece, own: Piece, result: Values) -> None:
+def _store_term(
+    part: CollectivePart, r: Reduction, frame: Array | None, place: Piece, own: Piece, result: Values
+) -> None:
     """Store a rank's values of a piece in the result. If `frame` is None, copy this rank's own values."""
     with part.clock.during("decode_s"):
         if frame is None:
@@ -182,7 +192,7 @@ def _store_term(part: Part, r: Reduction, frame: Array | None, place: Piece, own
             r.decode(frame, place, result)
 
 
-async def ring(part: Part, r: Reduction) -> Values:
+async def ring(part: CollectivePart, r: Reduction) -> Values:
     """Run a ring all-reduce: each rank sends frames of 2 (N - 1) / N tensors, all to the next rank.
 
     Partial sums travel around the ring; each rank adds its values to them and encodes them again. Then the results
@@ -232,7 +242,7 @@ def _as_float32(r: Reduction) -> Array:
     return r.tensor_of(r.x).to(torch.float32, copy=True).numpy()
 
 
-def _encode_partial(part: Part, r: Reduction, piece: Piece, bound: int, total: Array, number: int) -> Array:
+def _encode_partial(part: CollectivePart, r: Reduction, piece: Piece, bound: int, total: Array, number: int) -> Array:
     return encode_message(part, bound, lambda room: r.encode_sum(total[piece.begin : piece.end], piece, room, number))
 
 
@@ -246,7 +256,7 @@ def _add(r: Reduction, frame: Array, piece: Piece, total: Array) -> None:
 
 
 def _encode_result(
-    part: Part, r: Reduction, piece: Piece, bound: int, total: Array, result: Array, number: int
+    part: CollectivePart, r: Reduction, piece: Piece, bound: int, total: Array, result: Array, number: int
 ) -> Array:
     """Encode the result of a piece, and store in `result` the values that other ranks will decode."""
     with part.clock.during("decode_s"):
@@ -260,12 +270,12 @@ def _encode_result(
 # Phases
 
 
-def encode_message(part: Part, bound: int, encode: Callable[[Array], int]) -> Array:
+def encode_message(part: CollectivePart, bound: int, encode: Callable[[Array], int]) -> Array:
     """Encode a frame into memory of the collective's arena, and return it.
 
     Parameters
     ----------
-    part : Part
+    part : CollectivePart
         Part of the collective, whose arena allocates the memory.
     bound : int
         Maximum size of the frame in bytes.
@@ -278,7 +288,7 @@ def encode_message(part: Part, bound: int, encode: Callable[[Array], int]) -> Ar
     return part.arena.shrink(room, nbytes)
 
 
-def copied(part: Part, frame: Array) -> Array:
+def copied(part: CollectivePart, frame: Array) -> Array:
     """Return a copy of a frame in memory of the collective's arena."""
 
     def copy(room: Array) -> int:
@@ -288,11 +298,13 @@ def copied(part: Part, frame: Array) -> Array:
     return encode_message(part, frame.nbytes, copy)
 
 
-def _encode_term(part: Part, r: Reduction, piece: Piece, bound: int, number: int) -> Array:
+def _encode_term(part: CollectivePart, r: Reduction, piece: Piece, bound: int, number: int) -> Array:
     return encode_message(part, bound, lambda room: r.encode(piece, room, number))
 
 
-async def _in_rank_order(part: Part, incoming: Mapping[int, Receive], own: Array | None) -> list[Array | None]:
+async def _in_rank_order(
+    part: CollectivePart, incoming: Mapping[int, Receive], own: Array | None
+) -> list[Array | None]:
     """Wait for the frames of the other ranks; return one item per rank, in rank order. `own`: item of this rank."""
     found: dict[int, Array | None] = {part.rank: own}
     for o, receive in incoming.items():
@@ -305,7 +317,7 @@ class ScatterPhase:
 
     Parameters
     ----------
-    part : Part
+    part : CollectivePart
         Part of the collective.
     r : Reduction
         Values of this rank.
@@ -315,7 +327,7 @@ class ScatterPhase:
         Bytes of arena memory that the algorithm needs in addition to this phase.
     """
 
-    def __init__(self, part: Part, r: Reduction, slices: Sequence[Sequence[Piece]], nbytes: int = 0) -> None:
+    def __init__(self, part: CollectivePart, r: Reduction, slices: Sequence[Sequence[Piece]], nbytes: int = 0) -> None:
         self._part, self._r, self._slices = part, r, slices
         self._bounds = [[r.frame_bound(piece) for piece in pieces] for pieces in slices]
         self._own: list[Array | None] = []
@@ -353,13 +365,13 @@ class BroadcastPhase:
 
     Parameters
     ----------
-    part : Part
+    part : CollectivePart
         Part of the collective.
     r : Reduction
         Values of this rank.
     """
 
-    def __init__(self, part: Part, r: Reduction) -> None:
+    def __init__(self, part: CollectivePart, r: Reduction) -> None:
         self._part, self._r = part, r
         self._pieces = [piece for pieces in r.slices(1) for piece in pieces]
         self._bounds = [r.frame_bound(piece) for piece in self._pieces]

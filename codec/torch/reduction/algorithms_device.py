@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from codec._c.traits import is_lossless
 from codec.torch.reduction.device import DeviceReduction
-from codec.torch.reduction.exchange import Phase, Row, exchange
+from codec.torch.reduction.exchange import PhaseFrames, Row, exchange
 from codec.torch.reduction.host import Values
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.collective import Part
+from codec.torch.transport.collective import CollectivePart
 
 
-async def two_shot(part: Part, r: DeviceReduction) -> Values:
+async def two_shot(part: CollectivePart, r: DeviceReduction) -> Values:
     """Run a two-shot all-reduce: each rank sums one slice over all ranks, and sends the sum to all ranks."""
     slices, me, size = r.slices(part.size), part.rank, part.size
     frames = exchange(part, r, slices, gathers=True)
@@ -40,7 +40,7 @@ async def two_shot(part: Part, r: DeviceReduction) -> Values:
     return result
 
 
-async def all_gather(part: Part, r: DeviceReduction) -> Values:
+async def all_gather(part: CollectivePart, r: DeviceReduction) -> Values:
     """Run an all-gather all-reduce: each rank sends its frames to all ranks, and sums the frames of all ranks."""
     pieces = [piece for row in r.slices(1) for piece in row]
     found = await _gathered(part, r, pieces)
@@ -51,7 +51,7 @@ async def all_gather(part: Part, r: DeviceReduction) -> Values:
     return result
 
 
-async def gather(part: Part, r: DeviceReduction) -> Values:
+async def gather(part: CollectivePart, r: DeviceReduction) -> Values:
     """Gather the values of all ranks, in rank order."""
     size, n = part.size, r.n
     pieces = [piece for row in r.slices(1) for piece in row]
@@ -66,14 +66,14 @@ async def gather(part: Part, r: DeviceReduction) -> Values:
     return result
 
 
-async def _gathered(part: Part, r: DeviceReduction, pieces: Sequence[Piece]) -> Phase:
+async def _gathered(part: CollectivePart, r: DeviceReduction, pieces: Sequence[Piece]) -> PhaseFrames:
     """Send this rank's terms to all ranks, and return the terms of all ranks."""
     first = part.rank * len(pieces)
     terms = [r.term(piece, first + c) for c, piece in enumerate(pieces)]
     return await exchange(part, r, [pieces]).gather(terms, [pieces] * part.size)
 
 
-async def reduce_scatter(part: Part, r: DeviceReduction) -> Values:
+async def reduce_scatter(part: CollectivePart, r: DeviceReduction) -> Values:
     """Run a reduce-scatter: each rank sums one slice over all ranks. All slices have equal size."""
     slices = r.even_slices(part.size)
     terms = await exchange(part, r, slices).scatter()
@@ -85,7 +85,7 @@ async def reduce_scatter(part: Part, r: DeviceReduction) -> Values:
     return result
 
 
-async def all_to_all(part: Part, r: DeviceReduction) -> Values:
+async def all_to_all(part: CollectivePart, r: DeviceReduction) -> Values:
     """Run an all-to-all: each rank sends slice i to rank i. All slices have equal size."""
     slices, me = r.even_slices(part.size), part.rank
     terms = await exchange(part, r, slices).scatter()
@@ -98,7 +98,7 @@ async def all_to_all(part: Part, r: DeviceReduction) -> Values:
     return result
 
 
-def _store_sum(part: Part, r: DeviceReduction, row: Row, piece: Piece, place: Values) -> None:
+def _store_sum(part: CollectivePart, r: DeviceReduction, row: Row, piece: Piece, place: Values) -> None:
     """Store the sum of a piece in the tensor's dtype; raise an error for NaN and Inf if encoding the sum would."""
     place, check = place[: piece.n], r.rejects_nonfinite
     with part.clock.during("decode_s"):
@@ -122,7 +122,9 @@ def _keep_own(r: DeviceReduction, row: Row, piece: Piece, place: Values) -> None
         place[:] = r.own_term(piece)
 
 
-def _decode(part: Part, r: DeviceReduction, row: Row, pieces: Sequence[Piece], results: Sequence[Values]) -> None:
+def _decode(
+    part: CollectivePart, r: DeviceReduction, row: Row, pieces: Sequence[Piece], results: Sequence[Values]
+) -> None:
     """Decode the frame of each rank to its piece of a result."""
     with part.clock.during("decode_s"):
         places = zip(row, pieces, results, strict=True)

@@ -22,8 +22,8 @@ from codec.torch.reduction.host import FLOATS, Frame, Reduction, Values
 from codec.torch.reduction.partition import Piece
 from codec.torch.transport.arena import aligned_begins
 from codec.torch.transport.buffers import DeviceMemory
-from codec.torch.transport.collective import Part
-from codec.torch.transport.joint import Encoded, Encoding, Joint, Sum
+from codec.torch.transport.collective import CollectivePart
+from codec.torch.transport.joint import Joint, JointEncoding, JointFrames, JointSum
 from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
 from codec.torch.transport.streams import host_array
@@ -44,7 +44,7 @@ def keep(found: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) ->
         del found[next(iter(found))]
 
 
-class Term(NamedTuple):
+class DeviceTerm(NamedTuple):
     """Values of a piece on a GPU, with the arguments for encoding them."""
 
     values: torch.Tensor
@@ -89,11 +89,11 @@ class DeviceReduction(Reduction):
         """Allocate a tensor on the GPU for `n` values; default: the dtype of the reduction."""
         return torch.empty(n, dtype=dtype or FLOATS[self.dtype], device=self.x.device)
 
-    def result(self, part: Part, n: int) -> Values:
+    def result(self, part: CollectivePart, n: int) -> Values:
         """Return memory for a result of `n` values."""
         return self.empty(n) if self.out is None else self.out
 
-    def sum_buffer(self, part: Part, n: int) -> Values:
+    def sum_buffer(self, part: CollectivePart, n: int) -> Values:
         """Return memory for a sum of `n` float32 values."""
         return self.empty(n, torch.float32)
 
@@ -160,7 +160,7 @@ class DeviceReduction(Reduction):
             if not self.rejects_nonfinite:
                 _unify_nan(total)
 
-        self.joint.sum(Sum(found, self.op, _explain_sum, piece.n, add_own, complete))
+        self.joint.sum(JointSum(found, self.op, _explain_sum, piece.n, add_own, complete))
 
     def refuse_overflow(self, total: Values) -> None:
         """Make :meth:`settle` raise an error if a sum in the tensor's dtype contains NaN or Inf."""
@@ -208,22 +208,22 @@ class DeviceReduction(Reduction):
         """Allocate a uint8 tensor of this shape on the GPU."""
         return torch.empty(shape, dtype=torch.uint8, device=self.x.device)
 
-    def term(self, piece: Piece, number: int) -> Term:
+    def term(self, piece: Piece, number: int) -> DeviceTerm:
         """Return this rank's values of a piece, with the arguments for encoding them."""
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
-        return Term(self.own_term(piece), piece, residual, number)
+        return DeviceTerm(self.own_term(piece), piece, residual, number)
 
-    def sum_term(self, total: Values, piece: Piece, number: int) -> Term:
+    def sum_term(self, total: Values, piece: Piece, number: int) -> DeviceTerm:
         """Return the float32 sum of a piece, with the arguments for encoding it."""
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
-        return Term(self.rounded(total), piece, residual, number, summed=True)
+        return DeviceTerm(self.rounded(total), piece, residual, number, summed=True)
 
     async def encode_all(
         self,
-        terms: Sequence[Term],
+        terms: Sequence[DeviceTerm],
         out: Sequence[torch.Tensor],
         read: Callable[[], None] | None = None,
-    ) -> Encoded:
+    ) -> JointFrames:
         """Encode terms into memory on the GPU, together with the terms of concurrent reductions.
 
         If `read` is given, it is called to request copies to the host. The host then waits for all calls so far, and
@@ -256,9 +256,9 @@ class DeviceReduction(Reduction):
             for term in terms:
                 note(View(term.values, self.dtype, term.piece.segments), self._bound_to(term.piece))
 
-        return await self.meet(Encoding(requests, explain_error, count, read), self.joint.encode)
+        return await self.meet(JointEncoding(requests, explain_error, count, read), self.joint.encode)
 
-    async def encode_to_host(self, terms: Sequence[Term], bounds: Sequence[int], block: Array) -> list[Copied]:
+    async def encode_to_host(self, terms: Sequence[DeviceTerm], bounds: Sequence[int], block: Array) -> list[Copied]:
         """Encode terms, and copy their frames to page-locked memory; raise the errors of all calls so far.
 
         Frames are expected to be about as large as the previous frames with the same spec, dtype and number of values.
@@ -266,7 +266,7 @@ class DeviceReduction(Reduction):
 
         Parameters
         ----------
-        terms : sequence of Term
+        terms : sequence of DeviceTerm
             Values to encode.
         bounds : sequence of int
             Maximum bytes of each frame.

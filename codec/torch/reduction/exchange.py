@@ -11,10 +11,10 @@ from codec import FrameError, PeerError
 from codec._c.library import lib
 from codec.torch.network.inbox import Receive
 from codec.torch.reduction import heads
-from codec.torch.reduction.device import Copied, DeviceReduction, Found, Term
+from codec.torch.reduction.device import Copied, DeviceReduction, DeviceTerm, Found
 from codec.torch.reduction.heads import Announced
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.collective import NoFrameError, Part
+from codec.torch.transport.collective import CollectivePart, NoFrameError
 from codec.torch.transport.messages import Array
 
 FRAME_LENGTH = struct.Struct("<Q")  # size of the frame in bytes, which precedes the frame in a slot
@@ -27,7 +27,7 @@ Pieces = Sequence[Sequence[Piece]]  # pieces by rank and chunk
 Row = list[Found | None]  # frames of one chunk by rank; None: this rank's own values
 
 
-class Phase(Protocol):
+class PhaseFrames(Protocol):
     """Frames of a phase from all ranks."""
 
     async def chunk(self, c: int) -> Row:
@@ -38,21 +38,21 @@ class Phase(Protocol):
 class Exchange(Protocol):
     """Phases of a collective."""
 
-    async def scatter(self) -> Phase:
+    async def scatter(self) -> PhaseFrames:
         """Send this rank's terms of slice i to rank i; return the terms of this rank's slice."""
         ...
 
-    async def gather(self, terms: Sequence[Term], pieces: Pieces) -> Phase:
+    async def gather(self, terms: Sequence[DeviceTerm], pieces: Pieces) -> PhaseFrames:
         """Send this rank's `terms`, by chunk, to all ranks; return the terms of all ranks, which `pieces` describes."""
         ...
 
 
-def exchange(part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = False) -> Exchange:
+def exchange(part: CollectivePart, r: DeviceReduction, pieces: Pieces, *, gathers: bool = False) -> Exchange:
     """Return an object that exchanges the frames of a collective: Slots with NCCL, otherwise Messages.
 
     Parameters
     ----------
-    part : Part
+    part : CollectivePart
         Part of the collective.
     r : DeviceReduction
         Values of this rank.
@@ -78,7 +78,7 @@ class _Arrived(NamedTuple):
 class _Outgoing(NamedTuple):
     """Slots that a reduction sends: one row to each rank, or, with `gathers`, the same row to all ranks."""
 
-    part: Part
+    part: CollectivePart
     slots: torch.Tensor
     sizes: torch.Tensor  # size of each frame in bytes
     nbytes: int  # bytes of each slot that are sent
@@ -127,22 +127,22 @@ class Slots:
     message. Their heads are sent first, from host to host, so that the host need not wait for the frames.
     """
 
-    def __init__(self, part: Part, r: DeviceReduction, pieces: Pieces) -> None:
+    def __init__(self, part: CollectivePart, r: DeviceReduction, pieces: Pieces) -> None:
         self._part, self._r, self._pieces = part, r, pieces
         self._most = max(r.frame_bound(piece) for row in pieces for piece in row)
 
-    async def scatter(self) -> Phase:
+    async def scatter(self) -> PhaseFrames:
         """Send the frames of row i of this rank's pieces to rank i; there is one row per rank."""
         part = self._part
         terms = scattered_terms(part, self._r, self._pieces)
         pieces = [self._pieces[part.rank]] * part.size
         return await self._exchange(terms, pieces, gathers=False)
 
-    async def gather(self, terms: Sequence[Term], pieces: Pieces) -> Phase:
+    async def gather(self, terms: Sequence[DeviceTerm], pieces: Pieces) -> PhaseFrames:
         """Send a row of frames to all ranks."""
         return await self._exchange(terms, pieces, gathers=True)
 
-    async def _exchange(self, terms: Sequence[Term], pieces: Pieces, *, gathers: bool) -> Phase:
+    async def _exchange(self, terms: Sequence[DeviceTerm], pieces: Pieces, *, gathers: bool) -> PhaseFrames:
         """Encode rows of terms, send row i to rank i, or the only row to all ranks, and return the frames of `pieces`.
 
         NCCL's messages cannot be cancelled if a rank has failed. So all ranks first exchange the heads of their frames.
@@ -162,7 +162,7 @@ class Slots:
         row = _Outgoing(part, slots, sizes, _slot_nbytes(largest), gathers)
         return self._arriving(await r.meet(row, _send), pieces, announced)
 
-    async def _encode(self, terms: Sequence[Term], slots: torch.Tensor) -> tuple[torch.Tensor, list[Announced]]:
+    async def _encode(self, terms: Sequence[DeviceTerm], slots: torch.Tensor) -> tuple[torch.Tensor, list[Announced]]:
         """Encode this rank's frames. Return their sizes, on the GPU, and the sizes and heads to send in advance.
 
         If the heads depend on values, the host waits until the frames are encoded.
@@ -283,12 +283,12 @@ class Messages:
     All frames of a phase are encoded together. Received frames are processed as they arrive.
     """
 
-    def __init__(self, part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = False) -> None:
+    def __init__(self, part: CollectivePart, r: DeviceReduction, pieces: Pieces, *, gathers: bool = False) -> None:
         self._part, self._r, self._pieces, self._gathers = part, r, pieces, gathers
         self._bounds = [[r.frame_bound(piece) for piece in row] for row in pieces]
         self._gathered: list[list[tuple[int, Receive]]] | None = None
 
-    async def scatter(self) -> Phase:
+    async def scatter(self) -> PhaseFrames:
         """Send this rank's terms, ordered by chunk; return the terms of this rank's slice."""
         part, r = self._part, self._r
         mine, all_bounds = self._bounds[part.rank], [b for row in self._bounds for b in row]
@@ -313,7 +313,7 @@ class Messages:
         part.counters.round_trips += 0.5
         return _Arriving(part, r, own, incoming)
 
-    async def gather(self, terms: Sequence[Term], pieces: Pieces) -> Phase:
+    async def gather(self, terms: Sequence[DeviceTerm], pieces: Pieces) -> PhaseFrames:
         """Send terms to all ranks."""
         part, bounds = self._part, self._bounds[self._part.rank if self._gathers else 0]
         if self._gathered is None:
@@ -328,7 +328,7 @@ class Messages:
         exact = self._r.own_term_is_exact and not self._gathers
         return _Arriving(part, self._r, [None if exact else frame.found for frame in own], self._gathered)
 
-    async def _encoded(self, terms: Sequence[Term], bounds: Sequence[int]) -> list[Copied]:
+    async def _encoded(self, terms: Sequence[DeviceTerm], bounds: Sequence[int]) -> list[Copied]:
         """Encode terms on the GPU, and return their frames in host memory."""
         block = self._part.arena.allocate(self._part.arena.nbytes_of(bounds))
         return await self._r.encode_to_host(terms, bounds, block)
@@ -337,7 +337,7 @@ class Messages:
 class _Arriving(NamedTuple):
     """Frames of a phase that arrive in host memory; `incoming` has, for each chunk, the requests by rank."""
 
-    part: Part
+    part: CollectivePart
     r: DeviceReduction
     own: Sequence[Found | None]
     incoming: Sequence[Sequence[tuple[int, Receive]]]
@@ -352,7 +352,7 @@ class _Arriving(NamedTuple):
         return [found[rank] for rank in range(self.part.size)]
 
 
-def scattered_terms(part: Part, r: DeviceReduction, pieces: Pieces) -> list[Term]:
+def scattered_terms(part: CollectivePart, r: DeviceReduction, pieces: Pieces) -> list[DeviceTerm]:
     """Return this rank's terms of all slices, by rank and chunk."""
     chunks = len(pieces[0])
     return [

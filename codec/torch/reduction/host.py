@@ -27,7 +27,7 @@ from codec.tensors.view import view, view_bytes
 from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.partition import Piece, chunk_nbytes, cut, cut_evenly
-from codec.torch.transport.collective import Part
+from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
 
@@ -175,13 +175,13 @@ class Reduction:
         """Return new memory for `n` values of the tensor's dtype."""
         return np.empty(n, self.x.dtype)
 
-    def result(self, part: Part, n: int) -> Values:
+    def result(self, part: CollectivePart, n: int) -> Values:
         """Return memory for a result of `n` values."""
         if self.deferred is not None:
             return self.x
         return part.arena.result_buffer(n, self.x.dtype) if self.out is None else self.out
 
-    def sum_buffer(self, part: Part, n: int) -> Values:
+    def sum_buffer(self, part: CollectivePart, n: int) -> Values:
         """Return memory for a sum of `n` float32 values; it may be the memory of the previous sum."""
         return part.arena.sum_buffer(n)
 

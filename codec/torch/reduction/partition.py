@@ -99,7 +99,7 @@ def _chunks(nbytes: float, chunk_nbytes: int) -> int:
     return max(2 if nbytes > CHUNK_NBYTES else 1, min(_MOST, round(nbytes / chunk_nbytes)))
 
 
-class _Rows(NamedTuple):
+class _SegmentRows(NamedTuple):
     """Offsets, row sizes and sizes, in values, of segments that have a dimension and a value."""
 
     offset: list[int]
@@ -107,17 +107,17 @@ class _Rows(NamedTuple):
     n: list[int]  # number of values in the segment
 
 
-def _row_starts(segments: Segments) -> _Rows:
+def _row_starts(segments: Segments) -> _SegmentRows:
     """Return the offsets and sizes of the segments that have at least one dimension and one value."""
     shaped = [(offset, shape) for offset, shape in segments if shape and prod(shape)]
-    return _Rows(
+    return _SegmentRows(
         [offset for offset, _ in shaped],
         [prod(shape[1:]) for _, shape in shaped],
         [prod(shape) for _, shape in shaped],
     )
 
 
-def _near(at: int, n: int, rows: _Rows | None) -> int:
+def _near(at: int, n: int, rows: _SegmentRows | None) -> int:
     """Return the last valid cut point up to `at`: the start of a row, or outside of rows a multiple of _ALIGN."""
     if at >= n:
         return n

@@ -11,14 +11,14 @@ from codec.torch.network.inbox import Receive
 from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.host import FLOATS, Reduction, Values, nonfinite_error
 from codec.torch.reduction.partition import Piece, cut
-from codec.torch.transport.collective import Part
+from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.messages import Array
 
 _CHUNK_NBYTES = 3 << 18  # bytes of a chunk
 _TILE = 1 << 16  # number of values that are summed and divided at a time, so that they stay in the cache
 
 
-async def two_shot(part: Part, r: Reduction) -> Array:
+async def two_shot(part: CollectivePart, r: Reduction) -> Array:
     """Run two-shot with uncompressed values. The result is bit-identical to that with lossless frames."""
     size, me, x = part.size, part.rank, r.x
     # use the slices of encoded collectives, since residuals of sums belong to slices
@@ -63,7 +63,7 @@ class _Rooms:
 
     Parameters
     ----------
-    part : Part
+    part : CollectivePart
         Part of the collective.
     n : int
         Maximum number of values of a chunk.
@@ -71,7 +71,7 @@ class _Rooms:
         Dtype of the values.
     """
 
-    def __init__(self, part: Part, n: int, dtype: Any) -> None:
+    def __init__(self, part: CollectivePart, n: int, dtype: Any) -> None:
         self._part = part
         nbytes = n * np.dtype(dtype).itemsize
         part.arena.reserve(part.arena.nbytes_of([nbytes] * 2 * len(part.others)))
@@ -93,7 +93,7 @@ def _check_finite(r: Reduction, x: Array) -> None:
         raise error
 
 
-def _send(part: Part, x: Array, slices: list[list[Piece]], c: int) -> None:
+def _send(part: CollectivePart, x: Array, slices: list[list[Piece]], c: int) -> None:
     """Send each other rank chunk `c` of its slice."""
     for o in part.others:
         part.send_values(x[slices[o][c].begin : slices[o][c].end], o)
@@ -157,7 +157,7 @@ def _round_with_residual(values: Array, r: Reduction, residual: Array | None, pl
         residual[:] = np.where(finite, exact - r.as_float32(place), 0)
 
 
-async def plain(part: Part, r: DeviceReduction) -> Values:
+async def plain(part: CollectivePart, r: DeviceReduction) -> Values:
     """Run NCCL's uncompressed all-reduce, which adds in the tensor's dtype and in an order that NCCL chooses.
 
     For a mean, values are divided before the sum, as in DDP. Residuals are added to the values; new residuals are the
@@ -178,7 +178,7 @@ async def plain(part: Part, r: DeviceReduction) -> Values:
     return r.out.copy_(values)
 
 
-def _shares(part: Part, r: DeviceReduction) -> torch.Tensor:
+def _shares(part: CollectivePart, r: DeviceReduction) -> torch.Tensor:
     """Return the values that this rank contributes to the sum, in new memory, and update the residuals."""
     share = part.size if r.op == "mean" else 1
     if r.residual is None and r.sum_residual is None:

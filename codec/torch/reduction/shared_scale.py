@@ -16,7 +16,7 @@ from codec.torch._compat import from_numpy
 from codec.torch.reduction.algorithms import all_gather, two_shot
 from codec.torch.reduction.host import Reduction, Values, bound
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.collective import Part
+from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.messages import Array
 
 _Part = tuple[int, int, int]  # begin and end of values that share a scale; number of the scale
@@ -34,7 +34,7 @@ def check(spec: Spec, op: str) -> None:
         raise ArgumentError('op must be a sum or a mean for algorithm="shared_scale", got a maximum')
 
 
-async def shared_scale(part: Part, r: Reduction) -> Values:
+async def shared_scale(part: CollectivePart, r: Reduction) -> Values:
     """Agree on a scale for each parameter, then run two-shot with ternary terms and integer sums.
 
     The scale is the largest magnitude on any rank, limited by ``clip`` of the spec. Ternary is not a contraction, so

@@ -10,14 +10,14 @@ from codec._options import check_algorithm
 from codec.specs import Spec
 from codec.torch.reduction import algorithms, algorithms_device, raw, shared_scale
 from codec.torch.reduction.host import Reduction, Values
-from codec.torch.transport.collective import Part
+from codec.torch.transport.collective import CollectivePart
 
 
 def _accept(spec: Spec, op: str) -> None:
     """Accept any spec and operation."""
 
 
-Run = Callable[[Part, Any], Awaitable[Values]]
+Run = Callable[[CollectivePart, Any], Awaitable[Values]]
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,15 @@ def _with_device(algorithm: Algorithm, run: Run) -> Algorithm:
     name, on_host = f"{algorithm.name} on GPUs", algorithm.run
     variant = replace(algorithm, name=name, run=run, defers=False, joins=True)
 
-    def run_where_values_lie(part: Part, r: Reduction) -> Awaitable[Values]:
+    def run_where_values_lie(part: CollectivePart, r: Reduction) -> Awaitable[Values]:
         return (run if r.on_device else on_host)(part, r)
 
     return replace(algorithm, run=run_where_values_lie, on_device=variant, joins=True)
 
 
-async def _on_host(run: Callable[[Part, Reduction], Awaitable[Values]], part: Part, r: Reduction) -> Values:
+async def _on_host(
+    run: Callable[[CollectivePart, Reduction], Awaitable[Values]], part: CollectivePart, r: Reduction
+) -> Values:
     """Run an algorithm that needs values in host memory."""
     return r.from_host(await run(part, r.on_host()))
 

@@ -13,7 +13,7 @@ from codec.specs import Spec
 from codec.torch.collectives.agreed import agreed
 from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.feedback.feedback import Feedback
-from codec.torch.feedback.turn import Turn, named
+from codec.torch.feedback.turn import FeedbackTurn, named
 from codec.torch.group.communicator import Communicator, communicator_of, group_stats, key_of, start
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import check_output, publish, reduction_of, unwrapped
@@ -106,7 +106,7 @@ class Ranks:
             if error is not None:
                 raise error
             async with AsyncExitStack() as stack:
-                turns = [await stack.enter_async_context(Turn(term.feedback, comm.channel)) for term in terms]
+                turns = [await stack.enter_async_context(FeedbackTurn(term.feedback, comm.channel)) for term in terms]
                 planned: list[Planned] = []
                 for term, turn in zip(terms, turns, strict=True):
                     values, segments = unwrapped(term.values)

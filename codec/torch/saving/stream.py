@@ -75,7 +75,7 @@ class _Writer(io.RawIOBase):
             self._output.flush()
 
 
-class _Reader(io.RawIOBase):
+class _StreamReader(io.RawIOBase):
     """Stream that decodes a sequence of frames, and returns their bytes."""
 
     def __init__(self, source: IO[bytes]) -> None:
@@ -169,7 +169,7 @@ class FrameStream(StreamTransformExtension):
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:
         """Return a stream of the decoded bytes of `input`. Reading it raises FrameError if a frame is damaged."""
-        return cast(IO[bytes], _Reader(input))
+        return cast(IO[bytes], _StreamReader(input))
 
 
 def checkpoint_writer(path: Any, **how: Any) -> FileSystemWriter:

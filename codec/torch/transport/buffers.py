@@ -51,7 +51,7 @@ class Buffers:
             self.nbytes -= self._free.pop(0)[0].nbytes
 
 
-class Scratch:
+class ScratchCounter:
     """Counter of the GPU scratch memory that the CUDA engine allocates, besides tensors and frames.
 
     Attributes

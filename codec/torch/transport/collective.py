@@ -105,7 +105,7 @@ class Collective:
         self._cause: Cause | None = None  # cause in another rank's abort
         self._fields: dict[int, Fields] = {}  # arguments of parts, by number of the part
 
-    def part(self, signature: int, fields: Fields | None = None) -> "Part":
+    def part(self, signature: int, fields: Fields | None = None) -> "CollectivePart":
         """Begin the next part. All ranks begin the same parts in the same order.
 
         Parameters
@@ -118,7 +118,7 @@ class Collective:
         if fields is not None:
             self._fields[self._parts] = fields
         self._parts += 1
-        return Part(self, self._parts - 1, signature)
+        return CollectivePart(self, self._parts - 1, signature)
 
     async def agree(self, report: Sequence[int] = ()) -> list[int]:
         """Report that this rank has succeeded, and return once all ranks have succeeded.
@@ -239,7 +239,7 @@ def _largest(reports: Sequence[Sequence[int]]) -> list[int]:
     return [max(column) for column in zip(*reports, strict=True)]
 
 
-class Part:
+class CollectivePart:
     """Part of a collective: messages under one signature.
 
     Parameters

@@ -11,8 +11,8 @@ from codec import CodecError
 from codec._c.library import lib
 from codec.engines import choose
 from codec.torch.network.waits import Wait
-from codec.torch.transport.buffers import Scratch
-from codec.torch.transport.collective import Part
+from codec.torch.transport.buffers import ScratchCounter
+from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.counters import Phase
 from codec.torch.transport.nccl import DeviceTransfer
 
@@ -20,7 +20,7 @@ _LARGE = 1 << 18  # values in collected calls above which these are launched bef
 _BEGIN, _ADD = lib.CODEC_INTO_FLOAT32, lib.CODEC_INTO_ADD
 
 
-class Sum(NamedTuple):
+class JointSum(NamedTuple):
     """Float32 sum, mean or maximum of the frames of all ranks.
 
     Attributes
@@ -46,7 +46,7 @@ class Sum(NamedTuple):
     complete: Callable[[], None]
 
 
-class Encoding(NamedTuple):
+class JointEncoding(NamedTuple):
     """Tensors that a reduction encodes, and copies to the host that it then waits for.
 
     Attributes
@@ -67,8 +67,8 @@ class Encoding(NamedTuple):
     read: Callable[[], None] | None
 
 
-class Encoded:
-    """Frames of one :class:`Encoding`, a range of those in :class:`codec.engines.cuda.deferred.EncodedSizes`."""
+class JointFrames:
+    """Frames of one :class:`JointEncoding`, a range of those in :class:`codec.engines.cuda.deferred.EncodedSizes`."""
 
     def __init__(self, whole: Any, begin: int, end: int) -> None:
         self._whole, self._range = whole, slice(begin, end)
@@ -99,10 +99,10 @@ class Joint:
 
     def __init__(self, members: int = 1) -> None:
         self._members = members
-        self._part: Part | None = None
+        self._part: CollectivePart | None = None
         self._here: dict[int, tuple[Any, Callable[[list[Any]], list[Any]], Wait]] = {}
         self._returned: dict[int, Any] = {}
-        self._sums: list[Sum] = []
+        self._sums: list[JointSum] = []
         self._frames: list[Any] = []  # requests to decode
         self._after: list[Callable[[], None]] = []
         self._collected = 0  # number of values in collected calls
@@ -111,9 +111,9 @@ class Joint:
     def calls(self) -> Any:
         """Calls for which the host has not waited: :class:`codec.engines.cuda.DeferredCalls`."""
         engine: Any = choose("cuda", "a tensor", "cuda")
-        return engine.DeferredCalls((Scratch() if self._part is None else self._part.device.scratch).note)
+        return engine.DeferredCalls((ScratchCounter() if self._part is None else self._part.device.scratch).note)
 
-    def join(self, part: Part) -> None:
+    def join(self, part: CollectivePart) -> None:
         """Set the part of the collective, which records the seconds and the GPU memory of the engine's calls."""
         self._part = part
 
@@ -158,7 +158,7 @@ class Joint:
 
     # Calls
 
-    def sum(self, each: Sum) -> None:
+    def sum(self, each: JointSum) -> None:
         """Collect a sum."""
         self._sums.append(each)
         self._collected += each.n
@@ -194,7 +194,7 @@ class Joint:
         if frames:
             self.calls.decode_many(frames)
 
-    def _launch_sums(self, sums: Sequence[Sum]) -> None:
+    def _launch_sums(self, sums: Sequence[JointSum]) -> None:
         engine: Any = choose("cuda", "a tensor", "cuda")
         whole = [each for each in sums if None not in each.frames]
         if whole:
@@ -209,7 +209,7 @@ class Joint:
         for each in sums:
             each.complete()
 
-    def encode(self, items: list[Encoding]) -> list[Encoded]:
+    def encode(self, items: list[JointEncoding]) -> list[JointFrames]:
         """Encode the tensors of all members; wait once if one of them copies frames to the host."""
         self.launch()
         requests = [request for item in items for request in item.requests]
@@ -226,7 +226,7 @@ class Joint:
             for item in items:
                 item.encoded()
             self.read([item.read for item in items if item.read is not None])
-        return [Encoded(encoded, begin, end) for begin, end in zip(begins, ends, strict=True)]
+        return [JointFrames(encoded, begin, end) for begin, end in zip(begins, ends, strict=True)]
 
     def read(self, reads: Sequence[Callable[[], None]]) -> None:
         """Call functions that request copies to the host, and wait for all calls so far."""

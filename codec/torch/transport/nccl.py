@@ -15,7 +15,7 @@ from codec import PeerError
 from codec.torch.network.mesh import CLOSED, Mesh
 from codec.torch.network.store import own_store
 from codec.torch.network.timeouts import timeout_of
-from codec.torch.transport.buffers import Scratch
+from codec.torch.transport.buffers import ScratchCounter
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.streams import engine_is_usable, logger, passed_by_gpu
 
@@ -44,7 +44,7 @@ class DeviceTransfer:
 
     Attributes
     ----------
-    scratch : Scratch
+    scratch : ScratchCounter
         Counter of the GPU memory that the CUDA engine uses to encode and decode for the collectives.
     cancelled : bool
         True: another thread has cancelled the collective in flight, and closes the connections.
@@ -58,7 +58,7 @@ class DeviceTransfer:
         self._abort: Callable[[], Any] | None = None  # closes the connections, also while messages are in flight
         self._in_flight: list[Any] = []  # collectives of NCCL for which the host has not waited
         self._closing = threading.Lock()
-        self.scratch = Scratch()
+        self.scratch = ScratchCounter()
         self.cancelled = False
 
     @property

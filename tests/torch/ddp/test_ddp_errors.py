@@ -83,7 +83,7 @@ def test_errors_in_reentrant_backward_passes_are_raised():
 def _alone(rank, size):
     """Fail on rank 1, before its first message or after all ranks have agreed; return the steps' outcomes."""
     found = []
-    for where, name in ((hook_residuals.Residuals, "begin_step"), (codec.torch.ddp.reducer, "scatter")):
+    for where, name in ((hook_residuals.HookResiduals, "begin_step"), (codec.torch.ddp.reducer, "scatter")):
         model = wrapped(EqualLayers(), process_group=dist.new_group())
         codec.torch.ddp_hook(codec.Quantize(4), feedback=True).register(model)
         call = getattr(where, name)

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 import codec
-from codec.torch.parameter_server.steps import Steps
+from codec.torch.parameter_server.steps import ServerSteps
 from support.tiers import NIGHTLY
 
 MOST = 4  # max_steps: largest number of steps in flight per worker
@@ -24,7 +24,7 @@ def pull(steps, worker, number, keys=(0,), seconds=0.0):
 
 
 def test_step_that_was_abandoned_in_advance_is_an_error_for_others_at_once():
-    steps = Steps([1, 2], MOST)
+    steps = ServerSteps([1, 2], MOST)
     for number in range(1000):
         steps.abandon(2, number, nonfinite=number % 2 == 1)
     assert steps.in_flight() == 0
@@ -41,7 +41,7 @@ def test_step_that_was_abandoned_in_advance_is_an_error_for_others_at_once():
 
 
 def test_abandoned_step_cannot_be_pushed_before_it_begins():
-    steps = Steps([1, 2], MOST)
+    steps = ServerSteps([1, 2], MOST)
     steps.abandon(1, 7, nonfinite=False)
     with pytest.raises(codec.StateError, match="worker 1 has abandoned step 7"):
         push(steps, 1, 7)
@@ -50,7 +50,7 @@ def test_abandoned_step_cannot_be_pushed_before_it_begins():
 
 
 def test_requests_without_keys_begin_no_step():
-    steps = Steps([1, 2], MOST)
+    steps = ServerSteps([1, 2], MOST)
     for call in (push, pull):
         with pytest.raises(codec.StateError, match="must name at least one key"):
             call(steps, 1, 0, keys=())
@@ -60,7 +60,7 @@ def test_requests_without_keys_begin_no_step():
 
 
 def test_steps_of_a_worker_that_dies_again_and_again_are_freed():
-    steps = Steps([1, 2], MOST)
+    steps = ServerSteps([1, 2], MOST)
     push(steps, 2, 0)
     for number in range(100):
         push(steps, 1, number)
@@ -95,7 +95,7 @@ def _misbehave(steps, worker, rng):
 def test_random_requests_leave_few_steps_in_flight(seed):
     """The number of steps and the bytes of their frames stay bounded; all are freed once all workers have left."""
     rng, workers = random.Random(seed), [3, 5, 8]
-    steps = Steps(workers, MOST)
+    steps = ServerSteps(workers, MOST)
     for _ in range(3000):
         _misbehave(steps, rng.choice(workers), rng)
         assert steps.in_flight() <= MOST * len(workers)

@@ -7,7 +7,7 @@ import torch
 
 import codec
 import codec.torch
-from codec.torch.parameter_server.steps import Entry
+from codec.torch.parameter_server.steps import KeyFrames
 from support.fault_lines import at_line, raising
 from support.parameter_servers import run
 from support.rank_loss import fault_points
@@ -61,7 +61,7 @@ def _with_failing_server(rank, size, *args, **how):
     """Let the thread that serves worker 2 fail once, when the mean of the second step is computed."""
     from support.parameter_servers import serve_or_call
 
-    original, calls = Entry.result, []
+    original, calls = KeyFrames.result, []
 
     def result(entry, reduce, compute):
         found = original(entry, reduce, compute)
@@ -71,11 +71,11 @@ def _with_failing_server(rank, size, *args, **how):
                 raise MemoryError("injected by the test")
         return found
 
-    Entry.result = result
+    KeyFrames.result = result
     try:
         return serve_or_call(rank, size, *args, **how)
     finally:
-        Entry.result = original
+        KeyFrames.result = original
 
 
 def test_worker_whose_request_failed_on_the_server_takes_part_in_no_later_step(pools):
