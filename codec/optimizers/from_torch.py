@@ -157,7 +157,7 @@ def _steps(optimizer: Any, params: Sequence[Any]) -> int:
 
 
 def _read_sgd(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
-    options = {name: float(g[name]) for name in ("momentum", "dampening")}
+    options: dict[str, Any] = {name: float(g[name]) for name in ("momentum", "dampening")}
     return SGD(**known, **options, nesterov=bool(g["nesterov"]))
 
 
