@@ -84,9 +84,8 @@ def link_of(link: Any, rtt: Any = None) -> LinkModel:
         return replace(link_of(link), rtt=_seconds(rtt))
     if isinstance(link, LinkModel):
         return link
-    pair: tuple[Any, ...] = link if type(link) is tuple else ()
-    if len(pair) == 2:
-        return link_of(*pair)
+    if isinstance(cast(object, link), tuple) and len(link) == 2:
+        return link_of(*link)
     if isinstance(link, str) and (found := _RATE.fullmatch(link)):
         return LinkModel(float(found[1]) * _UNITS[(found[2] or found[3] or "").lower()])
     if hasattr(link, "__float__") and not isinstance(link, bool):
