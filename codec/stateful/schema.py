@@ -26,7 +26,7 @@ DIGEST = "digest"
 _UNREADABLE = CodecError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError
 
 
-class Refused(ValueError):
+class WrongField(ValueError):
     """Value that a field does not accept. The text, if any, says what was found."""
 
 
@@ -112,7 +112,7 @@ def read_field(name: str, remedy: str, field: Field, value: Any) -> Any:
     except StateError:  # of a nested state
         raise
     except _UNREADABLE as e:
-        reason = f" ({e})" if isinstance(e, CodecError | Refused) and str(e) else ""
+        reason = f" ({e})" if isinstance(e, CodecError | WrongField) and str(e) else ""
         raise StateError(f"{name} must be {field.accepts}, got {_described(value)}{reason}: {remedy}") from e
 
 
@@ -177,7 +177,7 @@ def _where(accepts: str, fits: Callable[[Any], bool]) -> Field:
 
 def _checked(value: Any, fits: Callable[[Any], bool]) -> Any:
     if not fits(value):
-        raise Refused
+        raise WrongField
     return value
 
 
@@ -221,12 +221,12 @@ def array(dtype: str, least: int | None = None, length: int | None = None) -> Fi
     def read(value: Any) -> np.ndarray[Any, Any]:
         v = on_host("the array", view(value))
         if v.dtype != dtype:
-            raise Refused
+            raise WrongField
         found = v.array(dtype).copy()
         if not np.isfinite(found).all():
-            raise Refused("with NaN or Inf")
+            raise WrongField("with NaN or Inf")
         if (least is not None and (found < least).any()) or length not in (None, len(found)):
-            raise Refused(f"with {len(found)} values, the least of them {found.min(initial=0)}")
+            raise WrongField(f"with {len(found)} values, the least of them {found.min(initial=0)}")
         return found
 
     limits = f" with {length} values" * (length is not None) + f" of at least {least}" * (least is not None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from codec import StateError
-from codec.stateful.schema import STEPS, Field, Refused, Schema, items, mapping, number, plain, read_fields
+from codec.stateful.schema import STEPS, Field, Schema, WrongField, items, mapping, number, plain, read_fields
 from codec.torch.feedback.checkpoint import parse
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.replicas import residuals
@@ -134,9 +134,9 @@ def _like(expected: torch.Tensor) -> Field:
 
     def read(x: Any) -> torch.Tensor:
         if x.layout != torch.strided or x.shape != expected.shape or x.dtype != expected.dtype:
-            raise Refused
+            raise WrongField
         if not bool(x.isfinite().all()):
-            raise Refused("NaN or Inf")
+            raise WrongField("NaN or Inf")
         return x
 
     return Field(f"a tensor of {expected.dtype} with shape {tuple(expected.shape)}", read)

@@ -249,12 +249,12 @@ def _read_parameter(index: Any, p: torch.Tensor, state: Mapping[str, Any]) -> di
 
     def moment(x: Any) -> torch.Tensor:
         if not isinstance(x, torch.Tensor) or x.shape != p.shape or local(x).shape != local(p).shape:
-            raise schema.Refused
+            raise schema.WrongField
         return x
 
     def step(x: Any) -> int:
         if not (found := float(x)).is_integer():
-            raise schema.Refused
+            raise schema.WrongField
         return schema.STEPS.read(int(found))
 
     tensor = schema.Field(f"a tensor of shape {tuple(p.shape)}, sharded as the parameter", moment)
