@@ -173,7 +173,8 @@ class Replica:
         names = self._take_from(ranks, source, receivers, positions[source]) if receivers else []
         if ranks.rank not in receivers:
             return None
-        joins = positions[ranks.rank][:2] != positions[source][:2]  # else the program has not loaded a state
+        before, now = positions[ranks.rank], positions[source]
+        joins = (before.steps, before.rounds) != (now.steps, now.rounds)  # else the program has not loaded a state
         _log.log(
             logging.INFO if joins else logging.WARNING,
             "rank %d of %d had other values than rank %d in %s%s, and has taken those of rank %d%s",

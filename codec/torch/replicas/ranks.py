@@ -83,7 +83,8 @@ class Ranks:
         self.group = key_of(group)
         if self.group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ArgumentError("this rank is not in group=: create LocalSteps only on ranks of the group")
-        self.rank, self.size = self.group.rank(), self.group.size()
+        self.rank: int = self.group.rank()
+        self.size: int = self.group.size()
         self.options = options.over(CallOptions(algorithm="all_gather" if self.size == 2 else "two_shot"))
         self.call = "LocalSteps()"
         self.traffic = Counters()  # traffic of all means so far
