@@ -19,7 +19,7 @@ dropped.
 
 For most optimizers, Truncate bounds the change of each parameter value. For Lion and Muon there is no such bound:
 Lion's step is a sign, which can flip, and each value of Muon's orthogonalized matrix depends on all gradient values.
-For Lion and Muon, Truncate bounds the change of the momentum instead. docs/guides/optimizers.md derives all formulas
+For Lion and Muon, Truncate bounds the change of the momentum instead. docs/guides/optimizers.md has all formulas
 and bounds, and shows how to solve the step of another optimizer for A.
 
 References

@@ -25,7 +25,7 @@ class Custom:
 
     A is the term that the step adds to the gradient g: write the new parameter as c (A + g), where A and c do not
     depend on g. If c depends on g, use the smallest possible value of 1 / c. For SGD, theta - lr g gives A = theta /
-    lr. The sign of A does not matter. optimizers.md derives A for RMSprop with momentum, and tests it.
+    lr. The sign of A does not matter. optimizers.md derives A for RMSprop with momentum.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A formula per optimizer for A, the term that a step adds to the gradient; docs/guides/optimizers.md derives them."""
+"""A formula per optimizer for A, the term that a step adds to the gradient; docs/guides/optimizers.md lists them."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -305,7 +305,7 @@ class Muon(Optimizer):
     :class:`codec.Truncate` bounds the error of the momentum and of U, the matrix that is orthogonalized: in the sum
     that gives U, A is the term with m that is added to g, and `guard` counts bits of A instead of the parameter. For
     float32, U changes by at most ``2^(-guard - 24) |mu^2 m| / |U|``, relative to its Frobenius norm; optimizers.md
-    derives the relative change of the step. In the first step, without ``m``, no bit is dropped.
+    bounds the relative change of the step. In the first step, without ``m``, no bit is dropped.
 
     Parameters
     ----------
