@@ -1,5 +1,6 @@
-/* embedding.c - test the C code of docs/guides/embedding.md, which test_embedding.py copies to page.h. */
+/* embedding.c - test threads.h, and the C code of embedding.md, which test_embedding.py copies to page.h. */
 #include "page.h"
+#include "threads.h"
 
 #include <assert.h>
 

@@ -42,9 +42,10 @@ def run(command, folder):
 
 
 def test_c_code_of_the_page(tmp_path):
-    """The page's C code, which embedding.c includes and tests, compiles as C99 without a warning and succeeds."""
+    """The page's C code and threads.h, which embedding.c tests, compile as C99 without a warning and succeed."""
     (tmp_path / "page.h").write_text("\n".join(blocks("c")))
-    shutil.copy(ROOT / "tests/native/embedding.c", tmp_path)
+    for source in ("tests/native/embedding.c", "examples/c/threads.h"):
+        shutil.copy(ROOT / source, tmp_path)
     strict = "-std=c99 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Werror"
     run(f"cc {strict} embedding.c $(python -m codec --cflags --libs) -pthread -o embedding && ./embedding", tmp_path)
 
