@@ -77,7 +77,7 @@ def table_of(path: Path) -> list[str]:
     gradient = torch.from_numpy(values[rank : len(values) // size * size : size].copy())
     lines = [f"{'':38} bits  all_gather  two_shot  feedback"]
     for text, spec in SPECS.items():
-        bits = 8 * codec.frame_nbytes(len(gradient), "float32", spec) / len(gradient)
+        bits = 8 * codec.bound(len(gradient), "float32", spec, exact=True) / len(gradient)
         once, twice, steps = errors_of(gradient, spec)
         lines.append(f"{text:38} {bits:4.2f}  {once:10.4f}  {twice:8.4f}  {steps:8.4f}")
     return lines

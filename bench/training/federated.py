@@ -32,18 +32,18 @@ import codec.integrations.flower
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.federation import Federation, reply_of, trained
 
-Compressed, Compression = codec.integrations.flower.Compressed, codec.integrations.flower.CompressionMod
+Compressed, CompressionMod = codec.integrations.flower.Compressed, codec.integrations.flower.CompressionMod
 CLIENTS = 10
 ROWS = {
     "float32, no mod": None,
-    "Lossless()": Compression(),
-    "Delta()": Compression(codec.Delta()),
-    "Float8(group_size=128)": Compression("balanced"),
-    "Quantize(4)": Compression("small"),
-    "Quantize(4), no feedback": Compression("small", feedback=False),
-    "Sign(group_size=1024)": Compression("smallest"),
-    "Sign(group_size=1024), no feedback": Compression("smallest", feedback=False),
-    "TopK()": Compression(codec.TopK()),
+    "Lossless()": CompressionMod(),
+    "Delta()": CompressionMod(codec.Delta()),
+    "Float8(group_size=128)": CompressionMod("balanced"),
+    "Quantize(4)": CompressionMod("small"),
+    "Quantize(4), no feedback": CompressionMod("small", feedback=False),
+    "Sign(group_size=1024)": CompressionMod("smallest"),
+    "Sign(group_size=1024), no feedback": CompressionMod("smallest", feedback=False),
+    "TopK()": CompressionMod(codec.TopK()),
 }
 
 
