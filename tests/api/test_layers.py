@@ -9,7 +9,7 @@ import codec
 # Packages and modules of `codec`, lowest layer first. Modules of one line do not import each other. `_c`, which only
 # locates the compiled package, is below all layers.
 LAYERS = [
-    {"errors", "readable", "_ownership", "_provisional"},
+    {"errors", "readable", "_ownership"},
     {"arguments"},
     {"specs", "_options"},
     {"_c"},

@@ -14,7 +14,7 @@ import codec.torch
 import codec.torch.ops
 import codec.torch.pipelining
 import codec.weight_sync
-from codec import _provisional
+from support import provisional
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/python.md").read_text()
@@ -74,7 +74,7 @@ def test_integrations_export_names_with_docstrings(name):
     defined = {n.name: ast.get_docstring(n) for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
     imported = {a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert [n for n in names if not defined.get(n) and n not in imported] == []
-    assert _provisional.NOTE in ast.get_docstring(tree)
+    assert provisional.NOTE in ast.get_docstring(tree)
 
 
 def test_docstrings_say_what_is_provisional():
@@ -82,17 +82,17 @@ def test_docstrings_say_what_is_provisional():
     for module in MODULES:
         objects[module.__name__] = module
         objects |= {f"{module.__name__}.{n}": v for n, v in documented(module).items()}
-    marked = {name for name, v in objects.items() if _provisional.NOTE in (v.__doc__ or "")}
-    assert marked == {n for n in objects if n in _provisional.NAMES or n.startswith("codec.torch.pipelining.")}
+    marked = {name for name, v in objects.items() if provisional.NOTE in (v.__doc__ or "")}
+    assert marked == {n for n in objects if n in provisional.NAMES or n.startswith("codec.torch.pipelining.")}
 
 
-@pytest.mark.parametrize("page", sorted(_provisional.DOCUMENTS))
+@pytest.mark.parametrize("page", sorted(provisional.DOCUMENTS))
 def test_documents_say_what_is_provisional(page):
-    heading = _provisional.DOCUMENTS[page]
-    assert f"{heading}\n\n*{_provisional.NOTE}*\n" in (ROOT / "docs" / page).read_text()
+    heading = provisional.DOCUMENTS[page]
+    assert f"{heading}\n\n*{provisional.NOTE}*\n" in (ROOT / "docs" / page).read_text()
 
 
 def test_no_other_document_is_marked_as_provisional():
     docs = ROOT / "docs"
-    marked = {str(p.relative_to(docs)) for p in docs.rglob("*.md") if f"*{_provisional.NOTE}*" in p.read_text()}
-    assert marked == {*_provisional.DOCUMENTS}
+    marked = {str(p.relative_to(docs)) for p in docs.rglob("*.md") if f"*{provisional.NOTE}*" in p.read_text()}
+    assert marked == {*provisional.DOCUMENTS}
