@@ -168,16 +168,18 @@ def test_ddp_hook_can_be_wrapped_by_one_that_reduces(ranks):
 
 
 def _of_power_sgd(rank, size):
-    """Train one bucket with PowerSGD, whose callbacks wait for collectives; return the weights."""
+    """Train one bucket with PowerSGD, whose callbacks wait for collectives; return the weights.
+
+    With several buckets, callbacks of small tensors, which Gloo sends, could occupy both threads of Gloo.
+    """
     torch.manual_seed(3)
-    net = nn.Sequential(*[nn.Linear(1000, 1000, bias=False) for _ in range(2)])
-    model = nn.parallel.DistributedDataParallel(net)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2000, 2000, bias=False))
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # both factors have enough values for frames
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for step in range(4):
         optimizer.zero_grad()
-        model(torch.randn(4, 1000, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
+        model(torch.randn(4, 2000, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
 
