@@ -60,10 +60,10 @@ def stored(settings, x):
 @pytest.mark.parametrize("bits", [(8, 4), (8, 8), (4, 4), (4, 8)])
 def test_fused_keys_and_values_have_the_errors_of_separate_ones(lmcache, sides, bits):
     fused = torch.cat(sides, -1).flatten(2).unsqueeze(0)
-    apart, size = stored(lmcache.Settings(*bits), torch.stack(sides).flatten(3))
+    apart, size = stored(lmcache.SerdeSettings(*bits), torch.stack(sides).flatten(3))
     apart = apart.unflatten(3, (HEADS, SIZE))
     for head_size in (SIZE, None):
-        found, fused_size = stored(lmcache.Settings(*bits, head_size=head_size), fused)
+        found, fused_size = stored(lmcache.SerdeSettings(*bits, head_size=head_size), fused)
         found = found[0].unflatten(2, (HEADS, 2 * SIZE)).split(SIZE, -1)
         for side in (0, 1):
             assert error(found[side], sides[side]) < 1.1 * error(apart[side], sides[side])
@@ -72,7 +72,11 @@ def test_fused_keys_and_values_have_the_errors_of_separate_ones(lmcache, sides, 
 
 def test_chunks_of_one_side_are_lossless_if_keys_or_values_are(lmcache, sides):
     fused = torch.cat(sides, -1).flatten(2)
-    for settings in (lmcache.Settings(slot=1), lmcache.Settings(None, 4, slot=1), lmcache.Settings(8, None, slot=1)):
+    for settings in (
+        lmcache.SerdeSettings(slot=1),
+        lmcache.SerdeSettings(None, 4, slot=1),
+        lmcache.SerdeSettings(8, None, slot=1),
+    ):
         for x in (fused, fused.unsqueeze(0)):
             assert torch.equal(stored(settings, x)[0], x)
 
@@ -80,6 +84,6 @@ def test_chunks_of_one_side_are_lossless_if_keys_or_values_are(lmcache, sides):
 def test_head_size_must_fit_the_rows(lmcache):
     for head_size in (0, "64", 1.5):
         with pytest.raises(ValueError, match="head_size must be the number of channels of a key"):
-            lmcache.Settings(8, 8, head_size=head_size)
+            lmcache.SerdeSettings(8, 8, head_size=head_size)
     with pytest.raises(ValueError, match="head_size=96: a row of the chunk has 512 values"):
-        lmcache.Settings(8, 8, head_size=96).codec_of(torch.Size((1, 2, 64, 512)), torch.bfloat16)
+        lmcache.SerdeSettings(8, 8, head_size=96).codec_of(torch.Size((1, 2, 64, 512)), torch.bfloat16)
