@@ -1,11 +1,12 @@
-"""Accuracy of training through parameter servers: ternary gradients against float32, from the same seeds.
+"""Accuracy of training through parameter servers: compressed gradients and means against float32, from the same seeds.
 
     python bench/training/parameter_server.py                    # 3 seeds of 400 steps: some minutes
     python bench/training/parameter_server.py --workers 4 --servers 2 --seeds 1
 
 Ranks are processes on this machine. Workers train the convolutional network on scikit-learn's handwritten digits
 (bench/support/models.py) by SGD with momentum; ParameterClient.average returns the mean of their gradients. float32
-gradients are sent as Lossless frames.
+gradients and means are sent as Lossless frames. Servers send exact sums down with Ternary, and Lossless means with
+"Quantize(4) up". Other rows encode the means, too, with or without error feedback on the server.
 
 accuracy    held-out accuracy at the end in percent, mean over seeds
 vs float32  difference from float32's accuracy in percentage points, mean over seeds
@@ -32,15 +33,26 @@ import codec.torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from models import digits_task
 
-CODECS = {"float32": codec.Lossless(), "Ternary, clip 2.5": codec.Ternary("base3", clip=2.5)}
+Q4 = codec.Quantize(4)
+CODECS = {  # specs of gradients and of means, and True for error feedback on the server
+    "float32": (codec.Lossless(), codec.Lossless(), True),
+    "Ternary, clip 2.5": (codec.Ternary("base3", clip=2.5), codec.Lossless(), True),
+    "Quantize(4) up": (Q4, codec.Lossless(), True),
+    "Quantize(4) up and down": (Q4, Q4, True),
+    "Quantize(4) up and down, no feedback": (Q4, Q4, False),
+    "Quantize(4) up, Sign down": (Q4, codec.Sign(), True),
+    "Quantize(4) up, Sign down, no feedback": (Q4, codec.Sign(), False),
+}
+WIDTH = max(map(len, CODECS))
 
 
 def train(name: str, servers: int, seed: int, steps: int) -> dict[str, float] | None:
     """Run this rank as a server or a worker; return the results on workers, and None on servers."""
     rank, size = dist.get_rank(), dist.get_world_size()
     workers = size - servers
+    spec, mean_spec, feedback = CODECS[name]
     if rank < servers:
-        codec.torch.ParameterServer(range(servers), range(servers, size)).serve()
+        codec.torch.ParameterServer(range(servers), range(servers, size), feedback=feedback).serve()
         sums = torch.zeros(3, dtype=torch.float64)
         dist.all_reduce(sums)
         return None
@@ -52,7 +64,7 @@ def train(name: str, servers: int, seed: int, steps: int) -> dict[str, float] | 
             task.optimizer.zero_grad()
             task.loss(task.model, task.batch()).backward()
             gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-            for n, value in client.average(step, gradients, CODECS[name]).items():
+            for n, value in client.average(step, gradients, spec, mean_spec=mean_spec).items():
                 parameters[n].grad = value
             task.optimizer.step()
             task.schedule.step()
@@ -79,14 +91,14 @@ def rank_main(rank: int, size: int, args: argparse.Namespace, folder: str) -> No
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':18}{'accuracy':>10}{'vs float32':>12}{'loss':>8}{'up':>7}{'down':>7}")
+    print(f"{'':{WIDTH}}{'accuracy':>10}{'vs float32':>12}{'loss':>8}{'up':>7}{'down':>7}")
     plain = [row["accuracy"] for row in rows if row["codec"] == "float32"]
     for name in CODECS:
         some = [row for row in rows if row["codec"] == name]
         means = {key: mean(row[key] for row in some) for key in ("accuracy", "loss", "up", "down")}
         difference = mean(row["accuracy"] - plain[row["seed"]] for row in some)
         print(
-            f"{name:18}{means['accuracy']:10.2f}{difference:+12.2f}{means['loss']:8.3f}{means['up']:7.2f}"
+            f"{name:{WIDTH}}{means['accuracy']:10.2f}{difference:+12.2f}{means['loss']:8.3f}{means['up']:7.2f}"
             f"{means['down']:7.2f}"
         )
 

@@ -92,12 +92,15 @@ def _scales_name(servers: Sequence[int], server: int, names: Sequence[str]) -> s
 
 
 def mean(
-    session: Session, step: int, gradients: Mapping[str, torch.Tensor], spec: codec.Spec
+    session: Session, step: int, gradients: Mapping[str, torch.Tensor], spec: codec.Spec, mean_spec: codec.Spec
 ) -> dict[str, torch.Tensor]:
-    """Return the means of gradients that workers send as frames of any codec; parameters as for :func:`terngrad`."""
+    """Return the means of gradients that workers send as frames of any codec, and servers as frames of `mean_spec`.
+
+    The other parameters are those of :func:`terngrad`.
+    """
     names = list(gradients)
     frames = {name: session.frame(step, name, gradients[name], spec) for name in names}
-    _, values = session.round(session.push(step, frames), session.pull(step, names, "mean"))
+    _, values = session.round(session.push(step, frames), session.pull(step, names, "mean", mean_spec))
     return session.decoded(values, names, "mean")
 
 

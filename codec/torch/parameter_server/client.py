@@ -11,10 +11,12 @@ import codec
 from codec import ArgumentError, CallOptions, PeerError, SpecError, StateError, Status
 from codec._options import settings_of
 from codec.arguments import check_timeout, shown, whole
+from codec.spec_config import self_contained
 from codec.specs import SpecLike, Ternary, require_feedback
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.average import mean, terngrad
 from codec.torch.parameter_server.links import ClientStats
+from codec.torch.parameter_server.means import LOSSLESS
 from codec.torch.parameter_server.messages import DTYPES, INTERNAL, MAX_NAME_NBYTES, MAX_STEP, REDUCES, Key, Reduce
 from codec.torch.parameter_server.session import Session
 from codec.torch.reduction.arguments import plain_spec
@@ -101,7 +103,7 @@ class ParameterClient:
             self._session.register(keys)
             self._session.devices |= {n: of.device for n, of in parameters.items() if isinstance(of, torch.Tensor)}
 
-    def push(self, step: int, tensors: Mapping[str, Any], spec: SpecLike = codec.Lossless()) -> None:  # noqa: B008
+    def push(self, step: int, tensors: Mapping[str, Any], spec: SpecLike = LOSSLESS) -> None:
         """Send this worker's tensors of a step to the servers.
 
         Parameters
@@ -131,7 +133,9 @@ class ParameterClient:
             frames = {name: self._session.frame(step, name, value, spec) for name, value in tensors.items()}
             self._session.round(self._session.push(step, frames))
 
-    def pull(self, step: int, keys: Iterable[str], *, reduce: Reduce = "mean") -> dict[str, torch.Tensor]:
+    def pull(
+        self, step: int, keys: Iterable[str], *, reduce: Reduce = "mean", spec: SpecLike = LOSSLESS
+    ) -> dict[str, torch.Tensor]:
         """Wait until all workers have pushed some keys, and return the reductions of their tensors.
 
         Parameters
@@ -142,9 +146,13 @@ class ParameterClient:
             Names of keys. This worker must have pushed them in the step, and can pull each key only once per step.
         reduce : {"mean", "max", "exact_mean"}
             ``"mean"`` and ``"max"``: the server decodes the frames, and sends the mean or the maximum over the workers
-            as Lossless frames. For integers, only ``"max"`` is supported. ``"exact_mean"``: the server adds the
-            codes of :class:`codec.Ternary` frames, which must have the same scale, exactly as integers, and sends the
-            sums; for W workers the result is float32(sum * (scale / W)).
+            as frames of `spec`. For integers, only ``"max"`` is supported. ``"exact_mean"``: the server adds the codes
+            of :class:`codec.Ternary` frames, which must have the same scale, exactly as integers, and sends the sums;
+            for W workers the result is float32(sum * (scale / W)).
+        spec : Spec or name of a preset
+            Codec of the means; all workers must pass the same. A server encodes a mean once, and sends the same frame
+            to all workers. If the spec is a lossy contraction, the server uses error feedback, unless it was created
+            with ``feedback=False``. ``"max"`` and ``"exact_mean"`` must be pulled with :class:`codec.Lossless`.
 
         Returns
         -------
@@ -156,21 +164,31 @@ class ParameterClient:
         StateError
             A key is not initialized, was not pushed by this worker, or was already pulled.
         SpecError
-            ``"exact_mean"`` of frames that are not Ternary or have different scales; or ``"mean"`` of integers.
+            ``"exact_mean"`` of frames that are not Ternary or have different scales; or ``"mean"`` of integers. Or the
+            spec does not fit the tensor or the reduction, needs error feedback that the server does not use, or differs
+            from the spec of another worker.
         PeerError
-            Another worker was lost or too late, or has abandoned the step; or a server is lost.
+            Another worker was lost or too late, or has abandoned the step; or a server is lost. Or the mean holds NaN
+            or Inf, which the spec refuses (``code == codec.Status.NONFINITE``).
         """
-        step, names = _step(step), list(keys)
+        step, names, spec = _step(step), list(keys), self_contained(spec)
         if reduce not in REDUCES:
             raise ArgumentError(f"reduce must be one of {', '.join(map(repr, REDUCES))}, got {shown(reduce)}")
         if len(set(names)) != len(names):
             raise ArgumentError("keys must not contain the same key twice")
+        if reduce != "mean" and spec != LOSSLESS:
+            raise SpecError(f"reduce={reduce!r} has exact results: leave out spec={spec}")
         with self._call():
-            (values,) = self._session.round(self._session.pull(step, names, reduce))
+            (values,) = self._session.round(self._session.pull(step, names, reduce, spec))
             return self._session.decoded(values, names, reduce)
 
     def average(
-        self, step: int, gradients: Mapping[str, torch.Tensor | None], spec: SpecLike
+        self,
+        step: int,
+        gradients: Mapping[str, torch.Tensor | None],
+        spec: SpecLike,
+        *,
+        mean_spec: SpecLike = LOSSLESS,
     ) -> dict[str, torch.Tensor]:
         """Return the mean of all workers' gradients: push and pull in one call.
 
@@ -178,7 +196,7 @@ class ParameterClient:
         pull the maxima over all workers. They use these as scales of the ternary codes that they push, and then pull
         ``"exact_mean"``. Sums are exact, so the codes are the only source of error. With ``clip``, magnitudes are
         first limited to that many standard deviations, as in ``algorithm="shared_scale"`` of :func:`all_reduce`. With
-        other specs, workers push frames and pull their mean.
+        other specs, or with a `mean_spec`, workers push frames and pull their mean.
 
         If the call fails on this worker, it abandons the step, so that the other workers raise PeerError immediately.
 
@@ -191,6 +209,8 @@ class ParameterClient:
             parameter that this worker has not used, counts as zeros.
         spec : Spec or name of a preset
             Codec of the gradients, such as ``codec.Ternary("base3", clip=2.5)``.
+        mean_spec : Spec or name of a preset
+            Codec of the means, as `spec` of :meth:`pull`.
 
         Returns
         -------
@@ -206,11 +226,11 @@ class ParameterClient:
             Another worker has failed, was lost or was too late; or a server is lost.
         SpecError
             The spec has a `scale`, on which the workers must agree themselves; or it is :class:`codec.TopK`, which
-            needs error feedback.
+            needs error feedback. Or `mean_spec` is refused, as by :meth:`pull`.
         StateError
             As for :meth:`push`.
         """
-        step, spec = _step(step), plain_spec(spec)
+        step, spec, mean_spec = _step(step), plain_spec(spec), self_contained(mean_spec)
         require_feedback(spec, "push frames of codec.encode(residual=, feedback=True), and pull their mean")
         if isinstance(spec, Ternary) and spec.scale is not None:
             raise SpecError(f"the workers agree on a scale: leave out scale={spec.scale}")
@@ -224,10 +244,10 @@ class ParameterClient:
                             f"{name!r} is {gradient.dtype}, and a mean needs floats: push it, and pull it with "
                             'reduce="max"'
                         )
-                if isinstance(spec, Ternary):
+                if isinstance(spec, Ternary) and mean_spec == LOSSLESS:
                     found = terngrad(self._session, step, dense, spec)
                 else:
-                    found = mean(self._session, step, dense, spec)
+                    found = mean(self._session, step, dense, spec, mean_spec)
             except Exception as e:
                 with suppress(codec.CodecError):
                     self._session.abandon(step, nonfinite=getattr(e, "code", None) == Status.NONFINITE)

@@ -76,6 +76,7 @@ class Request:
     keys: Sequence[Key] = ()  # INIT: keys to register
     ids: Sequence[int] = ()  # PUSH and PULL: numbers of keys
     frames: Sequence[Array] = ()  # PUSH: one frame per key
+    spec: bytes = b""  # PULL: text of the spec of the results, empty for Lossless()
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,12 @@ class Outgoing:
 
 
 def request(
-    kind: int, step: int = 0, ids: Sequence[int] = (), frames: Sequence[Any] | None = None, argument: int = 0
+    kind: int,
+    step: int = 0,
+    ids: Sequence[int] = (),
+    frames: Sequence[Any] | None = None,
+    argument: int = 0,
+    spec: str = "",
 ) -> Outgoing:
     """Encode a request of any kind but INIT.
 
@@ -102,9 +108,11 @@ def request(
         Numbers of keys.
     frames : sequence of buffers, optional
         One frame per key, for PUSH.
+    spec : str
+        Text of the spec of the results, for PULL; empty for ``Lossless()``.
     """
     head = _REQUEST.pack(kind, argument, 0, len(ids), step)
-    parts: list[Any] = [head + np.asarray(ids, "<u4").tobytes()]
+    parts: list[Any] = [head + np.asarray(ids, "<u4").tobytes() + spec.encode()]
     if frames is not None:
         parts[0] += np.asarray([len(f) for f in frames], "<u8").tobytes()
         parts += frames
@@ -164,7 +172,7 @@ def read_request(message: Array) -> Request:
     kind, argument, zero, count, step = reader.unpack(_REQUEST)
     if zero or not 0 <= step < MAX_STEP:
         raise FrameError(f"the step of a request must be from 0 to {MAX_STEP - 1}, got {step}")
-    keys, ids, frames = [], [], []
+    keys, ids, frames, spec = [], [], [], b""
     if kind == INIT:
         keys = [_read_key(reader) for _ in range(count)]
     elif kind in (PUSH, PULL):
@@ -175,10 +183,12 @@ def read_request(message: Array) -> Request:
             frames = [reader.take(nbytes) for nbytes in reader.numbers("<u8", count)]
         elif argument >= len(REDUCES):
             raise FrameError(f"the reduction of a request must be below {len(REDUCES)}, got {argument}")
+        else:
+            spec = reader.rest().tobytes()
     elif kind not in (ABANDON, CLOSE):
         raise FrameError(f"a request has the unknown kind {kind}")
     reader.end()
-    return Request(kind, argument, step, keys, ids, frames)
+    return Request(kind, argument, step, keys, ids, frames, spec)
 
 
 def _read_key(reader: _MessageReader) -> Key:

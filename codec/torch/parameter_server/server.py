@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,14 +14,16 @@ import torch
 import codec
 from codec import CallOptions, CodecError, PeerError, SpecError
 from codec._options import settings_of
-from codec.arguments import check_timeout, whole
+from codec.arguments import check_timeout, truth, whole
 from codec.readable import Rounded, count, size
+from codec.specs import Spec
 from codec.torch import _compat
 from codec.torch.network.endpoint import Endpoint
 from codec.torch.network.tcp import PeerConnection
 from codec.torch.network.waits import WAKE_SECONDS
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
+from codec.torch.parameter_server.means import LOSSLESS, MeanEncoder, spec_in
 from codec.torch.parameter_server.messages import ABANDON, CLOSE, FLOATS, INIT, PUSH, REDUCES, TAG, Key, Request
 from codec.torch.parameter_server.steps import ServerSteps
 from codec.torch.parameter_server.table import Table
@@ -95,6 +98,10 @@ class ParameterServer:
     max_steps : int
         Maximum number of steps in which a worker can take part at once, 1 or more. This limits memory: from each
         worker, the server holds at most this many frames per key.
+    feedback : bool
+        Error feedback for means that workers pull with a lossy spec: the server adds the residual of a key, the errors
+        of the means that it has sent, to the next mean. Residuals need 4 bytes per value. Specs that are not
+        contractions (:attr:`codec.Spec.contraction`), such as :class:`codec.Ternary`, are used without feedback.
     options : CallOptions, optional
         ``codec.options(timeout=)``: longest time that a pull waits for workers. Use the same timeout on servers and
         workers. Default: the timeout of the group.
@@ -131,6 +138,7 @@ class ParameterServer:
         max_keys: int = 65_536,
         max_key_nbytes: int = 1 << 30,
         max_steps: int = 4,
+        feedback: bool = True,
         options: CallOptions | None = None,
     ) -> None:
         timeout = check_timeout(settings_of(options).timeout)
@@ -140,7 +148,8 @@ class ParameterServer:
         max_steps = whole("max_steps", max_steps, 1, 1 << 20)
         self._endpoint: Endpoint = endpoint_for(group, timeout)
         self._workers = check_ranks("workers", workers, self._endpoint, other=servers)
-        check_ranks("servers", servers, self._endpoint, member=True)
+        ranks = check_ranks("servers", servers, self._endpoint, member=True)
+        self._means = MeanEncoder(ranks, self._endpoint.rank, feedback=truth("feedback", feedback))
         self._seconds = (timeout or self._endpoint.timeout).total_seconds()
         self._steps = ServerSteps(self._workers, max_steps)
         self._connections: dict[int, PeerConnection] = {}
@@ -194,6 +203,34 @@ class ParameterServer:
                 self._sent + sum(c.sent_nbytes for c in self._connections.values()),
                 dict(self._steps.reasons),
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the residuals of this server's means. Any thread may call this.
+
+        Call it after :meth:`serve`, or while no step is in flight. Otherwise the residuals of some keys may already
+        include the next step.
+
+        Returns
+        -------
+        dict
+            Integers, strings and float32 tensors, which ``torch.load(weights_only=True)`` accepts.
+        """
+        return self._means.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the residuals by copies of those in a state of this server. Call this before :meth:`serve`.
+
+        Parameters
+        ----------
+        state : mapping
+            Return value of :meth:`state_dict` on this server, in a run with the same `servers`.
+
+        Raises
+        ------
+        StateError
+            `state` is no such state, or contains NaN or Inf. The residuals are unchanged.
+        """
+        self._means.load_state_dict(state)
 
     def _all_gone(self) -> bool:
         states = self._steps.state
@@ -292,30 +329,32 @@ class ParameterServer:
             steps.abandon(worker, request.step, nonfinite=nonfinite)
         elif request.kind != CLOSE:
             reduce = REDUCES[request.argument]
+            spec = spec_in(request.spec)
+            if reduce != "mean" and spec != LOSSLESS:
+                raise SpecError(f"{reduce} has exact results, and cannot be encoded with {spec}")
             keys = [table.key(number) for number in request.ids]
             taken += steps.wait(worker, request.step, request.ids, table.name, self._seconds, check)
-            return messages.reply(
-                values=[
-                    entry.result(reduce, partial(_reduced, key=key, reduce=reduce))
+            with self._means.transaction() if spec != LOSSLESS else nullcontext():
+                values = [
+                    entry.result(reduce, spec, partial(self._reduced, key, request.step, reduce, spec))
                     for key, entry in zip(keys, taken, strict=True)
                 ]
-            )
+            return messages.reply(values=values)
         return messages.reply()
 
-
-def _reduced(frames: Sequence[Array], key: Key, reduce: str) -> tuple[bytes, bytes]:
-    """Reduce the frames of a key; return head and body of the value that is sent to workers."""
-    try:
-        if reduce == "exact_mean":
-            return sums.encode_average(frames)
-        if key.dtype not in FLOATS:
-            return b"", _largest(frames, key, reduce)
-        result = np.empty(key.shape, np.float32)
-        codec.reduce(frames, op="max" if reduce == "max" else "mean", out=result)
-    except CodecError as e:
-        raise type(e)(f"{messages.label(key.name)}: {e}") from e
-    dtype: torch.dtype = getattr(torch, key.dtype)
-    return b"", bytes(codec.encode(_compat.from_numpy(result).to(dtype)))
+    def _reduced(self, key: Key, step: int, reduce: str, spec: Spec, frames: Sequence[Array]) -> tuple[bytes, bytes]:
+        """Reduce the frames of a key; return head and body of the value that is sent to workers."""
+        try:
+            if reduce == "exact_mean":
+                return sums.encode_average(frames)
+            if key.dtype not in FLOATS:
+                return b"", _largest(frames, key, reduce)
+            result = np.empty(key.shape, np.float32)
+            codec.reduce(frames, op="max" if reduce == "max" else "mean", out=result)
+            dtype: torch.dtype = getattr(torch, key.dtype)
+            return b"", self._means.encode(key, step, _compat.from_numpy(result).to(dtype), spec)
+        except CodecError as e:
+            raise type(e)(f"{messages.label(key.name)}: {e}", e.code) from e
 
 
 def _largest(frames: Sequence[Array], key: Key, reduce: str) -> bytes:

@@ -13,6 +13,7 @@ from codec.torch.network.endpoint import Endpoint
 from codec.torch.network.version import hash64
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.links import ServerLinks
+from codec.torch.parameter_server.means import LOSSLESS, text_of
 from codec.torch.parameter_server.messages import DTYPES, FLOATS, REDUCES, Key, Outgoing, Reduce
 from codec.torch.parameter_server.table import server_of
 from codec.torch.transport.messages import Array
@@ -144,11 +145,11 @@ class Session:
             for s, group in self.by_server(frames).items()
         }
 
-    def pull(self, step: int, names: Sequence[str], reduce: Reduce) -> dict[int, Outgoing]:
+    def pull(self, step: int, names: Sequence[str], reduce: Reduce, spec: codec.Spec = LOSSLESS) -> dict[int, Outgoing]:
         """Encode the requests, by server, that pull reductions."""
-        argument = REDUCES.index(reduce)
+        how: Any = {"argument": REDUCES.index(reduce), "spec": text_of(spec)}
         return {
-            s: messages.request(messages.PULL, step, [self.known(n)[1] for n in group], argument=argument)
+            s: messages.request(messages.PULL, step, [self.known(n)[1] for n in group], **how)
             for s, group in self.by_server(names).items()
         }
 

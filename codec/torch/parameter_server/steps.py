@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from codec import CodecError, PeerError, StateError, Status
+from codec import CodecError, PeerError, SpecError, StateError, Status
+from codec.specs import Spec
 
 _CHECK_SECONDS = 0.25  # seconds between two checks of the connection of a waiting worker
 _REMEMBERED = 1024  # number of ended steps whose late pushes are recognized
@@ -25,11 +26,20 @@ class KeyFrames:
         self.users = 0  # number of threads that compute or send a result
         self.nbytes = 0  # bytes of all frames
         self._lock = threading.Lock()
+        self._specs: dict[str, Spec] = {}  # by reduction: spec of the result
         self._results: dict[str, Any] = {}  # by reduction: result, or CodecError
 
-    def result(self, reduce: str, compute: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return the result of a reduction, or raise its error; `compute` receives the frames in rank order."""
+    def result(self, reduce: str, spec: Spec, compute: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return the result of a reduction, or raise its error; `compute` receives the frames in rank order.
+
+        Raises
+        ------
+        SpecError
+            Another worker has pulled the reduction with another spec than `spec`.
+        """
         with self._lock:
+            if self._specs.setdefault(reduce, spec) != spec:
+                raise SpecError(f"all workers must pull with one spec, but got {spec} after {self._specs[reduce]}")
             if reduce not in self._results:
                 try:
                     self._results[reduce] = compute([self.frames[w] for w in sorted(self.frames)])
@@ -37,7 +47,7 @@ class KeyFrames:
                     self._results[reduce] = e
             found = self._results[reduce]
         if isinstance(found, CodecError):
-            raise type(found)(str(found))
+            raise type(found)(str(found), found.code)
         return found
 
     def drop(self) -> None:
