@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import codec
-from codec import FrameError, PeerError, StateError, Status
+from codec import CodecError, FrameError, PeerError, StateError, Status
 from codec._c.traits import is_lossless
 from codec.spec_config import self_contained
 from codec.spec_text import spec_of
@@ -17,7 +17,7 @@ from codec.specs import Spec, require_feedback
 from codec.stateful import checkpoint
 from codec.torch import _compat
 from codec.torch.network.version import hash64
-from codec.torch.parameter_server.messages import Key, label
+from codec.torch.parameter_server.messages import Key
 from codec.torch.parameter_server.table import server_of
 from codec.torch.transport.messages import Array
 
@@ -74,12 +74,16 @@ class MeanEncoder:
 
     @contextmanager
     def transaction(self) -> Generator[None, None, None]:
-        """Return a context manager for the means of one request: after an error in it, all residuals are unchanged."""
+        """Return a context manager for the means of one request. After a CodecError, all residuals are unchanged.
+
+        The server reports a CodecError to all workers that pull the keys. After any other exception, such as a lack of
+        memory, other workers may receive the frames that were encoded before it, so their residuals are kept.
+        """
         with self._lock:
             before = self._residuals.copy()
             try:
                 yield
-            except BaseException:
+            except CodecError:
                 self._residuals = before
                 raise
 
@@ -110,7 +114,7 @@ class MeanEncoder:
         except codec.ArgumentError as e:
             if e.code != Status.NONFINITE:
                 raise
-            text = f"the mean of {label(key.name)} holds NaN or Inf, which {type(spec).__name__} cannot encode"
+            text = f"the mean holds NaN or Inf, which {type(spec).__name__} cannot encode"
             raise PeerError(text, Status.NONFINITE) from e
 
     def state_dict(self) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _wrong(client, worker):
         mean = None
     client.pull(1, ["b"])
     client.push(2, x | {"a": torch.full((10, 100), float("nan") if worker else 1.0)})
-    with raises(codec.PeerError, "the mean of 'a' holds NaN or Inf") as raised:
+    with raises(codec.PeerError, "'a': the mean holds NaN or Inf") as raised:
         client.pull(2, ["b", "a"], spec=codec.Sign())
     assert raised.value.code == codec.Status.NONFINITE
     client.push(3, x)
@@ -206,6 +206,21 @@ def test_residual_is_carried_over_a_lost_worker(pools):
     found, state, _ = _serve(pools(3), _lost)
     first, second = found[0]
     assert torch.allclose(first + second + state["a[0:100]"], 2 * torch.arange(100.0), atol=1e-3)
+
+
+def _out_of_order(client, worker):
+    steps = [{"a": torch.linspace(-1, 1 + step, 50)} for step in range(3)]
+    client.init(steps[0])
+    for step, x in enumerate(steps):
+        client.push(step, x)
+    return sum(client.pull(step, ["a"], spec=codec.Sign())["a"] for step in (2, 0, 1))
+
+
+def test_residual_is_exact_if_steps_in_flight_are_pulled_out_of_order(pools):
+    found, state, _ = _serve(pools(3), _out_of_order)
+    assert torch.equal(*found)
+    exact = sum(torch.linspace(-1, 1 + step, 50) for step in range(3))
+    assert torch.allclose(found[0] + state["a[0:50]"], exact, atol=1e-5)
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"Sign(", b"tiny", b"Delta()", b"x" * 2000, b"(" * 1000, b"Sign(seed=1)"])

@@ -55,6 +55,8 @@ def _hostile(rank, size):
         head(99, 0, 0, 0, 0),
         head(messages.PULL, 99, 0, 1, 0) + bytes(4),
         head(messages.PULL, 0, 0, 1 << 31, 0),
+        *(head(messages.PULL, 1, 0, 1, 7) + bytes(4) + spec for spec in (b"Sign(", b"Delta()", b"\xff", b"x" * 5000)),
+        head(messages.PULL, 0, 0, 1, 7) + bytes(4) + b"Sign()",
         head(messages.PUSH, 0, 0, 1, 3) + bytes(4) + (1 << 63).to_bytes(8, "little"),
         head(messages.PUSH, 0, 0, 1, 3) + b"\xff\xff\xff\xff" + bytes(8),
         head(messages.PUSH, 0, 0, 2, 3) + bytes(8) + bytes(16),
