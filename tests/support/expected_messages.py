@@ -158,6 +158,10 @@ class Expected:
         for o in self.others(rank):
             self.sent[rank][o].append(body)
 
+    def is_sent(self, piece: Piece) -> bool:
+        """Return True if ranks send messages for a piece: it has values, or the tensor has none."""
+        return piece.end > piece.begin or self.call.n == 0
+
     def frame(self, x: Any, piece: Piece, number: int) -> bytes:
         stream = (self.call.stream * STREAM_STRIDE + number) % (1 << 64)
         return bytes(codec.encode(codec.view(x, segments=piece.segments), self.call.spec, stream=stream))
@@ -204,7 +208,7 @@ class Expected:
             piece = slices[o][c]
             number = (rank * self.size + o) * chunks + c
             found[rank, o, c] = self.frame(self.x[rank][piece.begin : piece.end], piece, number)
-            if o != rank:
+            if o != rank and self.is_sent(piece):
                 self.sent[rank][o].append(found[rank, o, c])
         return found
 
@@ -214,7 +218,8 @@ class Expected:
         for rank, c in itertools.product(range(self.size), range(chunks)):
             total = self.reduced([terms[k, rank, c] for k in range(self.size)], self.call.op)
             number = (self.size**2 + rank) * chunks + c
-            self.to_all(rank, self.frame(total, slices[rank][c], number))
+            if self.is_sent(slices[rank][c]):
+                self.to_all(rank, self.frame(total, slices[rank][c], number))
 
     def _all_reduce_all_gather(self) -> None:
         (pieces,) = partition(self.call.n, 1, self.itemsize, self.call.segments, self.chunk_nbytes)
@@ -237,6 +242,8 @@ class Expected:
         final: dict[tuple[int, int], bytes] = {}
         for o, c in itertools.product(range(size), range(chunks)):  # in the ring, slice o starts at rank o
             piece = slices[o][c]
+            if not self.is_sent(piece):
+                continue
             total: Any = None
             for step in range(size):
                 rank = (o + step) % size
@@ -257,14 +264,15 @@ class Expected:
             queue = self.sent[rank][(rank + 1) % size]
             queue[:] = [message for _, _, message in sorted(queue, key=lambda m: m[:2])]
             for step, c in itertools.product(range(size - 1), range(chunks)):
-                queue.append(final[(rank + 1 - step) % size, c])
+                if frame := final.get(((rank + 1 - step) % size, c)):
+                    queue.append(frame)
 
     def _all_reduce_raw(self) -> None:
         slices = self.slices()
         chunks = len(slices[0])
 
-        def raw(x: Any) -> bytes:
-            return x.view(torch.uint8).numpy().tobytes() if x.numel() else b""
+        def raw(x: Any) -> list[bytes]:
+            return [x.view(torch.uint8).numpy().tobytes()] if x.numel() else [b""] * (self.call.n == 0)
 
         for rank in range(self.size):
             sums = []
@@ -278,7 +286,7 @@ class Expected:
                 order = terms[:2]
                 for c in range(chunks):
                     order += [sums[c], *terms[c + 2 : c + 3]]
-                self.sent[rank][o] += [raw(x) for x in order]
+                self.sent[rank][o] += [body for x in order for body in raw(x)]
 
     def _all_reduce_shared_scale(self) -> None:
         """Add the messages of a shared-scale all-reduce without segments, in which all values have one scale."""
@@ -306,7 +314,8 @@ class Expected:
             packed = np.zeros(padded.size // digits, np.uint8)
             for column in padded.reshape(-1, digits).T:
                 packed = packed * np.uint8(base) + column
-            self.to_all(rank, bytes(codec.encode(packed, codec.Lossless())))
+            if self.is_sent(slices[rank][0]):
+                self.to_all(rank, bytes(codec.encode(packed, codec.Lossless())))
 
     def _exchange(self) -> None:
         for rank in range(self.size):

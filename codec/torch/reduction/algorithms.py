@@ -13,7 +13,7 @@ import codec
 from codec._c.traits import is_lossless
 from codec.torch.network.inbox import Receive
 from codec.torch.reduction.host import Frame, Reduction, Values, nonfinite_error
-from codec.torch.reduction.partition import Piece
+from codec.torch.reduction.partition import Piece, sent
 from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.messages import Array
 
@@ -28,20 +28,19 @@ async def two_shot(part: CollectivePart, r: Reduction) -> Values:
     slices = r.slices(size)
     bounds = [[r.frame_bound(piece) for piece in pieces] for pieces in slices]
     scatter = ScatterPhase(part, r, slices, part.arena.nbytes_of([b for each in bounds for b in each]))
-    chunks = range(len(slices[me]))
-    sums = {(c, o): part.receive(bounds[o][c], o) for c in chunks for o in others}
+    chunks, travelling = len(slices[me]), sent(slices)
+    sums = {(c, o): part.receive(bounds[o][c], o) for c in range(chunks) for o in others if c in travelling[o]}
     await scatter.send()
     result = r.result(part, r.n)
-    for c, piece in enumerate(slices[me]):
+    for c, piece in travelling[me].items():
         terms = await scatter.terms(c)
-        number = (size * size + me) * len(chunks) + c
+        number = (size * size + me) * chunks + c
         frame = _encode_sum(part, r, piece, bounds[me][c], terms, result, number)
         for o in others:
             part.send_frame(frame, o)
     part.counters.round_trips += 0.5
-    for c in chunks:
-        for o in others:
-            _decode(part, r, await part.frame(sums[c, o]), slices[o][c], result)
+    for (c, o), receive in sums.items():
+        _decode(part, r, await part.frame(receive), slices[o][c], result)
     await part.sent()
     return result
 
@@ -205,8 +204,13 @@ async def ring(part: CollectivePart, r: Reduction) -> Values:
     bounds = [[r.frame_bound(piece) for piece in pieces] for pieces in slices]
     left, right, steps = (me - 1) % size, (me + 1) % size, range(size - 1)
     part.arena.reserve(part.arena.nbytes_of(4 * [b for each in bounds for b in each]))
-    sums = [[part.receive(b, left) for b in bounds[(me - s - 1) % size]] for s in steps]
-    results = [[part.receive(b, left) for b in bounds[(me - s) % size]] for s in steps]
+    travelling = sent(slices)
+
+    def received(which: int) -> dict[int, Receive]:
+        return {c: part.receive(bounds[which][c], left) for c in travelling[which]}
+
+    sums = [received((me - s - 1) % size) for s in steps]
+    results = [received((me - s) % size) for s in steps]
     total = _as_float32(r)
     result = r.result(part, r.n)
 
@@ -218,16 +222,16 @@ async def ring(part: CollectivePart, r: Reduction) -> Values:
             return _encode_result(part, r, piece, bound, total, result, number)
         return _encode_partial(part, r, piece, bound, total, number)
 
-    for c in range(len(slices[me])):
+    for c in travelling[me]:
         part.send_frame(frame_of(0, c), right)
     for s in steps:
-        for c, piece in enumerate(slices[(me - s - 1) % size]):
+        for c, piece in travelling[(me - s - 1) % size].items():
             frame = await part.frame(sums[s][c])
             with part.clock.during("decode_s"):
                 _add(r, frame, piece, total)
             part.send_frame(frame_of(s + 1, c), right)
     for s in steps:
-        for c, piece in enumerate(slices[(me - s) % size]):
+        for c, piece in travelling[(me - s) % size].items():
             frame = await part.frame(results[s][c])
             _decode(part, r, frame, piece, result)
             if s < size - 2:
@@ -328,23 +332,23 @@ class ScatterPhase:
     """
 
     def __init__(self, part: CollectivePart, r: Reduction, slices: Sequence[Sequence[Piece]], nbytes: int = 0) -> None:
-        self._part, self._r, self._slices = part, r, slices
+        self._part, self._r, self._slices, self._sent = part, r, slices, sent(slices)
         self._bounds = [[r.frame_bound(piece) for piece in pieces] for pieces in slices]
-        self._own: list[Array | None] = []
+        self._own: dict[int, Array | None] = {}
         mine = self._bounds[part.rank]
         needed = [b for bounds in self._bounds for b in bounds] + mine * (part.size - 1)
         part.arena.reserve(nbytes + part.arena.nbytes_of(needed), pinned=r.on_device)
-        self._incoming = [{o: part.receive(b, o) for o in part.others} for b in mine]
+        self._incoming = {c: {o: part.receive(mine[c], o) for o in part.others} for c in self._sent[part.rank]}
 
     async def send(self) -> None:
         """Encode and send all terms by chunk; within a chunk, the terms for other ranks before those for this rank."""
         part = self._part
         for c in range(max(map(len, self._slices))):
             for o in [*part.others, part.rank]:
-                if c >= len(self._slices[o]):
+                if c not in self._sent[o]:
                     continue
                 if o == part.rank:
-                    self._own.append(None if self._r.own_term_is_exact else self._encode(c, o))
+                    self._own[c] = None if self._r.own_term_is_exact else self._encode(c, o)
                 else:
                     part.send_frame(self._encode(c, o), o)
             await part.breathe()

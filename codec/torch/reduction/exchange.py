@@ -13,7 +13,7 @@ from codec.torch.network.inbox import Receive
 from codec.torch.reduction import heads
 from codec.torch.reduction.device import Copied, DeviceReduction, DeviceTerm, Found
 from codec.torch.reduction.heads import Announced
-from codec.torch.reduction.partition import Piece
+from codec.torch.reduction.partition import Piece, sent
 from codec.torch.transport.collective import CollectivePart, NoFrameError
 from codec.torch.transport.messages import Array
 
@@ -286,21 +286,24 @@ class Messages:
     def __init__(self, part: CollectivePart, r: DeviceReduction, pieces: Pieces, *, gathers: bool = False) -> None:
         self._part, self._r, self._pieces, self._gathers = part, r, pieces, gathers
         self._bounds = [[r.frame_bound(piece) for piece in row] for row in pieces]
+        self._sent = sent(pieces)
         self._gathered: list[list[tuple[int, Receive]]] | None = None
 
     async def scatter(self) -> PhaseFrames:
         """Send this rank's terms, ordered by chunk; return the terms of this rank's slice."""
         part, r = self._part, self._r
-        mine, all_bounds = self._bounds[part.rank], [b for row in self._bounds for b in row]
+        here, mine = self._sent[part.rank], self._bounds[part.rank]
+        all_bounds = [b for row in self._bounds for b in row]
         nbytes = part.arena.nbytes_of(all_bounds * (2 if self._gathers else 1) + mine * (part.size - 1))
         part.arena.reserve(nbytes, pinned=True)
-        incoming = [[(o, part.receive(b, o)) for o in part.others] for b in mine]
+        incoming = [[(o, part.receive(b, o)) for o in part.others if c in here] for c, b in enumerate(mine)]
         if self._gathers:
-            self._gathered = [[(o, part.receive(self._bounds[o][c], o)) for o in part.others] for c in range(len(mine))]
+            theirs = [[o for o in part.others if c in self._sent[o]] for c in range(len(mine))]
+            self._gathered = [[(o, part.receive(self._bounds[o][c], o)) for o in row] for c, row in enumerate(theirs)]
         terms = scattered_terms(part, r, self._pieces)
         chunks = len(mine)
         own: list[Found | None] = [None] * chunks
-        order = [(c, o) for c in range(chunks) for o in [*part.others, part.rank]]
+        order = [(c, o) for c in range(chunks) for o in [*part.others, part.rank] if c in self._sent[o]]
         if r.own_term_is_exact:
             order = [(c, o) for c, o in order if o != part.rank]
         frames = await self._encoded([terms[o * chunks + c] for c, o in order], [self._bounds[o][c] for c, o in order])
@@ -315,14 +318,15 @@ class Messages:
 
     async def gather(self, terms: Sequence[DeviceTerm], pieces: Pieces) -> PhaseFrames:
         """Send terms to all ranks."""
-        part, bounds = self._part, self._bounds[self._part.rank if self._gathers else 0]
+        part, mine = self._part, self._part.rank if self._gathers else 0
+        bounds = self._bounds[mine]
         if self._gathered is None:
             part.arena.reserve(part.arena.nbytes_of(bounds * part.size), pinned=True)
             self._gathered = [[(o, part.receive(b, o)) for o in part.others] for b in bounds]
         own = await self._encoded(terms, bounds)
-        for frame in own:
+        for c in self._sent[mine]:
             for o in part.others:
-                part.send_frame(frame.here, o)
+                part.send_frame(own[c].here, o)
         await part.breathe()
         part.counters.round_trips += 0.5
         exact = self._r.own_term_is_exact and not self._gathers
@@ -343,13 +347,13 @@ class _Arriving(NamedTuple):
     incoming: Sequence[Sequence[tuple[int, Receive]]]
 
     async def chunk(self, c: int) -> Row:
-        """Return the frames of a chunk by rank, when they have arrived."""
+        """Return the frames of a chunk by rank, when they have arrived; None for a rank that sends none."""
         found: dict[int, Found | None] = {self.part.rank: self.own[c]}
         for o, receive in self.incoming[c]:
             if not receive.done:
                 self.r.joint.launch_large()
             found[o] = Found(await self.part.frame(receive), None)
-        return [found[rank] for rank in range(self.part.size)]
+        return [found.get(rank) for rank in range(self.part.size)]
 
 
 def scattered_terms(part: CollectivePart, r: DeviceReduction, pieces: Pieces) -> list[DeviceTerm]:

@@ -18,7 +18,12 @@ from codec.torch.transport.collective import Collective, NoFrameError
 from codec.torch.transport.joint import Joint
 
 _CHOICES = 256  # maximum number of signatures for which a group stores the choice of frames or uncompressed values
-_SMALL = 1 << 16  # size of a tensor in bytes up to which all-gather (one phase) is faster than two-shot (two phases)
+# Size in bytes up to which a tensor is small: its values are never sent uncompressed, and between two ranks its time is
+# latency. Of N ranks with tensors of S bytes, each sends (N - 1) S in the one phase of all-gather, and 2 (N - 1) S / N
+# in the two phases of two-shot. So all-gather saves one latency L, and sends (N - 1) (N - 2) S / N more. It is faster
+# below S = L * rate * N / ((N - 1) (N - 2)), which is about L * rate / N for many ranks. Therefore "auto" takes
+# all-gather up to S = 2 * _SMALL / N: for any N, it then sends less than 2 * _SMALL before encoding.
+_SMALL = 1 << 16
 
 # Reduction and its algorithm, which is chosen once, when the reduction is prepared
 Planned = tuple[Reduction, Algorithm]
@@ -47,7 +52,7 @@ def choose(requested: str, r: Reduction, channel: Channel) -> Algorithm:
         if isinstance(r.spec, Ternary):
             return SHARED_SCALE
         algorithm = None  # the policy of a hook has chosen another codec for this parameter
-    if channel.size == 1 or (algorithm is None and (channel.size == 2 or r.x.nbytes <= _SMALL)):
+    if channel.size == 1 or (algorithm is None and (channel.size == 2 or r.x.nbytes * channel.size <= 2 * _SMALL)):
         algorithm = ALL_GATHER
     return _placed(algorithm or TWO_SHOT, r, channel)
 

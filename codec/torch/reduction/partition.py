@@ -2,7 +2,7 @@
 
 import bisect
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
@@ -92,6 +92,16 @@ def cut_evenly(
 
     pieces = [Piece(a, b, within(a, b)) for a, b in pairwise(cuts)]
     return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
+
+
+def sent(slices: Sequence[Sequence[Piece]]) -> list[dict[int, Piece]]:
+    """Return the pieces of each slice for which ranks send messages, by chunk: those that have values.
+
+    Empty pieces are sent only if the tensor has no values. So all ranks exchange a message with the owner of the last
+    slice, which compares their arguments.
+    """
+    n = slices[-1][-1].end
+    return [{c: piece for c, piece in enumerate(pieces) if piece.n or not n} for pieces in slices]
 
 
 def _chunks(nbytes: float, chunk_nbytes: int) -> int:

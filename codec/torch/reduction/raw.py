@@ -10,7 +10,7 @@ from codec.torch._compat import from_numpy
 from codec.torch.network.inbox import Receive
 from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.host import FLOATS, Reduction, Values, nonfinite_error
-from codec.torch.reduction.partition import Piece, cut
+from codec.torch.reduction.partition import Piece, cut, sent
 from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.messages import Array
 
@@ -30,24 +30,27 @@ async def two_shot(part: CollectivePart, r: Reduction) -> Array:
         with part.clock.during("encode_s"):
             _round_with_residual(r.as_float32(r.x), r, r.residual, x)
     _check_finite(r, x)
-    chunks = range(len(slices[me]))
-    terms = {c: rooms.receive(c, slices[me][c].n) for c in chunks[:2]}
-    for c in chunks[:2]:
-        _send(part, x, slices, c)
+    pieces = sent(slices)
+    mine = pieces[me]
+    terms = {c: rooms.receive(c, mine[c].n) for c in (0, 1) if c in mine}
+    for c in (0, 1):
+        _send(part, x, pieces, c)
     sums: list[Receive] = []
-    for c in chunks:
-        piece = slices[me][c]
-        found = {me: x[piece.begin : piece.end]} | {o: await rooms.values(*each) for o, each in terms.pop(c).items()}
+    for c, piece in enumerate(slices[me]):
         total = result[piece.begin : piece.end]
-        with part.clock.during("decode_s"):
-            _sum_piece([found[rank] for rank in range(size)], r, piece, total)
-        sums += [part.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in part.others]
-        if c + 2 in chunks:  # request and send the terms of chunk c + 2 after the sums of this chunk
-            terms[c + 2] = rooms.receive(c + 2, slices[me][c + 2].n)
-        for o in part.others:
-            part.send_values(total, o)
-        if c + 2 in chunks:
-            _send(part, x, slices, c + 2)
+        if c in mine:
+            own = {me: x[piece.begin : piece.end]}
+            found = own | {o: await rooms.values(*each) for o, each in terms.pop(c).items()}
+            with part.clock.during("decode_s"):
+                _sum_piece([found[rank] for rank in range(size)], r, piece, total)
+        theirs = [(o, pieces[o][c]) for o in part.others if c in pieces[o]]
+        sums += [part.receive_values(result[other.begin : other.end], o) for o, other in theirs]
+        if c + 2 in mine:  # request and send the terms of chunk c + 2 after the sums of this chunk
+            terms[c + 2] = rooms.receive(c + 2, mine[c + 2].n)
+        if c in mine:
+            for o in part.others:
+                part.send_values(total, o)
+        _send(part, x, pieces, c + 2)
     for each in sums:
         await part.frame(each)
     await part.sent()
@@ -93,10 +96,11 @@ def _check_finite(r: Reduction, x: Array) -> None:
         raise error
 
 
-def _send(part: CollectivePart, x: Array, slices: list[list[Piece]], c: int) -> None:
-    """Send each other rank chunk `c` of its slice."""
+def _send(part: CollectivePart, x: Array, pieces: list[dict[int, Piece]], c: int) -> None:
+    """Send each other rank chunk `c` of its slice, if it has this chunk."""
     for o in part.others:
-        part.send_values(x[slices[o][c].begin : slices[o][c].end], o)
+        if c in pieces[o]:
+            part.send_values(x[pieces[o][c].begin : pieces[o][c].end], o)
 
 
 def _sum_piece(terms: Sequence[Array], r: Reduction, piece: Piece, total: Array) -> None:

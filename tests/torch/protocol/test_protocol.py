@@ -6,7 +6,6 @@ specification: it calls `codec.encode`, `codec.decode` and `codec.reduce`, but n
 `PYTHONPATH=tests python tests/torch/protocol/test_protocol.py` prints the generated blocks of the specification.
 """
 
-import itertools
 import json
 import re
 import struct
@@ -158,8 +157,11 @@ CALLS = [
     Call(n=3 * N, algorithm="raw", op="mean", segments=SEGMENTS),  # five chunks per slice
     Call(n=5000, algorithm="raw", dtype=torch.bfloat16),
     Call(spec=codec.Ternary("base3"), n=40_000, algorithm="shared_scale", op="mean", stream=5),
-    # Cut points 0 366 366 1100
+    # Cut points 0 366 366 1100: slice 1 is empty, so ranks send no messages for it
     *[Call(n=1100, algorithm=name, segments=[(0, (190, 2))]) for name in ("two_shot", "ring", "raw")],
+    Call(spec=codec.Ternary("base3"), n=1100, algorithm="shared_scale", stream=5),  # only slice 2 has values
+    # All slices are empty; ranks send messages for them, so that they compare their arguments
+    *[Call(n=0, algorithm=name) for name in ("two_shot", "ring", "raw")],
     Call("reduce_scatter", codec.Quantize(4), n=N, op="mean", stream=2),
     Call("all_gather", codec.Quantize(3), n=7000, stream=4),
     Call("all_to_all", codec.Ternary(), n=N),
@@ -244,7 +246,7 @@ def test_errors_are_sent_as_aborts() -> None:
     for (found,), rank, op in ((aborts_of(zero[2]), 1, "mean"), ([differs], 0, "sum")):
         items = signed("two_shot, requested as two_shot", codec.Lossless(), 2048, op)
         assert found == (3, DIFFERS, rank, json.dumps(items))
-    assert [m.number for m in zero[3]] == [4] * 3  # term, sum and report: the connections are still open
+    assert [m.number for m in zero[3]] == [4] * 2  # term and report: the connections are still open
 
 
 def record_steps(rank: int, size: int) -> list[list[Message]]:
@@ -356,9 +358,9 @@ def example_block(ranks: RankPool) -> str:
     """Return a hex dump of messages of EXAMPLE between two ranks: a term, a sum and a report."""
     sent = [iter(rank[0][0]) for rank in ranks.run(record, [EXAMPLE])]
     lines: list[str] = []
-    for what, rank in itertools.product(("term", "sum", "report"), (0, 1)):
+    for what, rank in (("term", 0), ("sum", 1), ("report", 0), ("report", 1)):
         message = next(sent[rank])
-        if (what, rank) in (("term", 0), ("sum", 1), ("report", 0)):
+        if (what, rank) != ("report", 1):
             lines += [*dumped(rank, message, what), ""]
     assert all(next(rest, None) is None for rest in sent)
     return "\n".join(lines).rstrip()
