@@ -265,7 +265,12 @@ def _together(rank, size):
 
         async def reduced(collective):
             several = planned(which, algorithm, spoiled)
-            terms[:] = [len(r.slices(size if a.name == "two_shot" else 1)[0]) * (size - 1) for r, a in several]
+            terms[:] = [
+                sum(len(pieces) for i, pieces in enumerate(partition.sent(r.slices(size))) if i != rank)
+                if a.name == "two_shot"
+                else len(r.slices(1)[0]) * (size - 1)
+                for r, a in several
+            ]
             results = await execution.run_several(collective, algorithm, several)
             await collective.agree()
             return [result.tobytes() for result in results]

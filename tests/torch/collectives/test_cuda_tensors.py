@@ -48,6 +48,20 @@ def test_all_reduce_equals_that_of_host_memory_for_every_codec(ranks, kind, part
     ranks.run(_all_reduces, kind, [*SPECS][part::6])
 
 
+def _empty_slices(rank, size, kind):
+    with gpu(kind) as put:
+        for n, spec, algorithm in product((0, 100, 1100), (codec.Lossless(), codec.Quantize(4)), ALGORITHMS):
+            x = rank_values(rank, (n,), torch.float32)
+            found = compare(put, codec.torch.all_reduce, x, spec=spec, op="mean", options=how(algorithm))
+            assert found == "success", (n, spec, algorithm, found)
+
+
+@pytest.mark.nccl
+def test_all_reduce_with_empty_slices_equals_that_of_host_memory(ranks, kind):
+    """Only the last rank has a slice with values, and with Lossless nothing to encode for other ranks."""
+    ranks.run(_empty_slices, kind)
+
+
 def _engine(rank, size, kind):
     """Return, for each collective and spec, the launched kernels, and the number of tensor bytes copied to the host."""
     found = {}
