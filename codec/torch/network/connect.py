@@ -7,9 +7,11 @@ from typing import Any
 
 from codec.torch.network.endpoint import endpoint_of
 from codec.torch.network.mesh import Mesh
+from codec.torch.network.sockets import reserve_descriptors
 
 STRIPES = 1  # number of connections between two ranks
 FIRST_TAG = -2  # tag of a mesh's first connections, in their hello message; further connections have lower tags
+_OTHER_DESCRIPTORS = 8  # maximum open files of an endpoint and a mesh, besides the connections
 
 
 def connect(group: Any, timeout: timedelta) -> Mesh:
@@ -31,13 +33,18 @@ def connect(group: Any, timeout: timedelta) -> Mesh:
     sockets: dict[int, list[socket.socket]] = {}
     if size > 1:
         end = time.monotonic() + timeout.total_seconds()
+        reserve_descriptors(STRIPES * (size - 1) + _OTHER_DESCRIPTORS)
         endpoint = endpoint_of(group, timeout.total_seconds())
+
+        def left() -> float:
+            return max(0.001, end - time.monotonic())
+
         try:
-            for o in (o for o in range(size) if o != rank):
-                for i in range(STRIPES):
-                    left = max(0.001, end - time.monotonic())
-                    reach = endpoint.connect if rank > o else endpoint.accept
-                    connection = reach(o, FIRST_TAG - i, left)
+            for tag in range(FIRST_TAG, FIRST_TAG - STRIPES, -1):
+                for connection in endpoint.connect(range(rank), tag, left()):
+                    sockets.setdefault(connection.peer, []).append(connection.detach())
+                for o in range(rank + 1, size):  # these connect at the same time
+                    connection = endpoint.accept(o, tag, left())
                     assert connection is not None
                     sockets.setdefault(o, []).append(connection.detach())
         except BaseException:

@@ -1,6 +1,5 @@
 """Endpoint of a rank: the port to which other ranks connect (docs/spec/protocol.md, section 2)."""
 
-import fcntl
 import os
 import selectors
 import socket
@@ -9,14 +8,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from codec import PeerError
-from codec.torch.network.store import own_store, within
+from codec.torch.network.sockets import family, host_address, reason
+from codec.torch.network.store import AddressBook
 from codec.torch.network.tcp import FORKED, PeerConnection
 from codec.torch.network.timeouts import timeout_of
 from codec.torch.network.version import protocol_hash
@@ -24,59 +23,15 @@ from codec.torch.network.version import protocol_hash
 HELLO = struct.Struct("<4s16sqqq")  # magic, token of the listening rank, hash of the protocol's version, rank, tag
 HELLO_MAGIC = b"CDPH"
 ADDRESS = struct.Struct("<q16sH")  # hash of the protocol's version, token, port; the host follows
-PREFIX = "codec/point-to-point"  # prefix of keys in the group's store
 _TOKEN_NBYTES = 16
-_SIOCGIFADDR = 0x8915  # Linux: IPv4 address of an interface
-_LINK_LOCAL = 0x20  # Linux: scope of IPv6 addresses
-_STORE_SECONDS = 1.0  # seconds after the deadline in which the store may still answer
 _HELLO_SECONDS = 20.0  # seconds in which a new connection must send its hello
-_MOST_STRANGERS = 256  # maximum number of connections without a complete hello
+_MOST_STRANGERS = 256  # maximum number of connections without a complete hello, besides one for each rank
+_LONGEST_SELECT = 1000.0  # maximum seconds of one select; the limit of the system call is 2^31 ms
 _MOST_WAITING = 16  # maximum number of connections of one rank and tag that are not accepted yet
 _MOST_TAGS = 1024  # maximum number of tags of one rank with connections that are not accepted yet
 
 _Key = tuple[int, int]  # rank and tag
-
-
-def _host() -> str:
-    """Return the IPv4 or IPv6 address at which other ranks can reach this rank, chosen as Gloo does."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        for address in _addresses(interface):
-            if _can_bind(address):
-                return address
-        raise PeerError(
-            f"GLOO_SOCKET_IFNAME={interface} is not a network interface with an IPv4 or IPv6 address: set it to one of "
-            "this host"
-        )
-    with suppress(OSError):
-        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            if _can_bind(str(address[0])):
-                return str(address[0])
-    return "127.0.0.1"
-
-
-def _addresses(interface: str) -> Generator[str]:
-    """Yield the addresses of an interface, except link-local IPv6 addresses."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, suppress(OSError):
-        request = struct.pack("256s", interface[:15].encode())
-        yield socket.inet_ntoa(fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)[20:24])
-    with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            address, _, _, scope, _, name = line.split()
-            if name == interface and int(scope, 16) != _LINK_LOCAL:
-                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-
-
-def _can_bind(address: str) -> bool:
-    """Return True if `address` belongs to this machine."""
-    with suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as s:
-        s.bind((address, 0))
-        return True
-    return False
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+_Address = tuple[bytes, int, str]  # token, port and host
 
 
 class _Listener:
@@ -91,14 +46,15 @@ class _Listener:
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self.host = _host()
-        self._sock = socket.create_server((self.host, 0), family=_family(self.host), backlog=1024)
+        self.host = host_address()
+        self._sock = socket.create_server((self.host, 0), family=family(self.host), backlog=1024)
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
         self.token = os.urandom(_TOKEN_NBYTES)
         self._rank, self._size = rank, size
         self.arrival = threading.Condition()
         self._waiting: dict[_Key, deque[PeerConnection]] = {}
+        self.failure = ""  # error of the last attempt to accept a connection
         self._stopped = False
         threading.Thread(target=self._serve, name=f"codec, rank {rank}, listener", daemon=True).start()
 
@@ -137,7 +93,7 @@ class _Listener:
                         self._read_hello(key.fileobj, strangers, drop)
                 now = time.monotonic()
                 for stranger, (since, _) in list(strangers.items()):
-                    if now - since > _HELLO_SECONDS or len(strangers) > _MOST_STRANGERS:
+                    if now - since > _HELLO_SECONDS or len(strangers) > _MOST_STRANGERS + self._size:
                         drop(stranger, close=True)
             for stranger in list(strangers):
                 drop(stranger, close=True)
@@ -152,10 +108,12 @@ class _Listener:
             stranger, _ = self._sock.accept()
         except BlockingIOError:
             return
-        except OSError:  # stopped, or out of file descriptors
+        except OSError as e:  # stopped, or out of file descriptors
+            self.failure = reason(e)
             if not self._stopped:
                 time.sleep(0.05)
             return
+        self.failure = ""
         stranger.setblocking(False)
         strangers[stranger] = time.monotonic(), bytearray()
         selector.register(stranger, selectors.EVENT_READ)
@@ -218,41 +176,78 @@ class Endpoint:
         try:
             self._listener = _Listener(self.rank, self.size)
             weakref.finalize(self, self._listener.stop)
-            limit = self.timeout.total_seconds() if seconds is None else seconds
-            self._store: Any = own_store(group, PREFIX, limit)
+            self._book = AddressBook(group.get_group_store())
+            self._addresses: dict[int, _Address] = {}  # addresses that this rank has read, by rank
             address = ADDRESS.pack(protocol_hash(), self._listener.token, self._listener.port)
-            address += self._listener.host.encode()
-            within(limit, lambda: self._store.set(str(self.rank), address))
+            limit = self.timeout.total_seconds() if seconds is None else seconds
+            self._book.publish(self.rank, address + self._listener.host.encode(), limit)
         except (OSError, RuntimeError) as e:
-            raise PeerError(f"rank {self.rank} cannot open a port for other ranks: {e}") from e
+            why = reason(e) if isinstance(e, OSError) else e
+            raise PeerError(f"rank {self.rank} cannot open a port for other ranks: {why}") from e
 
     def check_process(self) -> None:
         """Raise PeerError in a process that was forked from the process that created the endpoint."""
         if os.getpid() != self._pid:
             raise PeerError(FORKED)
 
-    def connect(self, peer: int, tag: int, seconds: float) -> PeerConnection:
-        """Connect to the port of a rank.
+    def connect(self, peers: Sequence[int], tag: int, seconds: float) -> list[PeerConnection]:
+        """Connect to the ports of some ranks, all at the same time, and return the connections in the same order.
 
         Raises
         ------
         PeerError
-            The rank has no endpoint within `seconds`, cannot be reached, or uses another version of the protocol.
+            A rank has no endpoint within `seconds`, cannot be reached, or uses another version of the protocol. No
+            connection remains open.
         """
         deadline = time.monotonic() + seconds
-        token, port, host = self._address_of(peer, deadline)
+        self._read_addresses(peers, deadline)
+        connections: dict[int, PeerConnection] = {}
+        with ExitStack() as undo, selectors.DefaultSelector() as selector:
+            for peer in peers:
+                try:
+                    sock = self._begin(peer)
+                except OSError as e:
+                    raise self._unreachable(peer, e) from e
+                undo.callback(sock.close)
+                selector.register(sock, selectors.EVENT_WRITE, peer)
+            while pending := selector.get_map():
+                ready = selector.select(min(max(0.001, deadline - time.monotonic()), _LONGEST_SELECT))
+                if not ready and time.monotonic() >= deadline:
+                    raise self._unreachable(next(iter(pending.values())).data, TimeoutError("timed out"))
+                for key, _ in ready:
+                    selector.unregister(key.fileobj)
+                    connections[key.data] = self._say_hello(key.fileobj, key.data, tag)
+            undo.pop_all()
+        return [connections[peer] for peer in peers]
+
+    def _begin(self, peer: int) -> socket.socket:
+        """Begin to connect to a rank."""
+        _, port, host = self._addresses[peer]
+        sock = socket.socket(family(host), socket.SOCK_STREAM)
         try:
-            sock = socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic()))
-        except OSError as e:
-            raise PeerError(f"rank {peer} cannot be reached at {host}, port {port}: {e}") from e
-        try:
-            sock.sendall(HELLO.pack(HELLO_MAGIC, token, protocol_hash(), self.rank, tag))
-            return PeerConnection(sock, peer)
-        except BaseException as e:
+            sock.setblocking(False)
+            with suppress(BlockingIOError):
+                sock.connect((host, port))
+        except BaseException:
             sock.close()
-            if isinstance(e, OSError):
-                raise PeerError(f"rank {peer} is gone: {e}") from e
             raise
+        return sock
+
+    def _say_hello(self, sock: Any, peer: int, tag: int) -> PeerConnection:
+        """Send the hello of a new connection, or raise PeerError if the connection has failed."""
+        number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise self._unreachable(peer, OSError(number, os.strerror(number)))
+        try:
+            # The buffer of a new socket has room for the hello.
+            sock.sendall(HELLO.pack(HELLO_MAGIC, self._addresses[peer][0], protocol_hash(), self.rank, tag))
+            return PeerConnection(sock, peer)
+        except OSError as e:
+            raise PeerError(f"rank {peer} is gone: {e}") from e
+
+    def _unreachable(self, peer: int, error: OSError) -> PeerError:
+        _, port, host = self._addresses[peer]
+        return PeerError(f"rank {peer} cannot be reached at {host}, port {port}: {reason(error)}")
 
     def accept(
         self, peer: int, tag: int, seconds: float | None, cancelled: Callable[[], bool] = lambda: False
@@ -286,7 +281,8 @@ class Endpoint:
                     return found
                 left = None if deadline is None else min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 if left is not None and left <= 0:
-                    raise PeerError(f"rank {peer} has not connected within the timeout")
+                    failure = self._listener.failure and f": {self._listener.failure}"
+                    raise PeerError(f"rank {peer} has not connected within the timeout{failure}")
                 self._listener.arrival.wait(left)
         return None
 
@@ -295,26 +291,15 @@ class Endpoint:
         with self._listener.arrival:
             self._listener.arrival.notify_all()
 
-    def _stored_address(self, peer: int, deadline: float) -> bytes:
-        """Wait for the address that a rank stores when it has an endpoint, and return it."""
-        pause = 0.001
-        try:
-            # Poll, since a wait in the store would block other threads that use the store.
-            while not self._store.check([str(peer)]):
-                if time.monotonic() > deadline:
-                    raise PeerError(f"rank {peer} has not begun to communicate within the timeout")
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-            return self._store.get(str(peer))
-        except PeerError:
-            raise
-        except RuntimeError as e:
-            raise PeerError(f"the key-value store of the process group does not answer: {e}") from e
+    def _read_addresses(self, peers: Sequence[int], deadline: float) -> None:
+        """Read the addresses of ranks that this rank does not know yet, once all of these have endpoints."""
+        unknown = [peer for peer in peers if peer not in self._addresses]
+        if unknown:
+            for peer, value in zip(unknown, self._book.read(unknown, deadline), strict=True):
+                self._addresses[peer] = self._address_in(value, peer)
 
-    def _address_of(self, peer: int, deadline: float) -> tuple[bytes, int, str]:
-        """Return token, port and host of a rank, once it has an endpoint."""
-        left = max(0.0, deadline - time.monotonic())
-        value = within(left + _STORE_SECONDS, lambda: self._stored_address(peer, deadline))
+    def _address_in(self, value: bytes, peer: int) -> _Address:
+        """Return the token, port and host of a rank from its value in the store."""
         try:
             version, token, port = ADDRESS.unpack_from(value)
             host = value[ADDRESS.size :].decode()

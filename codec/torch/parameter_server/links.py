@@ -56,13 +56,7 @@ class ServerLinks:
         self.closed = False
         self._seconds = seconds
         self._requests = 0
-        self._connections: dict[int, PeerConnection] = {}
-        try:
-            for server in servers:
-                self._connections[server] = endpoint.connect(server, TAG, seconds)
-        except BaseException:
-            self.close()
-            raise
+        self._connections = dict(zip(servers, endpoint.connect(servers, TAG, seconds), strict=True))
 
     def alive(self) -> list[int]:
         """Return the ranks of the servers whose connections are open."""

@@ -272,7 +272,7 @@ class _Pair:
             if self._connection is None and not self._closed:
                 left = max(0.001, deadline - time.monotonic())
                 if self._endpoint.rank > self._peer:
-                    self._connection = self._endpoint.connect(self._peer, self._tag, left)
+                    self._connection = self._endpoint.connect([self._peer], self._tag, left)[0]
                 else:
                     self._connection = self._endpoint.accept(self._peer, self._tag, left, lambda: self._closed)
             if self._connection is None or self._closed:

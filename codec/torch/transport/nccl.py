@@ -207,7 +207,7 @@ def uses_nccl(group: Any) -> bool:
 
 def connect_nccl(group: Any) -> Any:
     """Return new NCCL connections of a group's ranks, without NCCL's own timeout, which would end the process."""
-    store = own_store(group, "codec/nccl", timeout_of(group).total_seconds())
+    store = own_store(group.get_group_store(), "codec/nccl", timeout_of(group).total_seconds())
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER
     return dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)

@@ -169,8 +169,8 @@ def test_failed_connecting_closes_the_connections_that_were_made(monkeypatch):
     def accept(peer, tag, seconds):
         raise codec.PeerError(f"rank {peer} has not connected within the timeout")
 
-    connection = SimpleNamespace(detach=lambda: a)
-    endpoint = SimpleNamespace(connect=lambda peer, tag, seconds: connection, accept=accept)
+    connection = SimpleNamespace(peer=0, detach=lambda: a)
+    endpoint = SimpleNamespace(connect=lambda peers, tag, seconds: [connection], accept=accept)
     monkeypatch.setattr(connect, "endpoint_of", lambda group, seconds: endpoint)
     with pytest.raises(codec.PeerError, match="rank 2"), b:
         connect.connect(SimpleNamespace(rank=lambda: 1, size=lambda: 3), timedelta(seconds=1))

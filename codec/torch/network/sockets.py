@@ -1,0 +1,95 @@
+"""Address of this machine to which other ranks connect, and the limit of open files, which sockets count towards."""
+
+import errno
+import fcntl
+import os
+import resource
+import socket
+import struct
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+
+from codec import PeerError
+
+_SIOCGIFADDR = 0x8915  # Linux: IPv4 address of an interface
+_LINK_LOCAL = 0x20  # Linux: scope of IPv6 addresses
+
+
+def host_address() -> str:
+    """Return the IPv4 or IPv6 address at which other ranks can reach this rank, chosen as Gloo does."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        for address in _addresses(interface):
+            if _can_bind(address):
+                return address
+        raise PeerError(
+            f"GLOO_SOCKET_IFNAME={interface} is not a network interface with an IPv4 or IPv6 address: set it to one of "
+            "this host"
+        )
+    with suppress(OSError):
+        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            if _can_bind(str(address[0])):
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def _addresses(interface: str) -> Generator[str]:
+    """Yield the addresses of an interface, except link-local IPv6 addresses."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, suppress(OSError):
+        request = struct.pack("256s", interface[:15].encode())
+        yield socket.inet_ntoa(fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, _, _, scope, _, name = line.split()
+            if name == interface and int(scope, 16) != _LINK_LOCAL:
+                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+
+
+def _can_bind(address: str) -> bool:
+    """Return True if `address` belongs to this machine."""
+    with suppress(OSError), socket.socket(family(address), socket.SOCK_STREAM) as s:
+        s.bind((address, 0))
+        return True
+    return False
+
+
+def family(address: str) -> socket.AddressFamily:
+    """Return the address family of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def reserve_descriptors(count: int) -> None:
+    """Raise the soft limit of open files if this process needs `count` more of them, at most to the hard limit.
+
+    The new limit is twice the number of open files, so that half of it remains for the program.
+
+    Raises
+    ------
+    PeerError
+        The hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = 0
+    with suppress(OSError):  # /proc is not mounted
+        opened = len(os.listdir("/proc/self/fd"))
+    limit = 2 * (opened + count)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        return
+    highest = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    if highest > soft:
+        with suppress(OSError, ValueError):  # a sandbox may forbid the call
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    if highest < opened + count:
+        raise PeerError(
+            f"the group needs {count} connections, but this process has {opened} of at most {hard} open files: raise "
+            "the hard limit (RLIMIT_NOFILE, `ulimit -Hn`)"
+        )
+
+
+def reason(error: OSError) -> str:
+    """Return the message of an error, with the limit of open files if this process has reached it."""
+    if error.errno != errno.EMFILE:
+        return str(error)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"{error}; the limit of this process is {limit} (RLIMIT_NOFILE): raise it with `ulimit -n`"
