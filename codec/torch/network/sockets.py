@@ -82,8 +82,8 @@ def reserve_descriptors(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
     if highest < opened + count:
         raise PeerError(
-            f"the group needs {count} connections, but this process has {opened} of at most {hard} open files: raise "
-            "the hard limit (RLIMIT_NOFILE, `ulimit -Hn`)"
+            f"the connections of the group need {count} more open files, but this process has {opened} of at most "
+            f"{hard}: raise the hard limit (RLIMIT_NOFILE, `ulimit -Hn`)"
         )
 
 

@@ -166,7 +166,7 @@ def test_soft_limit_of_open_files_is_raised_only_for_groups_that_need_it(monkeyp
 def test_hard_limit_of_open_files_is_named(monkeypatch):
     _limits(monkeypatch, 64, 100)
     monkeypatch.setattr(os, "listdir", lambda path: ["0"] * 60)
-    with pytest.raises(codec.PeerError, match=r"needs 50 connections.* 60 of at most 100 .*RLIMIT_NOFILE"):
+    with pytest.raises(codec.PeerError, match=r"need 50 more open files.* has 60 of at most 100.*RLIMIT_NOFILE"):
         sockets.reserve_descriptors(50)
 
 

@@ -36,7 +36,7 @@ def _hostile(rank, size):
                 except codec.PeerError:  # until the server detects that worker 1 is gone
                     assert step < 1100
     dist.barrier(workers_group())
-    link = endpoint_of(dist.group.WORLD).connect(0, messages.TAG, SOON)
+    link = endpoint_of(dist.group.WORLD).connect([0], messages.TAG, SOON)[0]
 
     def ask(*parts):
         link.send(parts, SOON)
