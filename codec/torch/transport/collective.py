@@ -1,5 +1,6 @@
 """One collective in flight: sends and receives its messages, and makes all ranks agree on its outcome."""
 
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -257,8 +258,8 @@ class CollectivePart:
         self.rank, self.size, self.others = collective.rank, collective.size, collective.others
         self.arena, self.clock, self.device = collective.arena, collective.clock, collective.device
         self.counters = collective.counters
-        self._sent = dict.fromkeys(self.others, 0)  # number of messages sent to each rank
-        self._received = dict.fromkeys(self.others, 0)  # number of messages requested from each rank
+        self._sent = defaultdict[int, int](int)  # number of messages sent to each rank
+        self._received = defaultdict[int, int](int)  # number of messages requested from each rank
         self._sends: list[Wait] = []
 
     def send(self, body: Sequence[Any], to: int, *, data: bool = False) -> None:

@@ -85,8 +85,10 @@ class Counters(Rounded):
 
     def add(self, other: "Counters") -> None:
         """Add the totals of other collectives to these."""
-        for name, value in vars(self._combined(other, 1)).items():
-            setattr(self, name, value)
+        for name in _TOTALS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for rank, seconds in other.waited_s.items():
+            self.waited_s[rank] = self.waited_s.get(rank, 0.0) + seconds
 
     def add_wait(self, seconds: float, source: int | None) -> None:
         """Add seconds of waiting. `source`: rank whose message ended the wait; None: unknown."""
@@ -96,12 +98,14 @@ class Counters(Rounded):
 
     def _combined(self, other: "Counters", sign: int) -> "Counters":
         found = Counters()
-        for f in fields(Counters):
-            if f.name != "waited_s":
-                setattr(found, f.name, getattr(self, f.name) + sign * getattr(other, f.name))
+        for name in _TOTALS:
+            setattr(found, name, getattr(self, name) + sign * getattr(other, name))
         for rank in sorted({*self.waited_s, *other.waited_s}):
             found.waited_s[rank] = self.waited_s.get(rank, 0.0) + sign * other.waited_s.get(rank, 0.0)
         return found
+
+
+_TOTALS = [f.name for f in fields(Counters) if f.name != "waited_s"]
 
 
 class Stopwatch:
