@@ -11,7 +11,8 @@ from codec.torch.network.waits import Wait
 
 Array = np.ndarray[Any, Any]
 
-MOST_EARLY_NBYTES = 1 << 26  # maximum bytes of early messages, not yet requested, that are read from one rank
+MOST_EARLY_NBYTES = 1 << 28  # maximum bytes of early messages, not yet requested, that are read from all ranks
+EARLY_SHARES = 1 << 16, 1 << 26  # minimum and maximum of each rank's share of MOST_EARLY_NBYTES, in bytes
 MOST_AHEAD_NBYTES = 1 << 32  # maximum bytes of early messages from a rank while this rank waits for another one from it
 MOST_INBOXES = 1 << 16  # maximum number of collectives that one other rank, but not this one, has begun
 
@@ -178,7 +179,8 @@ class Inbox:
 
     def __init__(self, beginner: int | None = None) -> None:
         self.beginner = beginner
-        self.posted: dict[tuple[int, int, int], Receive] = {}  # requests whose message has not begun to arrive
+        # Requests whose message has not begun to arrive, by rank and place
+        self.posted: dict[int, dict[tuple[int, int, int], Receive]] = {}
         self.arrived: dict[tuple[int, int, int], Arrival] = {}  # early messages: not requested yet
         self.arriving: set[Arrival] = set()  # messages of which a part has arrived
         self.aborts: dict[int, bytes] = {}  # bodies of abort messages, by rank
@@ -190,19 +192,23 @@ class Inbox:
 
     def awaits(self, source: int) -> bool:
         """Return True if this rank waits for a message or an abort that has not begun to arrive from a rank."""
-        return source in self.explained or any(r.source == source for r in self.posted.values())
+        return source in self.explained or bool(self.posted.get(source))
+
+    def request(self, receive: Receive) -> None:
+        """Store a request whose message has not begun to arrive."""
+        self.posted.setdefault(receive.source, {})[receive.place] = receive
 
     def take_waiting(self, source: int | None = None) -> list[Wait]:
         """Remove and return the requests for messages from one rank, or from all ranks."""
-        arriving = [a.receive for a in self.arriving if a.receive is not None]
-        found: list[Wait] = [r for r in [*self.posted.values(), *arriving] if source in (None, r.source)]
-        self.posted = {place: r for place, r in self.posted.items() if source not in (None, r.source)}
+        found: list[Wait] = [a.receive for a in self.arriving if a.receive is not None and source in (None, a.source)]
+        for rank in [*self.posted] if source is None else [source]:
+            found += self.posted.pop(rank, {}).values()
         return found
 
     def take_explained(self, source: int | None = None) -> list[Wait]:
         """Remove and return the waits for abort messages from one rank, or from all ranks."""
-        found = [o for o in self.explained if source in (None, o)]
-        return [self.explained.pop(o) for o in found]
+        found = [*self.explained] if source is None else [source]
+        return [self.explained.pop(o) for o in found if o in self.explained]
 
 
 class Inboxes(dict[int, Inbox]):
@@ -217,13 +223,14 @@ class Inboxes(dict[int, Inbox]):
     def __init__(self, ranks: Iterable[int]) -> None:
         super().__init__()
         self.early = dict.fromkeys(ranks, 0)  # bytes of memory of early messages, by rank
+        self.open: dict[int, Inbox] = {}  # inboxes of collectives in flight, which this rank has begun
         self._begun = dict.fromkeys(self.early, 0)  # inboxes of collectives that this rank has not begun, by beginner
         self._next = 0  # collectives with lower numbers have begun on this rank
 
     def begin(self, number: int) -> Inbox:
         """Begin a collective, and return its inbox."""
         self._next = max(self._next, number + 1)
-        inbox = self.setdefault(number, Inbox())
+        inbox = self.open[number] = self.setdefault(number, Inbox())
         self._release(inbox)
         return inbox
 
@@ -236,6 +243,7 @@ class Inboxes(dict[int, Inbox]):
     def end(self, number: int) -> None:
         """End a collective, and drop its messages."""
         inbox = self.pop(number, None)
+        self.open.pop(number, None)
         if inbox is None:
             return
         self._release(inbox)
@@ -261,6 +269,50 @@ class Inboxes(dict[int, Inbox]):
             self[number] = Inbox(source)
         return self.get(number)
 
+    def admit(self, arrival: Arrival) -> tuple[bool, Receive | None]:
+        """Choose a buffer for a message whose header has arrived.
+
+        Returns
+        -------
+        admitted : bool
+            False: the message must not be read yet.
+        unmatched : Receive or None
+            Request for the message that :meth:`Receive.mismatch` refuses; the message is dropped.
+
+        Raises
+        ------
+        OSError
+            The sender has exceeded a limit.
+        """
+        source, place, unmatched = arrival.source, arrival.place, None
+        inbox = self.find(arrival.number, source)
+        if inbox is None:
+            arrival.drop()
+            return True, None
+        if arrival.abort:
+            if source in inbox.aborts:
+                arrival.drop()
+            elif inbox.beginner is not None and self.must_wait(arrival):
+                return False, None
+            else:
+                arrival.allocate()
+        elif (receive := inbox.posted.get(source, {}).pop(place, None)) is not None:
+            if receive.mismatch(arrival) is None:
+                arrival.receive = receive
+                arrival.allocate(receive.room)
+            else:
+                unmatched = receive
+                arrival.drop()
+        elif place in inbox.arrived:
+            arrival.drop()
+        elif self.must_wait(arrival):
+            return False, None
+        else:
+            arrival.allocate()
+            self.keep(inbox, arrival)
+        inbox.arriving.add(arrival)
+        return True, unmatched
+
     def keep(self, inbox: Inbox, arrival: Arrival) -> None:
         """Store an early message, or an abort message that has arrived completely."""
         self.early[arrival.source] += arrival.cost
@@ -277,7 +329,9 @@ class Inboxes(dict[int, Inbox]):
         return arrival
 
     def must_wait(self, arrival: Arrival) -> bool:
-        """Return True if an early message must not be read yet, because its sender's limit is reached.
+        """Return True if an early message must not be read yet, because its sender's share of memory is full.
+
+        Equal shares bound the memory of all early messages, and a rank far ahead does not use the shares of others.
 
         If this rank waits for a message or abort from the same sender, the early message is read nevertheless, since
         the awaited one may follow it.
@@ -288,9 +342,10 @@ class Inboxes(dict[int, Inbox]):
             The sender has sent more than MOST_AHEAD_NBYTES of early messages.
         """
         early = self.early[arrival.source] + arrival.cost
-        if early <= MOST_EARLY_NBYTES:
+        least, most = EARLY_SHARES
+        if early <= max(least, min(MOST_EARLY_NBYTES // len(self.early), most)):
             return False
-        if not any(inbox.awaits(arrival.source) for inbox in self.values()):
+        if not any(inbox.awaits(arrival.source) for inbox in self.open.values()):
             return True
         if early > MOST_AHEAD_NBYTES:
             raise OSError(f"it has sent {early} bytes of messages that this rank has not requested")

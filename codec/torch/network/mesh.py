@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ _DATA, _ABORT = range(2)  # kinds of messages
 _MOST_NBYTES = {_DATA: 1 << 36, _ABORT: 1 << 13}  # maximum bytes of a body, by kind of the message
 _DIRECT_NBYTES = 1 << 18  # maximum bytes of a message that the calling thread writes itself
 _TURN_NBYTES = 1 << 22  # maximum bytes read from one connection before the next one is served
+_MOST_SAMPLES = 16  # maximum number of connections whose round-trip time is read
 
 
 class Mesh:
@@ -31,7 +32,9 @@ class Mesh:
     A message contains three numbers: of its collective, of the part of the collective, and of the message among the
     messages of this part to the same rank. So messages of a part may use different connections. A message that arrives
     before this rank has requested it is stored in the inbox of its collective. Messages of collectives that have ended
-    on this rank are dropped. If a rank sends more early messages than the limit, it is treated as lost.
+    on this rank are dropped. While the early messages of a rank fill its share of memory, and this rank requests none
+    that is missing, reading from that rank pauses. If a rank sends more early messages than the limit, it is treated as
+    lost.
 
     If a rank is lost, all waits for it end with :class:`PeerError`.
 
@@ -46,11 +49,14 @@ class Mesh:
     def __init__(self, rank: int, sockets: Mapping[int, Sequence[socket.socket]]) -> None:
         self.rank = rank
         self.progress = dict.fromkeys(sockets, time.monotonic())  # arrival time of each rank's last message
-        self._lock = threading.Lock()  # guards inboxes and lost ranks
+        self._lock = threading.Lock()  # guards inboxes, lost ranks, and paused connections
         self._pid = os.getpid()
         self._poll = select.epoll()
         self._stripes = {o: [Stripe(s, o, self._poll) for s in each] for o, each in sockets.items()}
         self._by_fd = {s.fd: s for each in self._stripes.values() for s in each}
+        self._sample = [each[0] for each in self._stripes.values()][:: -(-len(sockets) // _MOST_SAMPLES) or 1]
+        self._paused = set[Stripe]()  # connections whose next message is early, and is not read yet
+        self._resumed = set[Stripe]()  # paused connections that the network thread tries again to read
         self._inboxes = Inboxes(sockets)
         self._lost: dict[int, str] = {}  # reason of the loss, by lost rank
         self._closed = False
@@ -82,7 +88,7 @@ class Mesh:
         """
         with self._lock:
             self._inboxes.end(number)
-        self._resume()
+            self._resume(self._paused)
 
     def post(self, number: int, receive: Receive) -> None:
         """Request a message of a collective that has begun; `receive` completes when the message has arrived."""
@@ -94,14 +100,13 @@ class Mesh:
             if arrival is None:
                 error = inbox.refusal(receive.source) or self._loss(receive.source)
                 if error is None:
-                    inbox.posted[receive.place] = receive
+                    inbox.request(receive)
+                    self._resume(s for s in self._stripes[receive.source] if s.paused)
             elif not here:
                 arrival.receive = receive
         if error is not None:
             receive.complete(error)
-        elif arrival is None:
-            self._resume()
-        elif here:
+        elif arrival is not None and here:
             receive.take(arrival)
 
     def send(self, to: int, number: int, part: int, index: int, signature: int, body: Sequence[Any]) -> Send:
@@ -227,8 +232,11 @@ class Mesh:
             return 0.0
 
     def rtt(self) -> float:
-        """Return the longest round-trip time to a rank in seconds, measured by the kernel; 0 if it is unknown."""
-        return max((each[0].info().rtt for each in self._stripes.values()), default=0.0)
+        """Return the longest round-trip time to a rank in seconds, measured by the kernel; 0 if it is unknown.
+
+        In large groups, it is the longest one to 16 ranks at equal distances in the order of ranks.
+        """
+        return max((stripe.info().rtt for stripe in self._sample), default=0.0)
 
     def connections(self) -> list[ConnectionInfo]:
         """Return the kernel's statistics of all connections, in a fixed order."""
@@ -247,7 +255,7 @@ class Mesh:
             if not isinstance(error, str) or all(s.ended for s in stripes):
                 self._lost.setdefault(rank, f"rank {rank} is gone or does not answer: {error}; make a new group")
             if rank in self._lost:
-                for inbox in self._inboxes.values():
+                for inbox in self._inboxes.open.values():
                     waiting += [*inbox.take_waiting(rank), *inbox.take_explained(rank)]
                 for s in stripes:
                     waiting += s.take_queue()
@@ -307,37 +315,15 @@ class Mesh:
         if magic != _MAGIC or nbytes > _MOST_NBYTES.get(kind, -1):
             raise OSError("it has sent bytes that are not a message")
         arrival = Arrival(stripe.peer, number, part, index, signature, nbytes, abort=kind == _ABORT)
-        receive: Receive | None = None
-        error: Exception | None = None
         with self._lock:
-            inbox = self._inboxes.find(number, stripe.peer)
-            if inbox is None or (arrival.abort and stripe.peer in inbox.aborts):
-                arrival.drop()
-            elif arrival.abort:
-                if inbox.beginner is not None and self._inboxes.must_wait(arrival):
-                    stripe.paused = True
-                    return False
-                arrival.allocate()
-            elif (receive := inbox.posted.pop(arrival.place, None)) is not None:
-                error = receive.mismatch(arrival)
-                if error is None:
-                    arrival.receive = receive
-                    arrival.allocate(receive.room)
-                else:
-                    arrival.drop()
-            elif arrival.place in inbox.arrived:
-                arrival.drop()
-            elif self._inboxes.must_wait(arrival):
+            admitted, unmatched = self._inboxes.admit(arrival)
+            if not admitted:
                 stripe.paused = True
+                self._paused.add(stripe)
                 return False
-            else:
-                arrival.allocate()
-                self._inboxes.keep(inbox, arrival)
-            if inbox is not None:
-                inbox.arriving.add(arrival)
         stripe.arrival = arrival
-        if error is not None and receive is not None:
-            receive.complete(error)
+        if unmatched is not None:
+            unmatched.complete(unmatched.mismatch(arrival))
         return True
 
     def _complete(self, stripe: Stripe) -> int:
@@ -367,19 +353,23 @@ class Mesh:
         return arrival.nbytes
 
     def _read_paused(self) -> None:
-        """Try again to read from connections that were paused at an early message."""
+        """Try again to read from the paused connections that :meth:`_resume` was called for."""
         with suppress(BlockingIOError):
             self._wakes.recv(4096)
         if self._closed:
             return
-        for stripe in self._by_fd.values():
-            if stripe.paused:
-                stripe.paused = False
-                self._handle(stripe, select.EPOLLIN)
+        with self._lock:
+            resumed, self._resumed = self._resumed, set[Stripe]()
+            self._paused -= resumed
+        for stripe in resumed:
+            stripe.paused = False
+            self._handle(stripe, select.EPOLLIN)
 
-    def _resume(self) -> None:
-        """Wake the network thread if a connection is paused, so that it tries to read again."""
-        if any(s.paused for s in self._by_fd.values()):
+    def _resume(self, stripes: Iterable[Stripe]) -> None:
+        """Make the network thread try again to read from paused connections. The caller must hold the lock."""
+        before = len(self._resumed)
+        self._resumed.update(stripes)
+        if len(self._resumed) > before:
             self._wake()
 
 

@@ -1,5 +1,6 @@
 """One TCP connection of a mesh, with the message that is being read and a queue of messages to write."""
 
+import itertools
 import select
 import socket
 import struct
@@ -130,7 +131,7 @@ class Stripe:
 
     def _write(self) -> None:
         while self._queue:
-            buffers = [part for send in self._queue for part in send.parts][:_MOST_BUFFERS]
+            buffers = [*itertools.islice((part for send in self._queue for part in send.parts), _MOST_BUFFERS)]
             try:
                 n = self._sock.sendmsg(buffers)
             except BlockingIOError:

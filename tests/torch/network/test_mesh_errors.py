@@ -136,7 +136,7 @@ def test_bytes_that_are_no_message_are_a_lost_rank(hand, bytes_):
 
 
 def test_paused_connection_that_breaks_is_noticed_once(hand, monkeypatch):
-    monkeypatch.setattr(inbox, "MOST_EARLY_NBYTES", 1 << 10)
+    monkeypatch.setattr(inbox, "EARLY_SHARES", (1 << 10, 1 << 10))
     mesh, peer = hand
     peer.sendall(packed(0, b"x" * 5000))
     until(lambda: any(s.paused for s in mesh._by_fd.values()))
