@@ -24,7 +24,15 @@ _PACKAGES = {  # by distribution: the features that need it
     "shtab": "shell completion",
     "matplotlib": "codec bench --plot",
 }
-_VARIABLES = ("CODEC_NUM_THREADS", "OMP_NUM_THREADS", "CODEC_ISA", "CODEC_LIBRARY", "CODEC_CUDA_LIBRARY", "CODEC_DDP")
+_VARIABLES = (
+    "CODEC_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "CODEC_ISA",
+    "CODEC_LIBRARY",
+    "CODEC_CUDA_LIBRARY",
+    "CODEC_DDP",
+    "CODEC_TCP_CONGESTION",
+)
 
 
 def add_commands(commands: Any) -> None:

@@ -12,12 +12,11 @@ from contextlib import suppress
 from typing import Any
 
 from codec.torch.network.inbox import Arrival
-from codec.torch.network.info import ConnectionInfo, connection_info
+from codec.torch.network.info import ConnectionInfo, connection_info, prepare
 from codec.torch.network.waits import Wait
 
 HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
 _MOST_BUFFERS = 512  # maximum buffers in one call of sendmsg; the limit of Linux is 1,024
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
 class Send(Wait):
@@ -66,12 +65,7 @@ class Stripe:
     """
 
     def __init__(self, sock: socket.socket, peer: int, poll: Any) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        prepare(sock)
         self.peer, self.fd = peer, sock.fileno()
         self.ended = False  # True: the connection is closed by the other rank, or broken
         self.paused = False  # True: the next message is early, and is not read yet

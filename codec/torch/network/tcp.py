@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from codec import PeerError
-from codec.torch.network.info import ConnectionInfo, connection_info
+from codec.torch.network.info import ConnectionInfo, connection_info, prepare
 
 Array = np.ndarray[Any, Any]
 
@@ -23,7 +23,6 @@ MAGIC = b"CDPM"
 _PROGRESS_NBYTES = 1 << 22  # bytes after which the timeout starts anew
 _MOST_BUFFERS = 512  # maximum buffers in one call of sendmsg; the limit of Linux is 1,024
 _LONGEST_POLL = 1000.0  # maximum seconds of one poll; the limit of the system call is 2^31 ms
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _CLOSED = "the connection with rank {} is closed: make a new group"
 FORKED = (
     "the connection was opened by the parent process, before fork(): make a new group here, or start processes by spawn"
@@ -46,12 +45,7 @@ class PeerConnection:
     """
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        prepare(sock)
         self.peer = peer
         self.sent_nbytes = self.received_nbytes = 0  # total bytes, including message headers
         self._sock, self._pid = sock, os.getpid()
