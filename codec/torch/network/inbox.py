@@ -196,7 +196,7 @@ class Inbox:
 
     def request(self, receive: Receive) -> None:
         """Store a request whose message has not begun to arrive."""
-        self.posted.setdefault(receive.source, {})[receive.place] = receive
+        self.posted.setdefault(receive.place[0], {})[receive.place] = receive
 
     def take_waiting(self, source: int | None = None) -> list[Wait]:
         """Remove and return the requests for messages from one rank, or from all ranks."""

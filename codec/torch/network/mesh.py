@@ -101,7 +101,7 @@ class Mesh:
                 error = inbox.refusal(receive.source) or self._loss(receive.source)
                 if error is None:
                     inbox.request(receive)
-                    self._resume(s for s in self._stripes[receive.source] if s.paused)
+                    self._resume(s for s in self._stripes[receive.place[0]] if s.paused)
             elif not here:
                 arrival.receive = receive
         if error is not None:
