@@ -163,7 +163,7 @@ def _accounted(rank, size, paid):
         dist.all_reduce(mean)
         torch.testing.assert_close(sent[n].view(-1) + residual, mean.view(-1), atol=1e-5, rtol=1e-4)
         assert residual.any() == (not paid)
-    return sum(len(x) for k, x in hook.state_dict()["server"].items() if k not in ("version", "role"))
+    return sum(len(x) for k, x in hook.state_dict()["server"].items() if k not in ("format", "version", "role"))
 
 
 def _rounded(rank, size):

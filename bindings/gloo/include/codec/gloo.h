@@ -167,7 +167,8 @@ public:
 	}
 
 private:
-	/* Bytes of a tensor times number of ranks up to which all_gather is faster than two_shot, which has two phases */
+	/* Bytes of a tensor times number of ranks up to which all_gather is faster than two_shot, which has two phases
+	 */
 	static constexpr size_t SMALL = 2 << 16;
 	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* about 10 years */
 	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30); /* the default of Gloo */
@@ -181,7 +182,8 @@ private:
 	{
 		bool automatic = options.algorithm == Algorithm::automatic;
 
-		if (channel_.size == 1 || (automatic && (channel_.size == 2 || r.n * r.itemsize <= SMALL / channel_.size)))
+		if (channel_.size == 1 ||
+		    (automatic && (channel_.size == 2 || r.n * r.itemsize <= SMALL / channel_.size)))
 			return Algorithm::all_gather;
 		return automatic ? Algorithm::two_shot : options.algorithm;
 	}
