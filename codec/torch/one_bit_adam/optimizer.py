@@ -373,7 +373,7 @@ class OneBitAdam(torch.optim.Adam):
         updating, self._phase.updating = self._phase.updating, True
         try:
             super().load_state_dict(saved.adam)
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RuntimeError) as e:  # such as a tensor on the device meta
             self._phase.updating = updating
             raise StateError(f"the state does not fit the optimizer: {shown(e)}") from e
         self._phase.adopt(phase)

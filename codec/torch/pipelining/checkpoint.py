@@ -32,7 +32,7 @@ def load(ends: Sequence[End], saved: Any) -> int | None:
     edges: dict[str, list[Any]] = fields["edges"]
     if set(edges) != {_name(end) for end in ends}:
         raise StateError(
-            f"the state is of edges {sorted(edges)}, but the stage has the edges {sorted(map(_name, ends))}"
+            f"the state is of edges {sorted(map(str, edges))}, but the stage has the edges {sorted(map(_name, ends))}"
         )
     if not all(0 < len(states) <= MOST_TENSORS for states in edges.values()):
         raise StateError(f"each edge of the state must have from 1 to {MOST_TENSORS} tensors: the state is damaged")
