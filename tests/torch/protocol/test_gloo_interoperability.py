@@ -215,8 +215,8 @@ def test_every_size_gives_the_same_bits(tmp_path):
         for i, n in enumerate(sizes)
         for a, algorithm in enumerate(ALGORITHMS)
     ]
-    long = [(0, (70_000, 33)), (70_000 * 33, (3, 400_000)), (70_000 * 33 + 1_200_000, (1_000_000,))]
-    n = 5 << 20  # 20 MiB: slices of several chunks
+    long = [(0, (50_000, 33)), (50_000 * 33, (3, 300_000)), (50_000 * 33 + 900_000, (500_000,))]
+    n = 3 << 20  # 12 MiB: slices of 4 chunks
     large = [
         Job(codec.Quantize(4), n=n, segments=long, stream=7),
         Job(codec.Float8(group_size=128), algorithm="ring", n=n, segments=long),
