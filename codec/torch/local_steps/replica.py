@@ -286,7 +286,7 @@ class Replica:
             return
         try:
             self.outer.load_state_dict(dict(state))
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RuntimeError) as e:  # such as a tensor that cannot be copied
             raise StateError(f"the state does not fit the outer optimizer: {shown(e)}") from e
 
 

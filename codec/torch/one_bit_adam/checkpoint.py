@@ -94,9 +94,9 @@ class HookStates:
 
     def _unpacked(self, rank: int, ranks: Mapping[int, bytes]) -> Mapping[Kind, Any]:
         states = schema.read_field(f"'rank {rank} of {self.size}' of {KEY!r}", _REMEDY, PACKED, ranks[rank])
-        if sorted(states) != sorted(SENT):
+        if set(states) != set(SENT):
             raise StateError(
-                f"'rank {rank} of {self.size}' of {KEY!r} must have the states {sorted(SENT)}, got {sorted(states)}"
+                f"'rank {rank} of {self.size}' of {KEY!r} must have the states {sorted(SENT)}, got {sorted(map(str, states))}"
             )
         return states
 
