@@ -96,7 +96,8 @@ class HookStates:
         states = schema.read_field(f"'rank {rank} of {self.size}' of {KEY!r}", _REMEDY, PACKED, ranks[rank])
         if set(states) != set(SENT):
             raise StateError(
-                f"'rank {rank} of {self.size}' of {KEY!r} must have the states {sorted(SENT)}, got {sorted(map(str, states))}"
+                f"'rank {rank} of {self.size}' of {KEY!r} must have the states {sorted(SENT)}, got "
+                f"{sorted(map(str, states))}"
             )
         return states
 
