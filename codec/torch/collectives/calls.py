@@ -29,9 +29,9 @@ from codec.torch.reduction.arguments import (
     unwrapped,
     values_of,
 )
-from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
+from codec.torch.reduction.execution import algorithm_of, run, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
-from codec.torch.reduction.table import ALL_TO_ALL, GATHER, REDUCE_SCATTER, check_request
+from codec.torch.reduction.table import ALL_TO_ALL, GATHER, REDUCE_SCATTER, Algorithm, check_request
 from codec.torch.transport.collective import Collective
 
 
@@ -65,9 +65,11 @@ def all_reduce(
         many values as `tensor`.
     op : ReduceOp or {"sum", "mean", "avg", "max"}
         Operation: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or ``ReduceOp.MAX``.
-    group : ProcessGroup, optional
-        Group of ranks. Default: all ranks. The first collective of a group connects its ranks over Gloo, for any
-        backend.
+    group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+        Group of ranks. Default: all ranks. With several ranks a machine, pass a DeviceMesh of two dimensions, between
+        machines and within them, or the groups (between, within). Ranks of a machine then add their values
+        uncompressed, and each of them reduces one part with the other machines, so that one tensor leaves a machine;
+        N is the number of machines. The first collective of a group connects its ranks over Gloo, for any backend.
     async_op : bool
         True: return at once, and reduce in the background, in the order of calls.
     out : torch.Tensor, optional
@@ -132,7 +134,7 @@ def all_reduce(
     async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
         async with FeedbackTurn(feedback, comm.channel) as turn:
 
-            def prepare() -> Planned:
+            def prepare() -> Reduction:
                 values, segments = unwrapped(tensor)
                 if segments is None and len(getattr(values, "shape", ())) > 1:
                     segments = pack([(0, tuple(values.shape))])
@@ -140,17 +142,18 @@ def all_reduce(
                     values, spec_or_default(spec, feedback), op, stream, segments=segments, settings=settings
                 )
                 check_request(requested, r.spec, r.op, feedback=isinstance(feedback, Feedback))
-                algorithm = choose(requested, r, comm.channel)
                 _prepare_output(r, values, out, settings)
+                return r
+
+            def feed(r: Reduction, algorithm: Algorithm, window: tuple[int, int]) -> None:
                 if isinstance(feedback, Feedback):
-                    turn.begin(r, named(tensor, r), algorithm)
-                return r, algorithm
+                    turn.begin(r, named(tensor, window), algorithm)
 
             def store(result: Values, r: Reduction) -> None:
                 _store(result, r, unwrapped(tensor)[0], out)
                 turn.commit()
 
-            await run_all_reduce(comm, collective, requested, prepare, store)
+            await run_all_reduce(comm, collective, requested, prepare, store, feed)
         return [unwrapped(tensor)[0] if out is None else out]
 
     return _begin("all_reduce", work, group, async_op, settings)
@@ -269,7 +272,7 @@ def reduce_scatter(
                 r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
                 check_output(output, output.dtype, output.numel())
                 if isinstance(feedback, Feedback):
-                    turn.begin(r, named(tensor, r), REDUCE_SCATTER)
+                    turn.begin(r, named(tensor, (0, r.n)), REDUCE_SCATTER)
                 return r
 
             def store(result: Values, r: Reduction) -> None:

@@ -12,7 +12,7 @@ from codec.tensors.segments import pack, segments
 from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import check_dense, check_output, publish, reduction_of
-from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
+from codec.torch.reduction.execution import algorithm_of, run, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import GATHER, REDUCE_SCATTER, check_request
 from codec.torch.transport.collective import Collective
@@ -26,7 +26,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
     requested = algorithm_of(settings)
 
     async def work(comm: Communicator, collective: Collective) -> Tensors:
-        def prepare() -> Planned:
+        def prepare() -> Reduction:
             for t in tensors:
                 check_output(t, tensors[0].dtype, t.numel(), "a tensor")
             flat = torch.cat([t.detach().reshape(-1) for t in tensors])
@@ -35,7 +35,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
             )
             r = reduction_of(flat, spec, op, stream, segments=pack(segments(tensors)), settings=settings)
             check_request(requested, r.spec, r.op, feedback=False)
-            return r, choose(requested, r, comm.channel)
+            return r
 
         await run_all_reduce(comm, collective, requested, prepare, lambda result, r: _store_each(result, r, tensors))
         return tensors

@@ -43,6 +43,17 @@ def sizes_of(names: Mapping[torch.nn.Parameter, str]) -> dict[str, int]:
     return {name: n_values(p) for p, name in names.items()}
 
 
+def names_in(parameters: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]) -> tuple[str, ...]:
+    """Return the names of the parameters of a bucket; raise ArgumentError if `names` lacks one of them."""
+    for p in parameters:
+        if p not in names:
+            raise ArgumentError(
+                f"a bucket has a parameter of shape {tuple(p.shape)} that is not one of the hook's model: register "
+                "each hook with one model only"
+            )
+    return tuple(names[p] for p in parameters)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Gradients of some parameters, which one collective averages."""

@@ -23,6 +23,7 @@ from codec.torch.ddp.policy import feeds_back, names_of
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import HookStats, ParameterStats
 from codec.torch.group.communicator import buffer_nbytes, scratch_nbytes
+from codec.torch.group.levels import group_of
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.table import check_request
 
@@ -128,8 +129,9 @@ class Hook(lifetime.Watched):
         ----------
         model : torch.nn.parallel.DistributedDataParallel
             The model, or its ``torch.compile``.
-        group : ProcessGroup, optional
-            Ranks over which gradients are averaged. Default: the group of the model.
+        group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+            Ranks over which gradients are averaged, as for :func:`all_reduce`. Default: the group of the model. With
+            several ranks a machine, pass a DeviceMesh of two dimensions, between machines and within them.
 
         Returns
         -------
@@ -168,8 +170,9 @@ class Hook(lifetime.Watched):
         ----------
         model : torch.nn.parallel.DistributedDataParallel
             The model.
-        group : ProcessGroup, optional
-            Ranks over which gradients are averaged. Default: the group of the model.
+        group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+            Ranks over which gradients are averaged, as for :func:`all_reduce`. Default: the group of the model. With
+            several ranks a machine, pass a DeviceMesh of two dimensions, between machines and within them.
 
         Raises
         ------
@@ -182,7 +185,7 @@ class Hook(lifetime.Watched):
         """Check that this hook can serve a model; return the names of its parameters, and the process group."""
         lifetime.check_reducer(model)
         ddp: Any = model  # torch does not type its attributes
-        names, group = names_of(ddp.module.named_parameters()), group or ddp.process_group
+        names, group = names_of(ddp.module.named_parameters()), ddp.process_group if group is None else group_of(group)
         former = None if self._model is None else self._model()
         if former is not None and sizes_of(names) != sizes_of(self.reducer.plan.names):
             raise ArgumentError(

@@ -13,7 +13,7 @@ from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, finalizes_manually
 from codec.torch.ddp import uncompressed
-from codec.torch.ddp.buckets import Bucket, BucketPart, Optimizers, check_join, cut, cut_as, n_values, scatter
+from codec.torch.ddp.buckets import Bucket, BucketPart, Optimizers, check_join, cut, cut_as, n_values, names_in, scatter
 from codec.torch.ddp.policy import ParameterPlan
 from codec.torch.ddp.step import BucketRun, Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
@@ -21,6 +21,8 @@ from codec.torch.group.communicator import Communicator, close_communicator, com
 from codec.torch.group.work import Work
 from codec.torch.reduction import arguments, execution
 from codec.torch.reduction.execution import Planned, in_way
+from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.raw import Within
 from codec.torch.transport.collective import Collective
 
 Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], int | str | None]
@@ -324,17 +326,25 @@ class Reducer:
             if self.state.may_wait(parts):
                 collective.device.settle()
             self.state.sample(bucket)
-            planned = [self._prepare(comm, bucket, i, part, step) for i, part in enumerate(parts)]
+            whole = [self._prepare(bucket, i, part, step) for i, part in enumerate(parts)]
+            if self.state.residuals is not None:
+                self.state.residuals.flush_moved(whole, parts, collective.levels)
+        within = Within(collective, whole)
+        windows = await within.scatter()
+        with self.state.changed_by(step):
+            each = zip(windows, parts, map(within.window, whole), strict=True)
+            planned = [self._plan(comm, r, part, window, step) for r, part, window in each]
         results = await execution.run_several(collective, self.algorithm, planned, item)
+        results = await within.gather(results)
         run.reductions = [r for r, _ in planned]
         out = buffer if parts[0].out is None else parts[0].out
         is_raw = any(algorithm.uncompressed for _, algorithm in planned)
-        collective.counters.raw_nbytes += sum(r.x.nbytes for r, _ in planned)
+        collective.counters.raw_nbytes += sum(r.x.nbytes for r in whole)
         collective.counters.raw_collectives += is_raw
         collective.counters.frame_collectives += not is_raw
 
         def store() -> None:
-            for part, result, (r, _) in zip(parts, results, planned, strict=True):
+            for part, result, r in zip(parts, results, whole, strict=True):
                 if part.out is None:
                     scatter(result, r, part, out)
             self.plan.measure(out, parts, step.zeros)
@@ -345,14 +355,7 @@ class Reducer:
     def _parts_of(self, run: BucketRun) -> list[BucketPart]:
         """Return the parts of a bucket, and set the names of its parameters."""
         parameters, n = run.bucket.parameters, run.bucket.buffer.numel()
-        try:
-            names = tuple(self.plan.names[p] for p in parameters)
-        except KeyError as e:
-            shape = tuple(cast(torch.Tensor, e.args[0]).shape)
-            raise ArgumentError(
-                f"a bucket has a parameter of shape {shape} that is not one of the hook's model: register each hook "
-                "with one model only"
-            ) from None
+        names = names_in(parameters, self.plan.names)
         run.names = [*names]
         if names not in self._parts:
             chosen, loaded = [self.plan.chosen[p] for p in parameters], self.state.loaded_buckets
@@ -369,9 +372,9 @@ class Reducer:
             )
         return parts
 
-    def _prepare(self, comm: Communicator, bucket: Bucket, i: int, part: BucketPart, step: Step) -> Planned:
-        """Return the reduction of part `i` of a bucket, with its residuals and codebook set, and its algorithm."""
-        channel, buffer = comm.channel, bucket.buffer
+    def _prepare(self, bucket: Bucket, i: int, part: BucketPart, step: Step) -> Reduction:
+        """Return the reduction of part `i` of a bucket, without residuals."""
+        buffer = bucket.buffer
         x, which = buffer, (bucket.number << 20) + i
         if not part.whole:
             places = zip(part.offsets, part.layout, strict=True)
@@ -382,10 +385,16 @@ class Reducer:
         if part.whole and (r.on_device or buffer.device.type == "cpu"):
             part.out = torch.empty_like(buffer) if part.out is None else part.out
             r.out = arguments.values_of(part.out, self.settings)
-        algorithm = execution.choose(self.algorithm, r, channel)
+        return r
+
+    def _plan(self, comm: Communicator, r: Reduction, part: BucketPart, window: tuple[int, int], step: Step) -> Planned:
+        """Set residuals and codebook of the reduction that sends frames of a part's `window`; choose its algorithm."""
+        algorithm = execution.choose(self.algorithm, r, comm.channel)
         state, way = self.state, "frames" if step.timing is None else step.timing.way
         if state.residuals is not None:
-            state.residuals.feed_part(r, part, owned_values(r, algorithm, channel.rank, channel.size), channel.size)
+            peers = comm.channel.levels.between
+            owned = owned_values(r, algorithm, peers.rank, peers.size)
+            state.residuals.feed_part(r, part, window, owned, peers.size)
         if state.codebooks is not None:
             state.codebooks.prepare(r)
-        return r, in_way(way, r, algorithm, channel) if algorithm.raw_fallback else algorithm
+        return r, in_way(way, r, algorithm, comm.channel) if algorithm.raw_fallback else algorithm

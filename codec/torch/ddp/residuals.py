@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from codec.specs import Spec
-from codec.stateful.ranges import NOBODY, Range, cut
+from codec.stateful.ranges import NOBODY, Layout, Range, cut
 from codec.torch.ddp.buckets import BucketPart
 from codec.torch.feedback.pair import ResidualPair
+from codec.torch.reduction import raw
 from codec.torch.reduction.host import Reduction, square
+from codec.torch.transport.levels import Levels
 from codec.torch.transport.messages import Array
 
 logger = logging.getLogger("codec.torch")
@@ -50,7 +52,27 @@ class HookResiduals(ResidualPair):
         self.rescale(scale)
         self._measuring = step % _INTERVAL == 0
 
-    def feed_part(self, r: Reduction, part: BucketPart, owned: tuple[int, int], size: int) -> None:
+    def flush_moved(self, whole: Sequence[Reduction], parts: Sequence[BucketPart], levels: Levels) -> None:
+        """Add residuals of values that new parts assign to other ranks of this machine to this rank's gradients.
+
+        Parameters
+        ----------
+        whole : sequence of Reduction
+            The whole tensor of each part, before it is reduced within the machine.
+        parts : sequence of BucketPart
+            The parts.
+        levels : Levels
+            Levels of the group.
+        """
+        if levels.flat:
+            return
+        for r, part in zip(whole, parts, strict=True):
+            if part.new:
+                self.flush_outside(r, part.layout, raw.window_of(r, levels.within), levels)
+
+    def feed_part(
+        self, r: Reduction, part: BucketPart, window: tuple[int, int], owned: tuple[int, int], size: int
+    ) -> None:
         """Make the encoder of a part add residuals to gradients, and store the encoding errors as new residuals.
 
         A part without error feedback, such as a lossless one, adds the residuals once, in its first step.
@@ -58,32 +80,35 @@ class HookResiduals(ResidualPair):
         Parameters
         ----------
         r : Reduction
-            Reduction of the part; this method sets its arrays of residuals.
+            Reduction of the part's window; this method sets its arrays of residuals.
         part : BucketPart
             Parameters of the reduction.
+        window : (int, int)
+            Begin and end of the part's values that this rank reduces with other machines.
         owned, size
             As for :meth:`feed`.
         """
         if part.new:
             self._moved.append(part)
+        layout = tuple(cut(part.layout, *window))
         if not part.feedback:
             if part.new:
-                self.flush(r, part.layout, size)
+                self.flush(r, layout, size)
             return
         # A new part may assign other slices to ranks: other ranks then encode sums whose residuals this rank holds.
-        sums = self.feed(r, part.layout, owned, size, moved=part.new)
+        sums = self.feed(r, layout, owned, size, moved=part.new)
         if self._measuring and r.residual is not None:
-            self._measure(r, part, (0, part.n), r.residual)
+            self._measure(r, layout, (0, r.n), r.residual)
             if sums is not None:
-                self._measure(r, part, owned, sums)
+                self._measure(r, layout, owned, sums)
 
     def may_wait(self, parts: Sequence[BucketPart]) -> bool:
         """Return True if :meth:`feed_part` may read values of `parts` on the host, which then waits for the GPU."""
         return self._measuring or any(part.new for part in parts)
 
-    def _measure(self, r: Reduction, part: BucketPart, within: tuple[int, int], residual: Array) -> None:
+    def _measure(self, r: Reduction, layout: Layout, within: tuple[int, int], residual: Array) -> None:
         """Compute the squared norms of the gradients in the range `within`, whose new residuals are in `residual`."""
-        ranges, offset, squares = cut(part.layout, *within), within[0], list[float]()
+        ranges, offset, squares = cut(layout, *within), within[0], list[float]()
         for _, start, stop in ranges:
             n = stop - start
             squares.append(square(r.as_float32(r.x[offset : offset + n])))

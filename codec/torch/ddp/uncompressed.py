@@ -13,6 +13,7 @@ from codec.torch.collectives.bytes import swap
 from codec.torch.network.version import hash64
 from codec.torch.reduction.execution import agreed, run_several
 from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.raw import Within
 from codec.torch.reduction.table import RAW
 from codec.torch.transport.collective import Collective
 
@@ -42,7 +43,9 @@ async def mean(collective: Collective, buffer: torch.Tensor, item: int | str | N
     if collective.size == 1:
         return buffer
     r = Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0)
-    [result] = await run_several(collective, RAW.name, [(r, RAW)], item)
+    within = Within(collective, [r])
+    planned = [(each, RAW) for each in await within.scatter()]
+    [result] = await within.gather(await run_several(collective, RAW.name, planned, item))
     return from_numpy(result).to(buffer.device, copy=True)
 
 

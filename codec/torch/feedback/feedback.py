@@ -225,7 +225,8 @@ class Feedback:
             collective is in flight. The residuals are unchanged.
         """
         check_contraction(r.spec)
-        owned = owned_values(r, algorithm, channel.rank, channel.size)
+        peers = channel.levels.between
+        owned = owned_values(r, algorithm, peers.rank, peers.size)
         with self._lock:
             if self._change is not None and not self._change.is_over:
                 raise StateError(
@@ -235,7 +236,7 @@ class Feedback:
             self._check(r.op, layout, (channel.rank, channel.size))
             moved = any(self._owned.get(name) != (layout, owned) for name, _, _ in layout)
             pair = self._pair.forked()
-            pair.feed(r, layout, owned, channel.size, moved=moved)
+            pair.feed(r, layout, owned, peers.size, moved=moved)
             self._change = ResidualChange(pair, layout, owned, r.op, channel)
             return self._change
 

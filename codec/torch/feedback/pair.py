@@ -15,6 +15,7 @@ from codec.torch.feedback.checkpoint import of_tensors
 from codec.torch.reduction import partition
 from codec.torch.reduction.host import Reduction, square
 from codec.torch.reduction.table import Algorithm
+from codec.torch.transport.levels import Levels
 from codec.torch.transport.messages import Array
 
 
@@ -87,6 +88,27 @@ class ResidualPair:
         residual = self.server.settle(layout, r.memory) * np.float32(self._share(r, size))
         residual += self.worker.settle(layout, r.memory)
         r.add_residual(residual)
+
+    def flush_outside(self, r: Reduction, layout: Layout, window: tuple[int, int], levels: Levels) -> None:
+        """Remove the residuals of `layout` outside of this rank's window, and add them to the values of this rank.
+
+        Parameters
+        ----------
+        r : Reduction
+            Reduction of the whole tensor, before it is reduced within the machine.
+        layout : Layout
+            Ranges of parameters whose values, in this order, are the values of `r`.
+        window : (int, int)
+            Begin and end of the values that this rank reduces with other machines.
+        levels : Levels
+            Levels of the group. The worker's residuals belong to the values of a machine.
+        """
+        residual = np.zeros(r.n, np.float32)
+        for begin, end in ((0, window[0]), (window[1], r.n)):
+            ranges = cut(layout, begin, end)
+            of_sums = self.server.settle(ranges) * np.float32(self._share(r, levels.all.size))
+            residual[begin:end] = of_sums + self.worker.settle(ranges) * np.float32(self._share(r, levels.within.size))
+        r.add_residual(r.memory.bring(residual))
 
     @staticmethod
     def _share(r: Reduction, size: int) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 from codec import ArgumentError
 from codec.arguments import shown
 from codec.specs import Lossless, Spec, SpecLike, require_feedback
-from codec.stateful.ranges import Layout, layout_of_view, numel
+from codec.stateful.ranges import Layout, cut, layout_of_view, numel
 from codec.tensors.wrapper import View
 from codec.torch.feedback.feedback import Feedback, ResidualChange
 from codec.torch.network.waits import Wait
@@ -80,8 +80,8 @@ def spec_or_default(spec: SpecLike | None, feedback: Any) -> SpecLike:
     return Lossless() if spec is None else spec
 
 
-def named(tensor: Any, r: Reduction) -> Layout:
-    """Return the ranges of parameters whose values, in this order, are those of the reduction of `tensor`.
+def named(tensor: Any, window: tuple[int, int]) -> Layout:
+    """Return the ranges of parameters whose values, in this order, are the values [begin, end) = `window` of `tensor`.
 
     Raises
     ------
@@ -89,10 +89,11 @@ def named(tensor: Any, r: Reduction) -> Layout:
         The segments of a view have names, but do not cover all its values.
     """
     if not isinstance(tensor, View) or tensor.names is None:
-        return (("", 0, r.n),)
-    layout = layout_of_view(tensor)
-    if (n := numel(layout)) != r.n:
+        return (("", *window),)
+    layout, n = layout_of_view(tensor), int(tensor.tensor.numel())
+    if numel(layout) != n:
         raise ArgumentError(
-            f"the view has {r.n} values, but its segments have {n}: with error feedback, segments must cover all values"
+            f"the view has {n} values, but its segments have {numel(layout)}: with error feedback, segments must cover "
+            "all values"
         )
-    return layout
+    return tuple(cut(layout, *window))

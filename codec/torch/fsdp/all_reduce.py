@@ -14,8 +14,9 @@ from codec.torch.fsdp.layout import gradient_segments
 from codec.torch.fsdp.passes import Pass
 from codec.torch.group.communicator import Communicator
 from codec.torch.reduction.arguments import NAMES, OpLike, check_output, op_of, publish, reduction_of
-from codec.torch.reduction.execution import Planned, algorithm_of, choose, run_all_reduce
-from codec.torch.reduction.table import check_request
+from codec.torch.reduction.execution import algorithm_of, run_all_reduce
+from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.table import Algorithm, check_request
 from codec.torch.transport.collective import Collective
 
 
@@ -122,16 +123,18 @@ class FsdpAllReduce(GradientCollective):
         now = Pass.current()
 
         async def work(comm: Communicator, collective: Collective, stream: int) -> None:
-            def prepare() -> Planned:
+            def prepare() -> Reduction:
                 segments = gradient_segments(module, tensor.numel(), 1)
                 r = reduction_of(tensor, self._spec, self._op, stream, segments=segments, settings=self._settings)
                 check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
-                algorithm, rank, size = choose(self._algorithm, r, comm.channel), comm.channel.rank, comm.channel.size
+                return r
+
+            def feed(r: Reduction, algorithm: Algorithm, window: tuple[int, int]) -> None:
+                rank, size = comm.channel.rank, comm.channel.size
                 self._feed(r, now, name, owned_values(r, algorithm, rank, size), size)
-                return r, algorithm
 
             await run_all_reduce(
-                comm, collective, self._algorithm, prepare, lambda result, r: publish(result, r, tensor)
+                comm, collective, self._algorithm, prepare, lambda result, r: publish(result, r, tensor), feed
             )
 
         begin = functools.partial(

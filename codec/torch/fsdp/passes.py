@@ -9,7 +9,8 @@ import torch
 from codec import CodecError, PeerError
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward
 from codec.torch.feedback.pair import ResidualPair
-from codec.torch.group.communicator import close_communicator, key_of
+from codec.torch.group.communicator import close_communicator
+from codec.torch.group.levels import group_of
 
 _passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # in progress, by graph task id
 
@@ -93,4 +94,4 @@ class Pass:
         """
         if not self._ended:
             for group in self._groups:
-                close_communicator(key_of(group), cancel=True)
+                close_communicator(group_of(group), cancel=True)

@@ -6,12 +6,11 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from codec import ArgumentError
-from codec.arguments import check_timeout, shown
+from codec import ArgumentError, PeerError
+from codec.arguments import check_timeout
 from codec.torch._compat import rank_not_in_group, warn_not_in_group
 from codec.torch.group.autotune import RawFallback
+from codec.torch.group.levels import NON_MEMBER, LeveledGroup, all_ranks, group_of
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.network.timeouts import Timeout
@@ -19,6 +18,7 @@ from codec.torch.network.version import hash64
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
+from codec.torch.transport.levels import Levels
 from codec.torch.transport.nccl import rank_is_usable, uses_nccl
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Communicator:
 
     Parameters
     ----------
-    group : ProcessGroup
+    group : ProcessGroup or LeveledGroup
         Ranks of the communicator.
     timeout : float, timedelta or None
         As for :class:`codec.torch.transport.channel.Channel`.
@@ -41,13 +41,16 @@ class Communicator:
         self.worker = worker = Worker(f"codec, rank {group.rank()}")
         weakref.finalize(self, worker.stop)
         # Create the channel in the worker, so that Ctrl-C can interrupt this thread while it waits.
-        channel: Channel = worker.submit(lambda: Channel(group, timeout)).result()
+        levels = group.levels if isinstance(group, LeveledGroup) else None
+        channel: Channel = worker.submit(lambda: Channel(all_ranks(group), timeout, levels)).result()
         self.channel = channel
         # Tuners of all-reduces, by signature; most recently used last.
         self.tuners: dict[int, RawFallback] = {}
         worker.timeout = channel.timeout.total_seconds()
         worker.on_timeout, worker.on_wait = channel.close, channel.counters.add_wait
-        if channel.size > 1 and uses_nccl(group):
+        if levels is not None:
+            self.run(lambda c: _check_levels(c, levels))
+        elif channel.size > 1 and uses_nccl(group):
             usable = self.run(lambda c: c.part(hash64("GPUs")).gather([rank_is_usable()]))
             worker.submit(lambda: channel.device.connect(group, usable)).result()
             if channel.device.connected:
@@ -136,8 +139,8 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
 
     Parameters
     ----------
-    group : ProcessGroup or None
-        None: all ranks.
+    group : ProcessGroup, DeviceMesh, pair of ProcessGroup, or None
+        As for :func:`codec.torch.all_reduce`.
     timeout : float, timedelta or None
         Timeout of a new communicator.
 
@@ -149,7 +152,7 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
         The ranks cannot be connected.
     """
     check_timeout(timeout)
-    key = key_of(group)
+    key = group_of(group)
     slot = _slot_of(key)
     with slot.lock:
         if slot.communicator is None:
@@ -157,23 +160,17 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
         return slot.communicator
 
 
-def key_of(group: Any) -> Any:
-    """Return `group`, or the group of all ranks if it is None."""
-    _check_group(group)
-    key = group or dist.group.WORLD
-    if key is None:
-        raise ArgumentError("torch.distributed is not initialized: call init_process_group first")
-    return key
-
-
-def _check_group(group: Any) -> None:
-    """Raise ArgumentError unless `group` is a process group, None, or the value that new_group gives non-members."""
-    if (
-        group is not None
-        and group is not dist.GroupMember.NON_GROUP_MEMBER
-        and not isinstance(group, dist.ProcessGroup)
-    ):
-        raise ArgumentError(f"group must be a ProcessGroup or None, got {shown(group)}")
+async def _check_levels(collective: Collective, levels: Levels) -> None:
+    """Raise PeerError if the ranks of a machine, or those at one place of all machines, do not agree on their level."""
+    mine = [levels.within.rank, hash64(levels.within.ranks), hash64(levels.between.ranks)]
+    found = await collective.part(hash64("levels")).gather(mine)
+    for members, at in ((levels.within, 1), (levels.between, 2)):
+        for rank in members.ranks:
+            if found[rank][at] != mine[at] or (at == 2 and found[rank][0] != mine[0]):
+                raise PeerError(
+                    f"rank {rank} has other levels than this rank, whose machine has the ranks {levels.within.ranks} "
+                    f"and which sends frames to the ranks {levels.between.ranks}: pass the same group= on all ranks"
+                )
 
 
 def close_communicator(group: Any, *, cancel: bool) -> None:
@@ -200,8 +197,8 @@ def group_stats(group: Any = None) -> Counters:
 
     Parameters
     ----------
-    group : ProcessGroup, optional
-        None: all ranks.
+    group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+        As for :func:`all_reduce`. Default: all ranks.
 
     Returns
     -------
@@ -212,7 +209,7 @@ def group_stats(group: Any = None) -> Counters:
     Raises
     ------
     ArgumentError
-        `group` is not a process group, or torch.distributed is not initialized.
+        `group` is no group, or torch.distributed is not initialized.
 
     Examples
     --------
@@ -221,8 +218,8 @@ def group_stats(group: Any = None) -> Counters:
     >>> (codec.torch.group_stats() - before).raw_nbytes
     4000
     """
-    key = key_of(group)
-    comm = None if key is dist.GroupMember.NON_GROUP_MEMBER else _slot_of(key).communicator
+    key = group_of(group)
+    comm = None if key is NON_MEMBER else _slot_of(key).communicator
     return Counters() if comm is None else comm.channel.counters.copy()
 
 
@@ -267,7 +264,7 @@ def start(
     Work, None or the result of `work`
         Work if `async_op`; None if this rank is not in the group.
     """
-    _check_group(group)
+    group = group_of(group)
     if warn_non_member(group, name):
         return None
     error: ArgumentError | None = None

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from codec import ArgumentError, StateError
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.policy import names_of
-from codec.torch.group.communicator import key_of
+from codec.torch.group.levels import group_of
 
 logger = logging.getLogger("codec.torch")
 
@@ -30,7 +30,7 @@ class Model:
     def group(self, group: Any) -> Any:
         """Return `group`; for None, the group of the DistributedDataParallel, or of all ranks."""
         ddp: Any = self.ddp  # torch does not type its attributes
-        return key_of(group) if group is not None or ddp is None else ddp.process_group
+        return group_of(group) if group is not None or ddp is None else ddp.process_group
 
     def lacks(self, p: torch.Tensor) -> bool:
         """Return True if a parameter that requires a gradient is missing here, and no DDP averages its gradient."""

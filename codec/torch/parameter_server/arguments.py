@@ -7,7 +7,7 @@ from typing import Any, cast
 from codec import ArgumentError
 from codec.arguments import shown, whole
 from codec.torch import _compat
-from codec.torch.group.communicator import key_of
+from codec.torch.group.levels import all_ranks
 from codec.torch.network.endpoint import Endpoint, endpoint_of
 
 
@@ -26,7 +26,7 @@ def endpoint_for(group: Any, timeout: timedelta | None) -> Endpoint:
     ArgumentError
         `group` is no process group, or this rank is not in it.
     """
-    key = key_of(group)
+    key = all_ranks(group)
     if _compat.rank_not_in_group(key):
         raise ArgumentError("this rank is not in the group: call this function only on ranks of the group")
     return endpoint_of(key, None if timeout is None else timeout.total_seconds())

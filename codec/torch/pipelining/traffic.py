@@ -9,7 +9,8 @@ from codec import ArgumentError, CallOptions, CodecError, PeerError, StateError
 from codec.arguments import shown
 from codec.stateful.activation.values import ids_of
 from codec.torch.auto.edges import Sent
-from codec.torch.group.communicator import close_communicator, key_of
+from codec.torch.group.communicator import close_communicator
+from codec.torch.group.levels import group_of
 from codec.torch.group.work import Work
 from codec.torch.pipelining.end import Aborted, End
 from codec.torch.pipelining.envelope import MessageKind, Place, pack
@@ -228,7 +229,7 @@ class StageTraffic:
         self._broken = True
         for link in self._links.values():
             link.close()
-        close_communicator(key_of(self.group), cancel=True)
+        close_communicator(group_of(self.group), cancel=True)
 
     def check_usable(self) -> None:
         """Raise PeerError if the stage was abandoned."""

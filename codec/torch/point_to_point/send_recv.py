@@ -9,7 +9,8 @@ from typing import Any
 from codec import ArgumentError, CallOptions, PeerError
 from codec._options import settings_of
 from codec.arguments import check_timeout, shown, whole
-from codec.torch.group.communicator import key_of, warn_non_member
+from codec.torch.group.communicator import warn_non_member
+from codec.torch.group.levels import all_ranks
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.network.endpoint import Endpoint, endpoint_of
@@ -293,7 +294,7 @@ def _route(call: str, name: str, peer: Any, group: Any, tag: Any, options: CallO
     """Check the arguments of a call, and return its route; None if this rank is not in the group."""
     timeout = check_timeout(settings_of(options).timeout)
     tag = whole("tag", tag, 0, (1 << 31) - 1)
-    key = key_of(group)
+    key = all_ranks(group)
     if warn_non_member(key, call):
         return None
     endpoint = endpoint_of(key, None if timeout is None else timeout.total_seconds())

@@ -7,10 +7,12 @@ errors of sums and decoding.
 
 from collections.abc import Sequence
 
+import torch
+
 from codec._c.traits import is_lossless
 from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.exchange import PhaseFrames, Row, exchange
-from codec.torch.reduction.host import Values
+from codec.torch.reduction.host import FLOATS, Values
 from codec.torch.reduction.partition import Piece
 from codec.torch.transport.collective import CollectivePart
 
@@ -129,3 +131,42 @@ def _decode(
     with part.clock.during("decode_s"):
         places = zip(row, pieces, results, strict=True)
         r.decode_all([(frame, piece, result) for frame, piece, result in places if frame is not None])
+
+
+async def plain(part: CollectivePart, r: DeviceReduction) -> Values:
+    """Run NCCL's uncompressed all-reduce, which adds in the tensor's dtype and in an order that NCCL chooses.
+
+    For a mean, values are divided before the sum, as in DDP. Residuals are added to the values; new residuals are the
+    errors of rounding to the tensor's dtype.
+    """
+    values = _shares(part, r)
+    if r.rejects_nonfinite:  # raise the error that encoding the values would raise
+        r.refuse_nonfinite(values)
+        r.settle(part.device)
+    await part.gather([0])  # wait for all ranks, since NCCL's messages could not be cancelled if a rank had failed
+    part.counters.round_trips += 1
+    with part.device.phase():
+        part.device.all_reduce(values, part.counters)
+    if r.rejects_nonfinite:
+        r.refuse_overflow(values)
+    if r.out is None:
+        return values
+    return r.out.copy_(values)
+
+
+def _shares(part: CollectivePart, r: DeviceReduction) -> torch.Tensor:
+    """Return the values that this rank contributes to the sum, in new memory, and update the residuals."""
+    share = part.size if r.op == "mean" else 1
+    if r.residual is None and r.sum_residual is None:
+        return r.x / share
+    exact = r.as_float32(r.x) if r.residual is None else r.as_float32(r.x) + r.residual
+    exact = exact / share
+    if r.sum_residual is not None:
+        mine = r.slices(part.size)[part.rank]
+        sums = r.sum_residual(mine[0].begin, mine[-1].end)
+        exact[mine[0].begin : mine[-1].end] += sums
+        sums.zero_()
+    values = exact.to(FLOATS[r.dtype])
+    if r.residual is not None:
+        r.residual.copy_(((exact - values.float()) * share).nan_to_num_(0.0, 0.0, 0.0))
+    return values

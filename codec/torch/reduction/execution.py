@@ -12,10 +12,12 @@ from codec.torch.group.tasks import Together
 from codec.torch.network.version import hash64
 from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.host import Reduction, Values
+from codec.torch.reduction.raw import Within
 from codec.torch.reduction.table import ALL_GATHER, ALL_REDUCES, PLAIN, RAW, SHARED_SCALE, TWO_SHOT, Algorithm
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective, NoFrameError
 from codec.torch.transport.joint import Joint
+from codec.torch.transport.levels import Members
 
 _CHOICES = 256  # maximum number of signatures for which a group stores the choice of frames or uncompressed values
 # Size in bytes up to which a tensor is small: its values are never sent uncompressed, and between two ranks its time is
@@ -28,6 +30,11 @@ _SMALL = 1 << 16
 # Reduction and its algorithm, which is chosen once, when the reduction is prepared
 Planned = tuple[Reduction, Algorithm]
 Store = Callable[[Values, Reduction], None]
+Feed = Callable[[Reduction, Algorithm, tuple[int, int]], object]
+
+
+def _no_feedback(r: Reduction, algorithm: Algorithm, window: tuple[int, int]) -> None:
+    """Leave a reduction without residuals."""
 
 
 def algorithm_of(settings: CallOptions) -> str:
@@ -47,12 +54,13 @@ def choose(requested: str, r: Reduction, channel: Channel) -> Algorithm:
     channel : Channel
         Channel of the group.
     """
+    size = channel.levels.between.size
     algorithm = ALL_REDUCES.get(requested)
     if algorithm is SHARED_SCALE:
         if isinstance(r.spec, Ternary):
             return SHARED_SCALE
         algorithm = None  # the policy of a hook has chosen another codec for this parameter
-    if channel.size == 1 or (algorithm is None and (channel.size == 2 or r.x.nbytes * channel.size <= 2 * _SMALL)):
+    if size == 1 or (algorithm is None and (size == 2 or r.x.nbytes * size <= 2 * _SMALL)):
         algorithm = ALL_GATHER
     return _placed(algorithm or TWO_SHOT, r, channel)
 
@@ -80,7 +88,7 @@ async def run(
     """
     r = prepare()
     chosen = _placed(algorithm, r, comm.channel)
-    result = await _run(collective, chosen, r)
+    result = await _run(collective, chosen, r, collective.levels.all)
     await settle(collective, r)
     await collective.agree()
     _count(collective, [r])
@@ -89,7 +97,12 @@ async def run(
 
 
 async def run_all_reduce(
-    comm: Communicator, collective: Collective, requested: str, prepare: Callable[[], Planned], store: Store
+    comm: Communicator,
+    collective: Collective,
+    requested: str,
+    prepare: Callable[[], Reduction],
+    store: Store,
+    feed: Feed = _no_feedback,
 ) -> None:
     """Run an all-reduce.
 
@@ -100,23 +113,30 @@ async def run_all_reduce(
     requested : str
         Value of ``algorithm=``.
     prepare : callable
-        Checks the arguments, and returns the reduction with the algorithm that :func:`choose` returned; its errors are
-        errors on all ranks.
+        Checks the arguments, and returns the reduction without residuals; its errors are errors on all ranks.
+    feed : callable
+        feed(reduction, algorithm, window) sets the residuals of the reduction that sends frames: that of the values
+        [begin, end) = `window` of the tensor.
     """
-    r, algorithm = prepare()
+    whole = prepare()
+    within = Within(collective, [whole])
+    [r] = await within.scatter()
+    algorithm = choose(requested, r, comm.channel)
+    feed(r, algorithm, within.window(whole))
     tunes = requested == "auto" and collective.size > 1 and algorithm.raw_fallback
     timing = (_tuner(comm, r, algorithm) if tunes else Tuner()).begin(comm.channel)
     try:
         algorithm = in_way(await timing.wait(), r, algorithm, comm.channel)
-        [result] = await run_several(collective, requested, [(r, algorithm)])
+        results = await run_several(collective, requested, [(r, algorithm)])
         await settle(collective, r)
+        [result] = await within.gather(results)
         sent, trips = collective.counters.sent_nbytes, collective.counters.round_trips
         timing.learn(await collective.agree(timing.report(sent, r.x.nbytes, trips, on_device=r.on_device)))
     finally:
         timing.end()
     _count(collective, [r], raw=algorithm.uncompressed)
     with collective.storing():
-        store(result, r)
+        store(result, whole)
 
 
 def in_way(way: Way, r: Reduction, algorithm: Algorithm, channel: Channel) -> Algorithm:
@@ -131,12 +151,13 @@ def in_way(way: Way, r: Reduction, algorithm: Algorithm, channel: Channel) -> Al
 async def run_several(
     collective: Collective, requested: str, planned: Sequence[Planned], item: int | str | None = None
 ) -> list[Values]:
-    """Reduce several tensors concurrently in one collective. Return their results, which may use its memory.
+    """Reduce several tensors between machines, concurrently. Return their results, which may use the arena's memory.
 
     `item`, such as the result of a hook's ``transform=``, must be equal on all ranks. Between GPUs, reductions run one
     after the other unless all of them are in one :class:`Joint`, since NCCL needs the same order of messages on all
     ranks.
     """
+    between = collective.levels.between
     joined = [r for r, algorithm in planned if isinstance(r, DeviceReduction) and algorithm.joins]
     apart = collective.device.connected and len(joined) < len(planned)
     joint = Joint(len(joined))
@@ -144,19 +165,26 @@ async def run_several(
         r.joint, r.member = (Joint(), 0) if apart else (joint, i)
     # `requested` is part of the signature: "auto" may later select another algorithm, on all ranks at once.
     if len(planned) == 1 or apart:
-        return [await _run(collective, algorithm, r, requested, item) for r, algorithm in planned]
-    return await Together([_run(collective, algorithm, r, requested, item) for r, algorithm in planned])
+        return [await _run(collective, algorithm, r, between, requested, item) for r, algorithm in planned]
+    return await Together([_run(collective, algorithm, r, between, requested, item) for r, algorithm in planned])
 
 
 async def _run(
-    collective: Collective, algorithm: Algorithm, r: Reduction, requested: str = "", item: int | str | None = None
+    collective: Collective,
+    algorithm: Algorithm,
+    r: Reduction,
+    members: Members,
+    requested: str = "",
+    item: int | str | None = None,
 ) -> Values:
     """Run an algorithm as one part of a collective, under the signature of its arguments."""
     if not algorithm.defers:
         r.deferred = None
     fields = signed(r, algorithm.name, requested) | agreed(item)
+    if not collective.levels.flat:
+        fields["levels"] = str(collective.levels)
     try:
-        result = await algorithm.run(collective.part(hash64(*fields.items()), fields), r)
+        result = await algorithm.run(collective.part(hash64(*fields.items()), fields, members), r)
         if isinstance(r, DeviceReduction) and algorithm.joins:
             r.joint.leave()
         return result

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, cast
@@ -98,6 +98,10 @@ class Reduction:
     @property
     def _chunk_nbytes(self) -> int:
         return chunk_nbytes(self.x.itemsize, self.bound)
+
+    def narrowed(self, piece: Piece, x: Values, out: Values) -> "Reduction":
+        """Return the reduction of a piece of the tensor, with the values `x`, the memory `out`, and no residuals."""
+        return replace(self, x=x, segments=piece.segments, bound_spec=self._bound_to(piece), out=out, deferred=None)
 
     # Encoding
 

@@ -73,6 +73,14 @@ def cut(
 
 
 @functools.lru_cache(256)
+def windows(n: int, size: int, itemsize: int, segments: Records | None) -> list[Piece]:
+    """Return the slices of :func:`cut` as one piece each."""
+    inside = unpack(segments) if segments else []
+    slices = ((pieces[0].begin, pieces[-1].end) for pieces in cut(n, size, itemsize, segments))
+    return [Piece(a, b, pack(_inside(inside, a, b)) if inside else None) for a, b in slices]
+
+
+@functools.lru_cache(256)
 def cut_evenly(
     n: int, size: int, itemsize: int, chunk_nbytes: int, segments: Records | None = None
 ) -> list[list[Piece]]:

@@ -1,6 +1,6 @@
-"""All-reduce of uncompressed values, for links that are so fast that encoding takes longer than sending."""
+"""Uncompressed values: an all-reduce, for links that are faster than encoding, and the reduction within a machine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,10 +8,11 @@ import torch
 
 from codec.torch._compat import from_numpy
 from codec.torch.network.inbox import Receive
-from codec.torch.reduction.device import DeviceReduction
+from codec.torch.network.version import hash64
 from codec.torch.reduction.host import FLOATS, Reduction, Values, nonfinite_error
-from codec.torch.reduction.partition import Piece, cut, sent
-from codec.torch.transport.collective import CollectivePart
+from codec.torch.reduction.partition import Piece, cut, sent, windows
+from codec.torch.transport.collective import Collective, CollectivePart
+from codec.torch.transport.levels import Members
 from codec.torch.transport.messages import Array
 
 _CHUNK_NBYTES = 3 << 18  # bytes of a chunk
@@ -29,7 +30,7 @@ async def two_shot(part: CollectivePart, r: Reduction) -> Array:
         x = np.empty_like(x)
         with part.clock.during("encode_s"):
             _round_with_residual(r.as_float32(r.x), r, r.residual, x)
-    _check_finite(r, x)
+    check_finite(r, x)
     pieces = sent(slices)
     mine = pieces[me]
     terms = {c: rooms.receive(c, mine[c].n) for c in (0, 1) if c in mine}
@@ -91,7 +92,8 @@ class _Rooms:
         return room
 
 
-def _check_finite(r: Reduction, x: Array) -> None:
+def check_finite(r: Reduction, x: Array) -> None:
+    """Raise ArgumentError if values of this rank contain NaN or Inf, and the codec refuses them."""
     if (error := nonfinite_error(r, x)) is not None:
         raise error
 
@@ -112,13 +114,13 @@ def _sum_piece(terms: Sequence[Array], r: Reduction, piece: Piece, total: Array)
         The sum contains NaN or Inf, but no term does. (For a term with NaN or Inf, its rank raises the error.)
     """
     residual = None if r.sum_residual is None else r.sum_residual(piece.begin, piece.end)
-    _round_with_residual(_reduce_terms(terms, r, total), r, residual, total)
+    _round_with_residual(reduce_terms(terms, r, total), r, residual, total)
     fault = nonfinite_error(r, total, summed=True)
     if fault is not None and not any(nonfinite_error(r, term) for term in terms):
         raise fault
 
 
-def _reduce_terms(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
+def reduce_terms(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
     """Reduce terms in float32 as codec.reduce does (float64: in float64). Return `total`, or a new float32 array."""
     out = total if r.dtype in ("float32", "float64") else np.empty(total.size, np.float32)
     add = _largest if r.op == "max" else np.add
@@ -161,40 +163,110 @@ def _round_with_residual(values: Array, r: Reduction, residual: Array | None, pl
         residual[:] = np.where(finite, exact - r.as_float32(place), 0)
 
 
-async def plain(part: CollectivePart, r: DeviceReduction) -> Values:
-    """Run NCCL's uncompressed all-reduce, which adds in the tensor's dtype and in an order that NCCL chooses.
+def windows_of(r: Reduction, members: Members) -> list[Piece]:
+    """Return the window of a tensor that each rank of a machine reduces with other machines."""
+    return windows(r.n, members.size, r.x.itemsize, r.segments)
 
-    For a mean, values are divided before the sum, as in DDP. Residuals are added to the values; new residuals are the
-    errors of rounding to the tensor's dtype.
+
+def window_of(r: Reduction, members: Members) -> tuple[int, int]:
+    """Return the begin and end of this rank's window of a tensor."""
+    mine = windows_of(r, members)[members.rank]
+    return mine.begin, mine.end
+
+
+class Within:
+    """Reduction of tensors within a machine, before and after they are reduced between machines.
+
+    :meth:`scatter` reduces the values of the machine's ranks, so that each rank has one window of each tensor. Then the
+    ranks at the same place of all machines reduce their windows. :meth:`gather` completes the tensors. If each machine
+    has one rank, a window is the whole tensor, and nothing is sent.
+
+    Parameters
+    ----------
+    collective : Collective
+        Collective that reduces the tensors.
+    whole : sequence of Reduction
+        The tensors, without residuals.
     """
-    values = _shares(part, r)
-    if r.rejects_nonfinite:  # raise the error that encoding the values would raise
-        r.refuse_nonfinite(values)
-        r.settle(part.device)
-    await part.gather([0])  # wait for all ranks, since NCCL's messages could not be cancelled if a rank had failed
-    part.counters.round_trips += 1
-    with part.device.phase():
-        part.device.all_reduce(values, part.counters)
-    if r.rejects_nonfinite:
-        r.refuse_overflow(values)
-    if r.out is None:
-        return values
-    return r.out.copy_(values)
 
+    def __init__(self, collective: Collective, whole: Sequence[Reduction]) -> None:
+        self._collective, self._members = collective, collective.levels.within
+        self._flat = collective.levels.flat
+        self._whole = whole
+        self._on_host = whole if self._flat else [r.on_host() for r in whole]
+        self._outs: list[Array] = []  # memory for the result of each tensor
 
-def _shares(part: CollectivePart, r: DeviceReduction) -> torch.Tensor:
-    """Return the values that this rank contributes to the sum, in new memory, and update the residuals."""
-    share = part.size if r.op == "mean" else 1
-    if r.residual is None and r.sum_residual is None:
-        return r.x / share
-    exact = r.as_float32(r.x) if r.residual is None else r.as_float32(r.x) + r.residual
-    exact = exact / share
-    if r.sum_residual is not None:
-        mine = r.slices(part.size)[part.rank]
-        sums = r.sum_residual(mine[0].begin, mine[-1].end)
-        exact[mine[0].begin : mine[-1].end] += sums
-        sums.zero_()
-    values = exact.to(FLOATS[r.dtype])
-    if r.residual is not None:
-        r.residual.copy_(((exact - values.float()) * share).nan_to_num_(0.0, 0.0, 0.0))
-    return values
+    def window(self, r: Reduction) -> tuple[int, int]:
+        """Return the begin and end of this rank's window of a tensor."""
+        return window_of(r, self._members)
+
+    async def scatter(self) -> list[Reduction]:
+        """Return the reduction of this rank's window of each tensor between machines."""
+        if self._flat:
+            return [*self._whole]
+        part = self._part("scatter")
+        for r in self._on_host:
+            r.deferred = None
+            self._outs.append(part.arena.result_buffer(r.n, r.x.dtype) if r.out is None else r.out)
+        incoming = [self._request(part, r) for r in self._on_host]
+        for r in self._on_host:
+            check_finite(r, r.x)
+            self._send(part, {o: r.x[w.begin : w.end] for o, w in enumerate(windows_of(r, self._members))})
+        found = [
+            await self._reduced(part, r, rooms, out)
+            for r, rooms, out in zip(self._on_host, incoming, self._outs, strict=True)
+        ]
+        await part.sent()
+        return found
+
+    async def gather(self, results: Sequence[Values]) -> list[Values]:
+        """Return the whole tensors, of which `results` are this rank's windows after :meth:`scatter`."""
+        if self._flat:
+            return [*results]
+        part, incoming = self._part("gather"), list[Receive]()
+        for r, out, result in zip(self._on_host, self._outs, results, strict=True):
+            begin, end = self.window(r)
+            if result.ctypes.data != out[begin:end].ctypes.data:
+                out[begin:end] = result
+            for o, w in enumerate(windows_of(r, self._members)):
+                if o != part.rank and w.n:
+                    incoming.append(part.receive_values(out[w.begin : w.end], o))
+            self._send(part, dict.fromkeys(part.others, out[begin:end]))
+        for each in incoming:
+            await part.frame(each)
+        await part.sent()
+        return [r.from_host(out) for r, out in zip(self._whole, self._outs, strict=True)]
+
+    def _part(self, name: str) -> CollectivePart:
+        """Begin a part of the collective among the ranks of this machine."""
+        sizes = ", ".join(f"{r.n} of {r.dtype}" for r in self._whole)
+        fields = {"collective": f"{name} within a machine", "values": sizes, "levels": str(self._collective.levels)}
+        return self._collective.part(hash64(*fields.items()), fields, self._members)
+
+    def _request(self, part: CollectivePart, r: Reduction) -> dict[int, tuple[Array, Receive]]:
+        """Request the values of a tensor's window from the other ranks of the machine."""
+        begin, end = self.window(r)
+        nbytes = (end - begin) * r.x.itemsize
+        part.arena.reserve(part.arena.nbytes_of([nbytes] * len(part.others)))
+        rooms = {o: part.arena.allocate(nbytes).view(r.x.dtype) for o in part.others}
+        return {o: (room, part.receive_values(room, o)) for o, room in rooms.items()} if nbytes else {}
+
+    def _send(self, part: CollectivePart, values: Mapping[int, Array]) -> None:
+        for o in part.others:
+            if values[o].size:
+                part.send_values(values[o], o)
+
+    async def _reduced(
+        self, part: CollectivePart, r: Reduction, incoming: Mapping[int, tuple[Array, Receive]], out: Array
+    ) -> Reduction:
+        """Return the reduction of this rank's window of a tensor, when the values of the machine have arrived."""
+        mine = windows_of(r, self._members)[part.rank]
+        terms = {part.rank: r.x[mine.begin : mine.end]}
+        for o, (room, receive) in incoming.items():
+            await part.frame(receive)
+            terms[o] = room
+        values = part.arena.result_buffer(mine.n, r.x.dtype)
+        if mine.n:
+            with part.clock.during("decode_s"):
+                values[:] = r.rounded(reduce_terms([terms[rank] for rank in range(part.size)], r, values))
+        return r.narrowed(mine, values, out[mine.begin : mine.end])

@@ -95,7 +95,7 @@ ALL_GATHER = _with_device(
 RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)
 RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True, uncompressed=True)
 # NCCL's all-reduce, which "auto" uses for uncompressed values if all ranks have GPUs. RAW adds in rank order instead.
-PLAIN = Algorithm("plain on GPUs", raw.plain, encodes_sums=True, uncompressed=True)
+PLAIN = Algorithm("plain on GPUs", algorithms_device.plain, encodes_sums=True, uncompressed=True)
 # Means of LocalSteps with TopK. "algorithm=" cannot name it, since its results are not those of a mean.
 SENDERS = Algorithm("senders", partial(_on_host, algorithms.senders))
 SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)

@@ -14,7 +14,8 @@ from codec.torch.collectives.agreed import agreed
 from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.feedback.turn import FeedbackTurn, named
-from codec.torch.group.communicator import Communicator, communicator_of, group_stats, key_of, start
+from codec.torch.group.communicator import Communicator, communicator_of, group_stats, start
+from codec.torch.group.levels import group_of
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import check_output, publish, reduction_of, unwrapped
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run_several, settle
@@ -80,7 +81,7 @@ class Ranks:
     """
 
     def __init__(self, group: Any, options: CallOptions) -> None:
-        self.group = key_of(group)
+        self.group = group_of(group)
         if self.group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ArgumentError("this rank is not in group=: create LocalSteps only on ranks of the group")
         self.rank: int = self.group.rank()
@@ -116,7 +117,7 @@ class Ranks:
                     check_request(requested, r.spec, r.op, feedback=term.feedback is not None)
                     algorithm = SENDERS if term.algorithm == "senders" else choose(requested, r, comm.channel)
                     if term.feedback is not None:
-                        turn.begin(r, named(term.values, r), algorithm)
+                        turn.begin(r, named(term.values, (0, r.n)), algorithm)
                     planned.append((r, algorithm))
                 results = await run_several(collective, requested, planned, item)
                 for r, _ in planned:

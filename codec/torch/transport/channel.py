@@ -15,6 +15,7 @@ from codec.torch.network.timeouts import Timeout, timeout_of
 from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
+from codec.torch.transport.levels import Levels
 from codec.torch.transport.nccl import DeviceTransfer
 
 
@@ -30,13 +31,15 @@ class Channel:
         Ranks of the channel; None: all ranks. Every rank must create its channel at the same point of the program.
     timeout : float, timedelta or None
         Longest time, in seconds, that a peer may keep this rank waiting; None: the timeout of `group`.
+    levels : Levels, optional
+        Machines of the ranks. Default: a flat group.
 
     Attributes
     ----------
     rank, size : int
         Rank of this process, and number of ranks.
-    others : list of int
-        All other ranks, starting with the next one, so that not all ranks send to the same rank first.
+    levels : Levels
+        Machines of the ranks.
     counters : Counters
         Totals of all collectives that have ended.
     mesh : Mesh
@@ -47,16 +50,16 @@ class Channel:
         Pool of host memory for messages, results and sums.
     """
 
-    def __init__(self, group: Any, timeout: Timeout | None) -> None:
+    def __init__(self, group: Any, timeout: Timeout | None, levels: Levels | None = None) -> None:
         group = group or dist.group.WORLD
         self.timeout = check_timeout(timeout) or timeout_of(group)
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.levels = levels or Levels(self.size, self.rank)
         self.counters = Counters()
         self.buffers = Buffers()
         self.mesh = connect(group, self.timeout)
-        self.device = DeviceTransfer(self.mesh, self.others, self.timeout, self.counters.add_wait)
+        self.device = DeviceTransfer(self.mesh, self.levels.all.others, self.timeout, self.counters.add_wait)
         self._cancelled = False
         self._writing = threading.Lock()
 

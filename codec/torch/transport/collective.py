@@ -14,6 +14,7 @@ from codec.torch.network.waits import Wait
 from codec.torch.transport.arena import Arena
 from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.counters import Counters, Stopwatch
+from codec.torch.transport.levels import Levels, Members
 from codec.torch.transport.messages import (
     DIFFERS,
     OTHER_RANK,
@@ -51,9 +52,7 @@ class NoFrameError(PeerError):
 class _Channel(Protocol):
     """Channel of the group: a :class:`codec.torch.transport.channel.Channel`."""
 
-    rank: int
-    size: int
-    others: list[int]
+    levels: Levels
     mesh: Mesh
     buffers: Buffers
     device: DeviceTransfer
@@ -93,7 +92,8 @@ class Collective:
     """
 
     def __init__(self, channel: _Channel, number: int) -> None:
-        self.rank, self.size, self.others = channel.rank, channel.size, channel.others
+        self.levels = channel.levels
+        self.rank, self.size, self.others = self.levels.all.rank, self.levels.all.size, self.levels.all.others
         self.number, self.mesh, self.device = number, channel.mesh, channel.device
         self.counters = Counters()
         self.clock = Stopwatch(self.counters)
@@ -106,7 +106,7 @@ class Collective:
         self._cause: Cause | None = None  # cause in another rank's abort
         self._fields: dict[int, Fields] = {}  # arguments of parts, by number of the part
 
-    def part(self, signature: int, fields: Fields | None = None) -> "CollectivePart":
+    def part(self, signature: int, fields: Fields | None = None, members: Members | None = None) -> "CollectivePart":
         """Begin the next part. All ranks begin the same parts in the same order.
 
         Parameters
@@ -115,18 +115,21 @@ class Collective:
             Hash of the arguments that must be equal on all ranks.
         fields : mapping, optional
             These arguments by name, for the error if they differ.
+        members : Members, optional
+            Ranks that exchange messages in this part. Default: all ranks.
         """
         if fields is not None:
             self._fields[self._parts] = fields
         self._parts += 1
-        return CollectivePart(self, self._parts - 1, signature)
+        return CollectivePart(self, self._parts - 1, signature, members or self.levels.all)
 
     async def agree(self, report: Sequence[int] = ()) -> list[int]:
         """Report that this rank has succeeded, and return once all ranks have succeeded.
 
-        Two ranks report to each other. If there are more, all ranks report to rank 0, which then notifies all others.
-        So whichever other rank is lost meanwhile, either all ranks succeed or none does. Ranks wait for rank 0 for two
-        timeouts, since rank 0 may start one timeout later and then wait for another one.
+        Two ranks report to each other. If there are more, ranks report along a tree to its root, which then notifies
+        all others along the tree (:meth:`Levels.tree`). So whichever other rank is lost meanwhile, either all ranks of
+        a flat group succeed or none does. A rank waits for its parent for one timeout more than the parent waits for
+        others, since the parent may start one timeout later.
 
         Parameters
         ----------
@@ -147,13 +150,14 @@ class Collective:
         self.counters.round_trips += (0.0, 0.0, 0.5, 1.0)[min(self.size, 3)]
         if self.size <= 2:
             verdict = _largest(await last.gather(report))
-        elif self.rank:
-            last.send([pack_numbers(report)], 0)
-            verdict = await last.numbers(0, len(report), timeouts=2)
         else:
-            verdict = _largest([list(report), *[await last.numbers(o, len(report)) for o in self.others]])
+            parent, children, depth = self.levels.tree()
+            verdict = _largest([list(report), *[await last.numbers(o, len(report)) for o in children]])
+            if parent is not None:
+                last.send([pack_numbers(verdict)], parent)
+                verdict = await last.numbers(parent, len(report), timeouts=1 + depth)
             self.agreed = True
-            for o in self.others:
+            for o in children:
                 last.send([pack_numbers(verdict)], o)
         self.agreed = True
         await last.sent()
@@ -251,13 +255,16 @@ class CollectivePart:
         Number of the part.
     signature : int
         Hash of the arguments that must be equal on all ranks.
+    members : Members
+        Ranks that exchange messages. Methods take and return indices of members.
     """
 
-    def __init__(self, collective: Collective, number: int, signature: int) -> None:
+    def __init__(self, collective: Collective, number: int, signature: int, members: Members) -> None:
         self._collective, self._number, self._signature = collective, number, signature
-        self.rank, self.size, self.others = collective.rank, collective.size, collective.others
+        self.ranks, self.rank, self.size, self.others = members.ranks, members.rank, members.size, members.others
         self.arena, self.clock, self.device = collective.arena, collective.clock, collective.device
         self.counters = collective.counters
+        self._local = members is collective.levels.within  # True: messages stay within this machine
         self._sent = defaultdict[int, int](int)  # number of messages sent to each rank
         self._received = defaultdict[int, int](int)  # number of messages requested from each rank
         self._sends: list[Wait] = []
@@ -277,8 +284,10 @@ class CollectivePart:
         index = self._sent[to]
         self._sent[to] += 1
         c = self._collective
-        self._sends.append(c.mesh.send(to, c.number, self._number, index, self._signature, body))
-        if data:
+        self._sends.append(c.mesh.send(self.ranks[to], c.number, self._number, index, self._signature, body))
+        if data and self._local:
+            self.counters.local_nbytes += sum(b.nbytes for b in body)
+        elif data:
             self.counters.sent_nbytes += sum(b.nbytes for b in body)
 
     def send_frame(self, frame: Array, to: int) -> None:
@@ -306,9 +315,9 @@ class CollectivePart:
     def _receive(self, source: int, most: int, room: Array | None = None, *, exact: bool = False) -> Receive:
         index = self._received[source]
         self._received[source] += 1
-        receive = Receive(source, self._number, index, self._signature, most, room, exact=exact)
-        mesh = self._collective.mesh
-        receive.last_message = lambda: mesh.progress[source]
+        rank, mesh = self.ranks[source], self._collective.mesh
+        receive = Receive(rank, self._number, index, self._signature, most, room, exact=exact)
+        receive.last_message = lambda: mesh.progress[rank]
         mesh.post(self._collective.number, receive)
         return receive
 
@@ -323,7 +332,8 @@ class CollectivePart:
             The message is too long.
         """
         await self._wait(receive)
-        self.counters.received_nbytes += receive.message.nbytes
+        if not self._local:
+            self.counters.received_nbytes += receive.message.nbytes
         return receive.message
 
     async def numbers(self, source: int, count: int, *, timeouts: int = 1) -> list[int]:

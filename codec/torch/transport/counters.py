@@ -25,7 +25,10 @@ class Counters(Rounded):
     raw_nbytes : int
         Bytes of the tensors that this rank has passed to collectives.
     sent_nbytes, received_nbytes : int
-        Bytes of frames and of uncompressed values, to and from all other ranks together.
+        Bytes of frames and of uncompressed values, to and from all other ranks together; in two levels, to and from
+        other machines.
+    local_nbytes : int
+        Bytes of uncompressed values that this rank has sent to the other ranks of its machine, in two levels.
     encode_s : float
         Seconds spent encoding.
     wire_s : float
@@ -55,6 +58,7 @@ class Counters(Rounded):
     raw_nbytes: int = 0
     sent_nbytes: int = 0
     received_nbytes: int = 0
+    local_nbytes: int = 0
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0

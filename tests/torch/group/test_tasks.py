@@ -13,6 +13,7 @@ from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.network.waits import Turns, Wait
 from codec.torch.reduction import execution
+from codec.torch.transport.levels import Levels
 from codec.torch.transport.streams import StreamOrder
 
 SECONDS = 20
@@ -164,14 +165,14 @@ def test_error_of_one_coroutine_closes_the_others():
 def test_reductions_of_a_bucket_follow_each_other_only_between_gpus(monkeypatch, connected, order):
     waits, seen = [Wait(), Wait()], []
 
-    async def run(collective, algorithm, r, requested, item):
+    async def run(collective, algorithm, r, members, requested, item):
         seen.append(algorithm)
         if not (connected and algorithm == "1"):
             await waits[int(algorithm)]
         seen.append(algorithm)
 
     monkeypatch.setattr(execution, "_run", run)
-    collective = SimpleNamespace(device=SimpleNamespace(connected=connected))
+    collective = SimpleNamespace(device=SimpleNamespace(connected=connected), levels=Levels(2, 0))
     work = execution.run_several(collective, "auto", [(None, "0"), (None, "1")])
     waits[1].complete()
     coroutine, _ = started(work)

@@ -1,0 +1,93 @@
+"""Levels of a group: ranks that reduce plain values within a machine, and ranks that send frames between machines."""
+
+import math
+from collections.abc import Sequence
+
+_TREE_FROM = (
+    64  # ranks from which the outcome of a collective is agreed by a tree, since rank 0 sends 2 (N - 1) messages
+)
+
+
+class Members:
+    """Some ranks of a group, with indices of their own.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        Ranks in the group.
+    rank : int
+        This rank, one of `ranks`.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Rank in the group of each member.
+    rank : int
+        Index of this rank.
+    size : int
+        Number of members.
+    others : list of int
+        Indices of all other members, starting with the next one, so that not all members send to the same one first.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks, self.size = tuple(ranks), len(ranks)
+        self.rank = self.ranks.index(rank)
+        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
+
+
+class Levels:
+    """Ranks of a group in two levels: machines (or sites), and the ranks within each of them.
+
+    A flat group is a group of machines with one rank each.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks in the group.
+    rank : int
+        This rank.
+    between : sequence of int, optional
+        Ranks at this rank's place in all machines. Default: all ranks.
+    within : sequence of int, optional
+        Ranks of this rank's machine, by place. Default: this rank alone.
+
+    Attributes
+    ----------
+    all, between, within : Members
+        All ranks of the group; those that send each other frames; and those of this machine.
+    flat : bool
+        True if each machine has one rank.
+    """
+
+    def __init__(
+        self, size: int, rank: int, between: Sequence[int] | None = None, within: Sequence[int] | None = None
+    ) -> None:
+        self.all = Members(range(size), rank)
+        self.between = self.all if between is None else Members(between, rank)
+        self.within = Members((rank,) if within is None else within, rank)
+        self.flat = self.within.size == 1
+
+    def __str__(self) -> str:
+        return f"{self.all.size} ranks" if self.flat else f"{self.between.size} x {self.within.size} ranks"
+
+    def tree(self) -> tuple[int | None, list[int], int]:
+        """Return the parent of this rank in the tree by which ranks agree, None for the root; its children; its depth.
+
+        The first ranks of machines are children of the first rank of all; the other ranks are children of the first
+        rank of their machine. Large flat groups are divided into blocks, as if these were machines.
+        """
+        leaders, block = self.between.ranks, self.within.ranks
+        if self.flat:
+            if self.all.size < _TREE_FROM:
+                leaders, block = (0,), self.all.ranks
+            else:
+                each = math.isqrt(self.all.size - 1) + 1
+                begin = self.all.rank - self.all.rank % each
+                leaders, block = self.all.ranks[::each], self.all.ranks[begin : begin + each]
+        me = self.all.rank
+        if me != block[0]:
+            return block[0], [], 1 + (block[0] != leaders[0])
+        if me != leaders[0]:
+            return leaders[0], list(block[1:]), 1
+        return None, [*leaders[1:], *block[1:]], 0
