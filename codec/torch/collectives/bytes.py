@@ -8,6 +8,7 @@ import numpy as np
 from codec import ArgumentError, CallOptions, FrameError
 from codec._options import settings_of
 from codec.torch.group.communicator import start
+from codec.torch.group.levels import all_ranks
 from codec.torch.network.version import hash64
 from codec.torch.transport.collective import Collective, CollectivePart
 from codec.torch.transport.messages import Array
@@ -49,7 +50,7 @@ def all_to_all_bytes(frames: Sequence[Any], *, group: Any = None, options: CallO
     [b'bytes for rank 0']
     """
     settings = settings_of(options)
-    return start("exchange", group, settings.timeout, False, lambda _, c: _exchange(c, frames)) or []
+    return start("exchange", all_ranks(group), settings.timeout, False, lambda _, c: _exchange(c, frames)) or []
 
 
 async def _exchange(collective: Collective, frames: Sequence[Any]) -> list[bytes]:

@@ -19,6 +19,7 @@ from codec.tensors.view import mark_written
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.feedback.turn import FeedbackTurn, named, spec_or_default
 from codec.torch.group.communicator import Communicator, start
+from codec.torch.group.levels import all_ranks
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import (
     OpLike,
@@ -66,10 +67,9 @@ def all_reduce(
     op : ReduceOp or {"sum", "mean", "avg", "max"}
         Operation: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or ``ReduceOp.MAX``.
     group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
-        Group of ranks. Default: all ranks. With several ranks a machine, pass a DeviceMesh of two dimensions, between
+        Group of ranks. Default: all ranks. For several ranks a machine: a DeviceMesh of two dimensions, between
         machines and within them, or the groups (between, within). Ranks of a machine then add their values
-        uncompressed, and each of them reduces one part with the other machines, so that one tensor leaves a machine;
-        N is the number of machines. The first collective of a group connects its ranks over Gloo, for any backend.
+        uncompressed, and reduce one part each with the other machines (N of them): one tensor leaves a machine.
     async_op : bool
         True: return at once, and reduce in the background, in the order of calls.
     out : torch.Tensor, optional
@@ -282,7 +282,7 @@ def reduce_scatter(
             await run(comm, collective, REDUCE_SCATTER, prepare, store)
         return [output]
 
-    return _begin("reduce_scatter", work, group, async_op, settings)
+    return _begin("reduce_scatter", work, all_ranks(group), async_op, settings)
 
 
 def all_gather(
@@ -338,7 +338,7 @@ def all_gather(
         await run(comm, collective, GATHER, prepare, lambda result, r: publish(result, r, output))
         return [output]
 
-    return _begin("all_gather", work, group, async_op, settings)
+    return _begin("all_gather", work, all_ranks(group), async_op, settings)
 
 
 def all_to_all(
@@ -397,4 +397,4 @@ def all_to_all(
         await run(comm, collective, ALL_TO_ALL, prepare, lambda result, r: publish(result, r, output))
         return [output]
 
-    return _begin("all_to_all", work, group, async_op, settings)
+    return _begin("all_to_all", work, all_ranks(group), async_op, settings)

@@ -15,6 +15,7 @@ from codec.specs import Lossless, SpecLike, require_feedback
 from codec.tensors.segments import pack
 from codec.torch.collectives.bytes import swap
 from codec.torch.group.communicator import start
+from codec.torch.group.levels import all_ranks
 from codec.torch.network.version import hash64
 from codec.torch.reduction.arguments import check_dense, publish, reduction_of
 from codec.torch.reduction.execution import signed
@@ -132,8 +133,8 @@ def _exchanged(
         return output
 
     # One line: an interrupt between two lines would be an error on this rank alone, after all ranks have succeeded.
-    name, limit = "all_to_all_rows", settings.timeout
-    return x.new_empty((0, *x.shape[1:])) if (found := start(name, group, limit, False, work)) is None else found
+    name, ranks, limit = "all_to_all_rows", all_ranks(group), settings.timeout
+    return x.new_empty((0, *x.shape[1:])) if (found := start(name, ranks, limit, False, work)) is None else found
 
 
 async def _rows_of(

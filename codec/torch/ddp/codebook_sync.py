@@ -1,5 +1,6 @@
 """Codebooks that all ranks agree on, refreshed after the last bucket of a step."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,12 +110,15 @@ class CodebookSync:
         refresher.rollback(self._step)  # clears the counts, so that those of a failed step are dropped
         try:
             fields = signed(r, "refresh")
-            counts = await algorithms.gather(collective.part(hash64(*fields.items()), fields), r)
+            for members in (collective.levels.within, collective.levels.between):
+                part = collective.part(hash64(*fields.items()), fields, members)
+                counts = await algorithms.gather(part, r)
+                r = replace(r, x=sum_of_counts(counts.reshape(members.size, -1)))
             await collective.agree()
         except CodecError as e:  # all ranks raise an error here, and keep the current codebook
             collective.fail(e)
             return
-        refresher.propose(self._step, sum_of_counts(counts.reshape(collective.size, -1)))
+        refresher.propose(self._step, r.x)
 
     def wait(self) -> None:
         """Wait for the refresh in flight, if there is one."""

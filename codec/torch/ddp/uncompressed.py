@@ -50,20 +50,25 @@ async def mean(collective: Collective, buffer: torch.Tensor, item: int | str | N
 
 
 async def _sparse_mean(collective: Collective, buffer: torch.Tensor, item: int | str | None) -> torch.Tensor:
-    """Return the mean of sparse tensors. Each rank sends its entries to all ranks, and each adds them in rank order."""
-    size, shape, dims = collective.size, tuple(buffer.shape), buffer.sparse_dim()
-    t = buffer.detach().coalesce()
-    indices, values = t.indices().contiguous().cpu().numpy(), t.values().contiguous().cpu()
-    message = np.concatenate([indices.reshape(-1).view(np.uint8), values.view(-1).view(torch.uint8).numpy()])
-    fields = {"collective": "sparse gradients", "shape": f"{shape}, {dims} sparse", "dtype": str(t.dtype)}
+    """Return the mean of sparse tensors. Each rank sends its entries to all ranks, and each adds them in rank order.
+
+    In two levels, ranks do so within their machine, and then send the sum to the other machines.
+    """
+    shape, dims = tuple(buffer.shape), buffer.sparse_dim()
+    total, levels = buffer.detach().coalesce(), collective.levels
+    fields = {"collective": "sparse gradients", "shape": f"{shape}, {dims} sparse", "dtype": str(total.dtype)}
     fields |= agreed(item)
-    received = await swap(collective.part(hash64(*fields.items()), fields), [message] * size)
-    parts = [_entries(each, buffer, shape, dims) for each in received]
-    all_indices, all_values = torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts])
-    total = torch.sparse_coo_tensor(  # pyright: ignore[reportUnknownMemberType] - torch types its arguments in part
-        all_indices, all_values, shape, device="cpu", check_invariants=False
-    )
-    return (total.coalesce() / size).to(buffer.device)
+    for members in (levels.between,) if levels.flat else (levels.within, levels.between):
+        indices, values = total.indices().contiguous().cpu().numpy(), total.values().contiguous().cpu()
+        message = np.concatenate([indices.reshape(-1).view(np.uint8), values.view(-1).view(torch.uint8).numpy()])
+        received = await swap(collective.part(hash64(*fields.items()), fields, members), [message] * members.size)
+        parts = [_entries(each, buffer, shape, dims) for each in received]
+        all_indices, all_values = torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts])
+        sums = torch.sparse_coo_tensor(  # pyright: ignore[reportUnknownMemberType] - torch types its arguments in part
+            all_indices, all_values, shape, device="cpu", check_invariants=False
+        )
+        total = sums.coalesce()
+    return (total / collective.size).to(buffer.device)
 
 
 def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +15,17 @@ FIRST_TAG = -2  # tag of a mesh's first connections, in their hello message; fur
 _OTHER_DESCRIPTORS = 8  # maximum open files of an endpoint and a mesh, besides the connections
 
 
-def connect(group: Any, timeout: timedelta) -> Mesh:
-    """Connect all ranks of a group.
+def connect(group: Any, timeout: timedelta, peers: Sequence[int] | None = None) -> Mesh:
+    """Connect the ranks of a group.
 
     Parameters
     ----------
     group : ProcessGroup
         Group of ranks. Every rank must connect at the same point of the program.
     timeout : timedelta
-        Longest time until all ranks are connected.
+        Longest time until this rank is connected.
+    peers : sequence of int, optional
+        Ranks to connect to this rank, which have this rank among their peers. Default: all other ranks.
 
     Raises
     ------
@@ -30,10 +33,11 @@ def connect(group: Any, timeout: timedelta) -> Mesh:
         A rank cannot be reached in time, or uses another version of the protocol.
     """
     rank, size = group.rank(), group.size()
+    others = [o for o in range(size) if o != rank] if peers is None else sorted(peers)
     sockets: dict[int, list[socket.socket]] = {}
-    if size > 1:
+    if others:
         end = time.monotonic() + timeout.total_seconds()
-        reserve_descriptors(STRIPES * (size - 1) + _OTHER_DESCRIPTORS)
+        reserve_descriptors(STRIPES * len(others) + _OTHER_DESCRIPTORS)
         endpoint = endpoint_of(group, timeout.total_seconds())
 
         def left() -> float:
@@ -41,9 +45,9 @@ def connect(group: Any, timeout: timedelta) -> Mesh:
 
         try:
             for tag in range(FIRST_TAG, FIRST_TAG - STRIPES, -1):
-                for connection in endpoint.connect(range(rank), tag, left()):
+                for connection in endpoint.connect([o for o in others if o < rank], tag, left()):
                     sockets.setdefault(connection.peer, []).append(connection.detach())
-                for o in range(rank + 1, size):  # these connect at the same time
+                for o in (o for o in others if o > rank):  # these connect at the same time
                     connection = endpoint.accept(o, tag, left())
                     assert connection is not None
                     sockets.setdefault(o, []).append(connection.detach())

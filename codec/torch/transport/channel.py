@@ -58,7 +58,7 @@ class Channel:
         self.levels = levels or Levels(self.size, self.rank)
         self.counters = Counters()
         self.buffers = Buffers()
-        self.mesh = connect(group, self.timeout)
+        self.mesh = connect(group, self.timeout, self.levels.peers)
         self.device = DeviceTransfer(self.mesh, self.levels.all.others, self.timeout, self.counters.add_wait)
         self._cancelled = False
         self._writing = threading.Lock()

@@ -116,20 +116,24 @@ class Collective:
         fields : mapping, optional
             These arguments by name, for the error if they differ.
         members : Members, optional
-            Ranks that exchange messages in this part. Default: all ranks.
+            Ranks that exchange messages. Default: all ranks, of which those at other places of other machines are
+            reached by :meth:`CollectivePart.gather` only.
         """
         if fields is not None:
             self._fields[self._parts] = fields
         self._parts += 1
         return CollectivePart(self, self._parts - 1, signature, members or self.levels.all)
 
+    def again(self, number: int, signature: int, members: Members) -> "CollectivePart":
+        """Begin a part among some ranks, with the signature and arguments of part `number`."""
+        return self.part(signature, self._fields.get(number), members)
+
     async def agree(self, report: Sequence[int] = ()) -> list[int]:
         """Report that this rank has succeeded, and return once all ranks have succeeded.
 
         Two ranks report to each other. If there are more, ranks report along a tree to its root, which then notifies
         all others along the tree (:meth:`Levels.tree`). So whichever other rank is lost meanwhile, either all ranks of
-        a flat group succeed or none does. A rank waits for its parent for one timeout more than the parent waits for
-        others, since the parent may start one timeout later.
+        a flat group succeed or none does. A rank waits for its parent for one timeout more than the parent for others.
 
         Parameters
         ----------
@@ -234,7 +238,7 @@ class Collective:
                 self._abort(Cause(DIFFERS, source, pack_fields(mine)))
             seen.add(source)
             equal = any(theirs == unpack_fields(pack_fields(fields)) for fields in own)
-            if not equal or cause.rank in seen or cause.rank == self.rank:
+            if not equal or cause.rank in seen or cause.rank not in self.mesh.progress:
                 return difference(source, theirs, mine)
             source = cause.rank  # `source` has this rank's arguments: ask the rank that it refused
 
@@ -324,12 +328,7 @@ class CollectivePart:
     async def frame(self, receive: Receive) -> Array:
         """Wait for a message and return its bytes.
 
-        Raises
-        ------
-        PeerError
-            The rank has failed, is lost, or nothing came in time.
-        FrameError
-            The message is too long.
+        Raises FrameError if the message is too long, and PeerError if its rank has failed, is lost, or is too late.
         """
         await self._wait(receive)
         if not self._local:
@@ -344,7 +343,11 @@ class CollectivePart:
         return unpack_numbers(receive.message)
 
     async def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Exchange integers with all ranks, the same number of them on each; return them by rank."""
+        """Exchange integers with all members, the same number of them on each; return them by member."""
+        levels = self._collective.levels
+        if not levels.flat and self.ranks is levels.all.ranks:
+            again = self._collective.again
+            return await levels.gathered(lambda who, x: again(self._number, self._signature, who).gather(x), numbers)
         body = pack_numbers(numbers)
         for o in self.others:
             self.send([body], o)

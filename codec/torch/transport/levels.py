@@ -1,7 +1,9 @@
 """Levels of a group: ranks that reduce plain values within a machine, and ranks that send frames between machines."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+
+from codec import PeerError
 
 _TREE_FROM = (
     64  # ranks from which the outcome of a collective is agreed by a tree, since rank 0 sends 2 (N - 1) messages
@@ -36,6 +38,9 @@ class Members:
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
 
 
+Gather = Callable[[Members, Sequence[int]], Awaitable[list[list[int]]]]
+
+
 class Levels:
     """Ranks of a group in two levels: machines (or sites), and the ranks within each of them.
 
@@ -58,6 +63,8 @@ class Levels:
         All ranks of the group; those that send each other frames; and those of this machine.
     flat : bool
         True if each machine has one rank.
+    peers : list of int
+        Ranks that are connected to this rank: those of `between` and of `within`.
     """
 
     def __init__(
@@ -67,9 +74,33 @@ class Levels:
         self.between = self.all if between is None else Members(between, rank)
         self.within = Members((rank,) if within is None else within, rank)
         self.flat = self.within.size == 1
+        self.peers = sorted({*self.between.ranks, *self.within.ranks} - {rank})
 
     def __str__(self) -> str:
         return f"{self.all.size} ranks" if self.flat else f"{self.between.size} x {self.within.size} ranks"
+
+    async def gathered(self, gather: Gather, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the integers of all ranks, by rank, as gathered first within machines and then between them.
+
+        Parameters
+        ----------
+        gather : callable
+            gather(members, numbers) returns an awaitable of the integers of each member.
+        numbers : sequence of int
+            Integers of this rank.
+
+        Raises
+        ------
+        PeerError
+            A rank is in no machine, or in several.
+        """
+        known, n = [self.all.rank, *numbers], 1 + len(numbers)
+        for members in (self.within, self.between):
+            known = [number for each in await gather(members, known) for number in each]
+        found = {known[i]: known[i + 1 : i + n] for i in range(0, len(known), n)}
+        if found.keys() != set(range(self.all.size)):
+            raise PeerError("the machines of the ranks overlap: pass the same group= on all ranks")
+        return [found[rank] for rank in range(self.all.size)]
 
     def tree(self) -> tuple[int | None, list[int], int]:
         """Return the parent of this rank in the tree by which ranks agree, None for the root; its children; its depth.
