@@ -12,7 +12,6 @@ from codec.stateful.ranges import Layout, Range, cut, union
 from codec.stateful.residual_store import ResidualStore
 from codec.stateful.schema import mapping, read_fields
 from codec.torch.feedback.checkpoint import of_tensors
-from codec.torch.reduction import partition
 from codec.torch.reduction.host import Reduction, square
 from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.levels import Levels
@@ -169,5 +168,5 @@ def owned_values(r: Reduction, algorithm: Algorithm, rank: int, size: int) -> tu
     """Return the begin and end of the values whose sums a rank encodes; 0, 0 if it encodes none."""
     if not algorithm.encodes_sums:
         return 0, 0
-    mine = partition.cut(r.n, size, r.x.itemsize, r.segments)[rank]
+    mine = r.slices(size)[rank]
     return mine[0].begin, mine[-1].end

@@ -239,7 +239,7 @@ def signed(r: Reduction, algorithm: str, requested: str = "") -> dict[str, str]:
         "segments": "none" if r.segments is None else f"{_hashed_segments(r.segments) % (1 << 64):016x}",
         "optimizer": "none" if r.bound_spec is None else "bound",
         "codebook": "none" if r.codebook is None else str(r.codebook.id),
-    }
+    } | ({} if r.weights is None else {"slices": str(r.weights)})
 
 
 def agreed(item: int | str | None) -> dict[str, str]:

@@ -60,6 +60,7 @@ class Reduction:
     codebook: Codebook | None = None  # codebook with which all ranks encode
     codebooks: Sequence[Codebook] = ()  # codebooks to which received frames may refer
     count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
+    weights: tuple[int, ...] | None = None  # relative sizes of the ranks' slices; None: equal sizes
     out: Values | None = None  # memory for the result; None: allocate it from the collective's arena
     # Functions that decode the result into `x`, called after all ranks have succeeded; None: decode at once. Deferring
     # is faster for large tensors with small frames than decoding to other memory and copying the result.
@@ -89,7 +90,7 @@ class Reduction:
 
     def slices(self, size: int) -> list[list[Piece]]:
         """Split the tensor into one slice per rank, for `size` ranks; return the pieces of each slice."""
-        return cut(self.n, size, self.x.itemsize, self.segments, self._chunk_nbytes)
+        return cut(self.n, size, self.x.itemsize, self.segments, self._chunk_nbytes, self.weights)
 
     def even_slices(self, size: int) -> list[list[Piece]]:
         """Split the tensor into slices of equal size for `size` ranks; return the pieces by slice."""
@@ -152,7 +153,7 @@ class Reduction:
         return len(frame)
 
     def random_stream(self, number: int) -> int:
-        """Return the random stream of a frame from its number in the collective."""
+        """Return the random stream of a frame from its number."""
         return (self.stream * _STREAM_STRIDE + number) % (1 << 64)
 
     def spec_of(self, piece: Piece) -> Spec | BoundSpec:
@@ -341,7 +342,7 @@ class Reduction:
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
 
     def request_verdicts(self) -> None:
-        """Prepare :meth:`settle`. If several reductions are prepared first, settling all of them waits only once."""
+        """Prepare :meth:`settle`, so that settling several reductions waits only once."""
 
     def settle(self, transfer: DeviceTransfer) -> None:
         """Wait for asynchronous calls on a GPU and raise their errors; there are none in host memory."""
@@ -391,8 +392,7 @@ def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
 def nonfinite_error(r: Reduction, x: Values, *, summed: bool = False) -> ArgumentError | None:
     """Return the error that encoding would raise if `x` contains NaN or Inf and the codec refuses them; else None.
 
-    This function checks values that are sent uncompressed, so that they cause the same error as encoded values.
-    `summed`: True if `x` is a sum over ranks, False if `x` has this rank's values.
+    It is for values that are sent uncompressed. `summed`: `x` is a sum over ranks, not this rank's values.
     """
     if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None

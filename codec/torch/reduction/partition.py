@@ -38,7 +38,12 @@ def chunk_nbytes(itemsize: int, bound: Callable[[int], int]) -> int:
 
 @functools.lru_cache(256)  # a training run splits the same few tensors in each step
 def cut(
-    n: int, size: int, itemsize: int, segments: Records | None, chunk_nbytes: int | None = None
+    n: int,
+    size: int,
+    itemsize: int,
+    segments: Records | None,
+    chunk_nbytes: int | None = None,
+    weights: tuple[int, ...] | None = None,
 ) -> list[list[Piece]]:
     """Return a slice for each of `size` ranks, as pieces of about `chunk_nbytes` bytes; pieces may be empty.
 
@@ -57,17 +62,22 @@ def cut(
         Shapes of parameters inside the tensor.
     chunk_nbytes : int, optional
         Bytes of a chunk; CHUNK_NBYTES if left out.
+    weights : tuple of int, optional
+        Relative size of each rank's slice. Default: slices of equal size.
 
     Returns
     -------
     list of list of Piece
         Pieces by slice. The list is shared by all callers, who must not change it.
     """
-    chunks = _chunks(n * itemsize / size, chunk_nbytes or CHUNK_NBYTES)
+    each = weights or (1,) * size
+    total = sum(each)
+    chunks = _chunks(n * itemsize * max(each) / total, chunk_nbytes or CHUNK_NBYTES)
     inside = unpack(segments) if segments else []
     starts = _row_starts(inside) if inside else None
     # max keeps cut points ascending: past a segment, rounding to _ALIGN can give a point before the previous cut
-    cuts = list(accumulate((_near(i * n // (size * chunks), n, starts) for i in range(size * chunks + 1)), max))
+    ends = accumulate((weight for weight in each for _ in range(chunks)), initial=0)
+    cuts = list(accumulate((_near(end * n // (total * chunks), n, starts) for end in ends), max))
     pieces = [Piece(a, b, pack(_inside(inside, a, b)) if inside else None) for a, b in pairwise(cuts)]
     return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
 

@@ -23,7 +23,7 @@ async def two_shot(part: CollectivePart, r: Reduction) -> Array:
     """Run two-shot with uncompressed values. The result is bit-identical to that with lossless frames."""
     size, me, x = part.size, part.rank, r.x
     # use the slices of encoded collectives, since residuals of sums belong to slices
-    slices = cut(x.size, size, x.itemsize, r.segments, _CHUNK_NBYTES)
+    slices = cut(x.size, size, x.itemsize, r.segments, _CHUNK_NBYTES, r.weights)
     result = r.result(part, x.size)
     rooms = _Rooms(part, max(piece.n for piece in slices[me]), x.dtype)
     if r.residual is not None:

@@ -1,0 +1,112 @@
+"""Sizes of the slices that ranks sum, by the measured rates of their links: a slow link carries a small slice."""
+
+from collections.abc import Sequence
+
+from codec.torch.network.info import ConnectionInfo
+
+PERIOD = 16  # steps between two measurements
+UNITS = 64  # sum of the weights of all ranks
+_FIRST = 4  # steps before the first measurement, whose connections are still slow
+_MOST_RANKS = 64  # maximum number of ranks of which each reports its rate to all others
+_LEAST_BUSY = 0.02  # seconds of sending that a measurement needs, since the kernel's clock has ticks of up to 4 ms
+_LEAST_GAIN = 0.1  # share of the time of a step's messages that new slices must save
+
+Weights = tuple[int, ...]
+
+
+class LinkShares:
+    """Relative sizes of the ranks' slices in two-shot, equal on all ranks because they learn from the same rates.
+
+    With N ranks, a tensor of S bytes and slices of w_i S bytes, rank i sends S (1 + w_i (N - 2)) bytes. The weights
+    minimize the longest time that a rank sends, and change only if that saves a share of it.
+
+    Attributes
+    ----------
+    weights : tuple of int or None
+        Weight of each rank's slice; None: equal slices.
+    """
+
+    def __init__(self) -> None:
+        self.weights: Weights | None = None
+        self._count = 0  # steps so far
+        self._before: Sequence[ConnectionInfo] = ()  # counters at the start of the measurement
+
+    @property
+    def is_due(self) -> bool:
+        """True if ranks report their rates in this step."""
+        return self._count % PERIOD == PERIOD - 1
+
+    def begin(self, connections: Sequence[ConnectionInfo]) -> None:
+        """Begin a step, given the counters of the connections to all other ranks."""
+        if self._count % PERIOD == _FIRST:
+            self._before = connections
+
+    def report(self, rank: int, size: int, connections: Sequence[ConnectionInfo]) -> list[int]:
+        """Return the rate of this rank's link in bytes per second, at its index among `size` ranks; 0 if unknown.
+
+        The list is empty if no report is due, or if there are fewer than 3 or more than 64 ranks.
+        """
+        if not self.is_due or not 3 <= size <= _MOST_RANKS:
+            return []
+        rates = [0] * size
+        rates[rank] = rate_of(self._before, connections, PERIOD - 1 - _FIRST)
+        return rates
+
+    def learn(self, rates: Sequence[int]) -> bool:
+        """End a step that has succeeded, given the rates of all ranks; return True if the weights have changed."""
+        self._count += 1
+        if not rates or not all(rates):
+            return False
+        size, former = len(rates), self.weights
+        equal, found = (1,) * size, weights_for(rates)
+        candidate = found if _seconds(found, rates) < (1 - _LEAST_GAIN) * _seconds(equal, rates) else equal
+        if _seconds(candidate, rates) < (1 - _LEAST_GAIN) * _seconds(former or equal, rates):
+            self.weights = None if candidate == equal else candidate
+        return self.weights != former
+
+    def reset(self) -> None:
+        """Return to equal slices, because ranks may have measured different links."""
+        self.weights, self._count, self._before = None, 0, ()
+
+
+def rate_of(before: Sequence[ConnectionInfo], now: Sequence[ConnectionInfo], steps: int) -> int:
+    """Return the rate of a link in bytes per second; 0 if it carried too little to be measured.
+
+    The connections send at the same time, so that the rate of the link is the sum of their rates. A round trip of each
+    step is subtracted from the time in which a connection was busy: until the first acknowledgement, it sends nothing.
+    """
+    rate = 0.0
+    if len(before) != len(now):
+        return 0
+    for was, last in zip(before, now, strict=True):
+        busy = last.busy - was.busy
+        if busy < _LEAST_BUSY:
+            return 0
+        rate += (last.acked_nbytes - was.acked_nbytes) / max(busy / 2, busy - steps * last.rtt)
+    return round(rate)
+
+
+def weights_for(rates: Sequence[int]) -> Weights:
+    """Return weights, in units of 1 / UNITS, that minimize the longest time in which a rank sends its bytes.
+
+    Rank i with rate r_i is finished at T if its weight is (T r_i - 1) / (N - 2); ranks for which that is negative own
+    nothing.
+    """
+    size = len(rates)
+    owners = sorted(range(size), key=lambda i: -rates[i])
+    while True:
+        end = (size - 2 + len(owners)) / sum(rates[i] for i in owners)
+        if end * rates[owners[-1]] >= 1:
+            break
+        owners.pop()
+    exact = [(end * rates[i] - 1) / (size - 2) if i in owners else 0.0 for i in range(size)]
+    weights = [int(UNITS * x) for x in exact]
+    for i in sorted(range(size), key=lambda i: (weights[i] - UNITS * exact[i], i))[: UNITS - sum(weights)]:
+        weights[i] += 1
+    return tuple(weights)
+
+
+def _seconds(weights: Weights, rates: Sequence[int]) -> float:
+    """Return the longest time in which a rank sends its bytes, for a tensor of one byte."""
+    total = sum(weights)
+    return max((1 + w / total * (len(rates) - 2)) / rate for w, rate in zip(weights, rates, strict=True))

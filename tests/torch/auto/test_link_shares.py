@@ -1,0 +1,76 @@
+"""Slices by the rates of links: weights, and when they change."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from codec.torch.auto.shares import PERIOD, UNITS, LinkShares, rate_of, weights_for
+from codec.torch.network.info import ConnectionInfo
+from codec.torch.reduction.partition import cut
+
+MBIT = 125_000
+
+
+def seconds(weights, rates):
+    """Return the longest time in which a rank sends (1 + w (N - 2)) bytes."""
+    shares = np.array(weights) / sum(weights)
+    return max((1 + shares * (len(rates) - 2)) / np.array(rates))
+
+
+def test_slow_rank_among_four_owns_nothing():
+    rates = [20 * MBIT, 20 * MBIT, 20 * MBIT, 5 * MBIT]
+    weights = weights_for(rates)
+    assert weights[3] == 0
+    assert sorted(weights[:3]) == [21, 21, 22]
+    assert seconds(weights, rates) == pytest.approx(1 / rates[3])
+    assert seconds([1] * 4, rates) == pytest.approx(1.5 / rates[3])
+
+
+@given(st.lists(st.integers(1, 10**10), min_size=3, max_size=64))
+def test_weights_are_near_the_optimum(rates):
+    weights = weights_for(rates)
+    assert sum(weights) == UNITS
+    assert min(weights) >= 0
+    # lower bounds of the optimum: each rank sends at least one byte, and all of them 2 (N - 1)
+    best = max(1 / min(rates), 2 * (len(rates) - 1) / sum(rates))
+    rounding = (len(rates) - 2) / UNITS / min(r for r, w in zip(rates, weights, strict=True) if w or r == min(rates))
+    assert seconds(weights, rates) <= best + rounding * 1.001
+
+
+def steps(shares, rates, count=PERIOD):
+    return [shares.learn(rates if shares.is_due else []) for _ in range(count)]
+
+
+def test_weights_follow_the_link_with_hysteresis():
+    shares, equal = LinkShares(), [20 * MBIT] * 4
+    assert not any(steps(shares, equal))
+    assert shares.weights is None
+    uneven = [20 * MBIT] * 3 + [5 * MBIT]
+    assert steps(shares, uneven)[-1]
+    assert shares.weights[3] == 0
+    assert not any(steps(shares, [19 * MBIT, 20 * MBIT, 21 * MBIT, 5 * MBIT]))  # saves too little
+    assert not any(steps(shares, [0, *uneven[1:]]))  # a rank has measured nothing
+    assert steps(shares, equal)[-1]
+    assert shares.weights is None
+
+
+def test_rate_is_the_sum_of_concurrent_connections():
+    before = [ConnectionInfo(0.01, 0, 0.0), ConnectionInfo(0.01, 1000, 1.0)]
+    now = [ConnectionInfo(0.01, 500_000, 0.6), ConnectionInfo(0.01, 1_001_000, 2.1)]
+    assert rate_of(before, now, 10) == round(500_000 / 0.5 + 1_000_000 / 1.0)
+    assert rate_of(before, [now[0], before[1]], 10) == 0
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 64), min_size=1, max_size=9).filter(any))
+def test_weighted_slices_cover_the_tensor(n, weights):
+    slices = cut(n, len(weights), 4, None, 1 << 16, tuple(weights))
+    pieces = [piece for each in slices for piece in each]
+    assert [p.begin for p in pieces] == [0, *(p.end for p in pieces[:-1])]
+    assert pieces[-1].end == n
+    for weight, each in zip(weights, slices, strict=True):
+        assert abs(each[-1].end - each[0].begin - n * weight / sum(weights)) <= 1024 * 2
+
+
+def test_equal_weights_are_the_default():
+    assert cut(100_000, 3, 4, None, 1 << 14, (5, 5, 5)) == cut(100_000, 3, 4, None, 1 << 14)
