@@ -12,7 +12,7 @@ from codec import ArgumentError, CallOptions, PeerError, Status
 from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, finalizes_manually
-from codec.torch.ddp import uncompressed
+from codec.torch.collectives import uncompressed
 from codec.torch.ddp.buckets import Bucket, BucketPart, Optimizers, check_join, cut, cut_as, n_values, names_in, scatter
 from codec.torch.ddp.policy import ParameterPlan
 from codec.torch.ddp.step import BucketRun, Step, StepState, fail_after

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch.ddp import uncompressed
+from codec.torch.collectives import uncompressed
 from codec.torch.group import communicator
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import gpu, host

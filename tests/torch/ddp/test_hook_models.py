@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import codec
 import codec.torch
+from codec.torch.collectives import uncompressed
 from codec.torch.ddp import reducer as reducer_module
-from codec.torch.ddp import uncompressed
 from codec.torch.ddp.policy import default_policy
 from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
