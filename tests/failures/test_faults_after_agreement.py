@@ -82,7 +82,7 @@ class Hooked(Reduced):
     """A model with a DDP hook."""
 
     files = (*PROGRAM, *WORKER, "ddp/reducer.py", "ddp/step.py", "ddp/hook.py", "ddp/residuals.py", "feedback/pair.py")
-    files = (*files, "ddp/policy.py", "ddp/buckets.py", "residual_store.py")
+    files = (*files, "ddp/policy.py", "ddp/buckets.py", "ddp/joined.py", "residual_store.py")
 
     def __init__(self, rank, size):
         self.rank, self.calls = rank, 0

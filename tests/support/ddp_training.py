@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import codec.torch
-from codec.torch.ddp import checkpoint
+from codec.torch.ddp import checkpoint, joined
 
 ENCODE_ALL = codec.torch.Policy(lossless_small=False, uneven=None)  # uses the hook's spec for every parameter
 
@@ -26,8 +26,15 @@ def data(rank, step):
     return x, (x[:, :5] * x[:, 5:10]).argmax(1)
 
 
-def wrapped(model=None, **kwargs):
-    """Wrap a model in DistributedDataParallel with at least 8 buckets."""
+def separate_buckets():
+    """In this process, reduce each bucket in a collective of its own, however small it is."""
+    joined.SLICE_NBYTES = 0
+
+
+def wrapped(model=None, *, joins=False, **kwargs):
+    """Wrap a model in DistributedDataParallel with at least 8 buckets, which are joined only if `joins` is True."""
+    if not joins:
+        separate_buckets()
     return DistributedDataParallel(model or net(), bucket_cap_mb=0.015, **kwargs)
 
 

@@ -14,6 +14,7 @@ import codec.torch
 from codec.torch.ddp import checkpoint
 from codec.torch.group import communicator
 from codec.torch.reduction import partition, raw
+from support.ddp_training import separate_buckets
 from support.faults import KILLED, at_fault_point, freeze
 
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
@@ -134,6 +135,7 @@ class Training:
 
     def wrap(self):
         """Wrap the model for the current group, and register the hook."""
+        separate_buckets()
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.015)  # MB: small enough for several buckets
         self.hook.register(self.model)
 

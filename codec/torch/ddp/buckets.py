@@ -86,8 +86,11 @@ class Bucket:
         """Return the gradient of each parameter, as views of the buffer."""
         return gradients_in(self.buffer, self.parameters)
 
-    def explain_nonfinite(self, error: BaseException, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Add the parameter's name and the index of the value to an error about NaN or Inf in this bucket."""
+    def explain_nonfinite(self, error: BaseException, names: Mapping[torch.nn.Parameter, str]) -> bool:
+        """Add the parameter's name and the index of the value to an error, if this bucket holds NaN or Inf.
+
+        Return True if it does.
+        """
         for p, gradient in zip(self.parameters, self.gradients(), strict=True):
             values = view(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
             if found := count_nonfinite(bits_of(values), values.dtype, values.shape):
@@ -96,7 +99,8 @@ class Bucket:
                     "pass grad_scaler= to ddp_hook if a GradScaler scales the loss, or use the spec "
                     f"{CARRIES_NONFINITE}",
                 )
-                return
+                return True
+        return False
 
 
 @dataclass

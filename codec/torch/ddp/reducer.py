@@ -1,21 +1,23 @@
 """Reduce the buckets of a model's backward passes. A step succeeds for all its buckets or for none."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from codec import ArgumentError, CallOptions, PeerError, Status
-from codec.arguments import check_timeout, shown
+from codec.arguments import check_timeout
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, finalizes_manually
 from codec.torch.collectives import uncompressed
 from codec.torch.ddp.buckets import Bucket, BucketPart, Optimizers, check_join, cut, cut_as, n_values, names_in, scatter
+from codec.torch.ddp.joined import BucketRun, JoinedWork, Transform, transformed
 from codec.torch.ddp.policy import ParameterPlan
-from codec.torch.ddp.step import BucketRun, Step, StepState, fail_after
+from codec.torch.ddp.step import Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
 from codec.torch.group.communicator import Communicator, close_communicator, communicator_of
 from codec.torch.group.work import Work
@@ -24,8 +26,6 @@ from codec.torch.reduction.execution import Planned, in_way
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.raw import Within
 from codec.torch.transport.collective import Collective
-
-Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], int | str | None]
 
 
 class Reducer:
@@ -150,9 +150,11 @@ class Reducer:
         if backward_pass() is not None:
             call_after_backward(self._end_of(step, last=bucket.last))
         comm = communicator_of(self.group, self.settings.timeout)
-        step.buckets.append(run := BucketRun(bucket))
-        work = comm.submit(lambda collective: self._run_bucket(comm, collective, run, step))
-        work.overlaps = True
+        worker = comm.worker
+        work = Work(worker.before_wait)
+        for run in step.joiner.add(bucket, work, comm.channel.size):
+            step.runs.append(run)
+            comm.submit(partial(self._run_buckets, comm, run, step), JoinedWork(worker.before_wait, run.works))
         if bucket.last and self.state.codebooks is not None:
             self.state.codebooks.submit(comm, step.over)
         return work
@@ -189,13 +191,14 @@ class Reducer:
             close_communicator(self.group, cancel=True)
         self.state.cancel()
 
-    async def _run_bucket(self, comm: Communicator, collective: Collective, run: BucketRun, step: Step) -> torch.Tensor:
-        """Reduce a bucket, and wait for the end of the step; return the mean, or the bucket's buffer after an error."""
-        bucket, outcome = run.bucket, step.outcome
-        reduced = bucket.buffer
+    async def _run_buckets(
+        self, comm: Communicator, run: BucketRun, step: Step, collective: Collective
+    ) -> list[torch.Tensor]:
+        """Reduce buckets, and wait for the end of the step; return the means, or the given buffers after an error."""
+        outcome, reduced = step.outcome, run.buffers
         run.counters = collective.counters
         try:
-            if bucket.number == 0:
+            if run.number == 0:
                 await self._begin_step(comm, collective, step)
             else:
                 await step.begun
@@ -204,20 +207,20 @@ class Reducer:
             else:
                 fail_after(collective, step)
         except BaseException as e:
-            self.state.fail_bucket(collective, bucket, step, e)
+            self.state.fail_run(collective, run, step, e)
         finally:
             step.begun.complete()
             run.arrived.complete()
-        if bucket.last:
+        if run.last:
             try:
-                await self._agree(comm, collective, bucket.number, step)
+                await self._agree(comm, collective, run.number, step)
             finally:
                 step.over.complete()
-            for other in step.buckets[:-1]:
+            for other in step.runs[:-1]:
                 await other.returned
         else:
             run.returned.complete(await step.over)  # one statement: if not reached, the last bucket would hang
-        return reduced if outcome.succeeded else bucket.buffer
+        return reduced if outcome.succeeded else run.buffers
 
     async def _begin_step(self, comm: Communicator, collective: Collective, step: Step) -> None:
         """Agree with all ranks on the hook's state if ranks may differ, and choose between frames and raw."""
@@ -227,11 +230,11 @@ class Reducer:
         await step.timing.wait()
 
     async def _agree(self, comm: Communicator, collective: Collective, number: int, step: Step) -> None:
-        """Agree on the outcome of a step, in the collective of its last bucket `number`: all ranks commit, or none."""
-        for run in step.buckets:
+        """Agree on the outcome of a step, in the collective of its last run `number`: all ranks commit, or none."""
+        for run in step.runs:
             await run.arrived
         await self.state.settle(collective, step)
-        trips = max(run.counters.round_trips for run in step.buckets)
+        trips = max(run.counters.round_trips for run in step.runs)
         before = collective.counters.round_trips
         outcome, timing = step.outcome, step.timing
         try:
@@ -241,7 +244,7 @@ class Reducer:
                 report = await collective.agree(step.report(timing, trips))
                 if self.state.confirm(step):
                     with self.state.changed_by(step), collective.storing():
-                        for run in step.buckets:
+                        for run in step.runs:
                             if run.store is not None:
                                 run.store()
                         self._commit(step)
@@ -249,7 +252,7 @@ class Reducer:
         except BaseException as e:
             self.state.fail(step, number, e, collective)
         trips += collective.counters.round_trips - before
-        self.state.stats.add_step(step.total(comm.channel.counters, trips), len(step.buckets))
+        self.state.stats.add_step(step.total(comm.channel.counters, trips), sum(len(run.members) for run in step.runs))
         if timing is not None:
             timing.end()
         if outcome.error is not None:
@@ -260,8 +263,8 @@ class Reducer:
     def _undo(self, step: Step, error: BaseException) -> None:
         """Roll a failed step back; after an overflow, fill gradients with NaN, so that all scalers skip the step."""
         if self._is_overflow(error):
-            for run in step.buckets:
-                run.bucket.buffer.fill_(torch.nan)
+            for buffer in (buffer for run in step.runs for buffer in run.buffers):
+                buffer.fill_(torch.nan)
         self.state.rollback()
 
     def _commit(self, step: Step) -> None:
@@ -275,46 +278,42 @@ class Reducer:
         scales = self._scaler is not None and self._scaler.is_enabled()
         return scales and getattr(error, "code", None) == Status.NONFINITE
 
-    async def _reduce(self, comm: Communicator, collective: Collective, run: BucketRun, step: Step) -> torch.Tensor:
-        """Compute the mean of a bucket over all ranks; return the tensor that holds it after the end of the step."""
-        bucket, buffer, counters = run.bucket, run.bucket.buffer, collective.counters
-        if self.transform is not None or not bucket.has_frames:
+    async def _reduce(
+        self, comm: Communicator, collective: Collective, run: BucketRun, step: Step
+    ) -> list[torch.Tensor]:
+        """Compute the means of buckets over all ranks; return the tensors that hold them after the end of the step."""
+        has_frames, counters = run.members[0].has_frames, collective.counters
+        if self.transform is not None or not has_frames:
             collective.device.settle()  # transforms and copies to the host may wait for a GPU: see StepState.may_wait()
-        item = self._prepare_bucket(step, bucket)
+        item = self._prepare_run(step, run)
         step.begun.complete()
-        if bucket.has_frames:
-            return await self._reduce_parts(comm, collective, run, step, item)
+        if has_frames:
+            return run.results(await self._reduce_parts(comm, collective, run, step, item))
+        buffer = run.bucket.buffer
         mean = await uncompressed.mean(collective, buffer, item)
         counters.raw_collectives += 1
         counters.raw_nbytes += 0 if buffer.is_sparse else buffer.nbytes
         if buffer.is_sparse:
-            return mean
+            return [mean]
         run.store = lambda: buffer.copy_(mean)
-        return buffer
+        return [buffer]
 
-    def _prepare_bucket(self, step: Step, bucket: Bucket) -> int | str | None:
-        """Apply ``transform=`` to a bucket; return its result, which all ranks must agree on.
+    def _prepare_run(self, step: Step, run: BucketRun) -> int | str | None:
+        """Apply ``transform=`` to buckets, and join them; return the result, which all ranks must agree on.
 
-        The first bucket of a step also chooses the specs of the step, and rolls residuals of an unfinished step back.
+        The first run of a step also chooses the specs of the step, and rolls residuals of an unfinished step back.
         """
         with self.state.changed_by(step):
-            if bucket.number == 0:
+            if run.number == 0:
                 check_join(self._module and self._module())
                 if self.state.residuals is not None:
                     self.state.residuals.begin_step(step.number, step.scale)
                 if self.plan.choose(step.number):
                     self._parts.clear()
-        if self.transform is None:
-            return None
-        gradients = list(zip(bucket.parameters, bucket.gradients(), strict=True))
-        with torch.no_grad():
-            returned: Any = self.transform(bucket.buffer, gradients)
-        if returned is not None and type(returned) not in (int, str):
-            raise ArgumentError(
-                "the function transform= must change the buffer in place, and return None, or an int or str that is "
-                f"equal on all ranks; it returned {shown(returned)}"
-            )
-        return returned
+            buffers = self.state.buffers
+        item = transformed(run.members, self.transform)
+        run.join(buffers)
+        return item
 
     async def _reduce_parts(
         self, comm: Communicator, collective: Collective, run: BucketRun, step: Step, item: int | str | None

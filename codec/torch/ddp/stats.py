@@ -45,8 +45,8 @@ class HookStats(Counters):
     failed_steps : int
         Steps that failed.
     buckets : int
-        Number of buckets that were reduced. `raw_collectives` counts those of them that were sent uncompressed, at
-        least in part.
+        Number of buckets that were reduced, including small ones that were reduced together. `frame_collectives` and
+        `raw_collectives` count buckets, too; the latter those that were sent uncompressed, at least in part.
     residual_ratio : float
         Largest ratio, over all parameters, of the norm of the residual to the norm of the gradient, measured every 8
         steps. Runs that converge stay below 15.

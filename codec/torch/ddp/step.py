@@ -14,6 +14,7 @@ from codec.stateful.checkpoint import ROLES
 from codec.torch.ddp import checkpoint
 from codec.torch.ddp.buckets import Bucket, BucketBuffers, BucketPart, n_values, needs_optimizer, shape_of
 from codec.torch.ddp.codebook_sync import CodebookSync
+from codec.torch.ddp.joined import BucketRun, Joiner
 from codec.torch.ddp.policy import ParameterPlan
 from codec.torch.ddp.residuals import HookResiduals
 from codec.torch.ddp.stats import HookStats
@@ -22,7 +23,6 @@ from codec.torch.group.autotune import RawFallback, Timing, Tuner
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
 from codec.torch.reduction.execution import settle
-from codec.torch.reduction.host import Reduction
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
@@ -41,8 +41,8 @@ class Outcome:
 
     in_flight: bool = False  # True from the start of the step until it has ended, or its error was raised
     ended: bool = False  # True: this rank's program knows the outcome, or is about to receive the step's error
-    error: BaseException | None = None  # error of bucket `failed`
-    failed: int = _NO_BUCKET  # smallest index of a bucket that failed
+    error: BaseException | None = None  # error of run `failed`
+    failed: int = _NO_BUCKET  # smallest index of a run of buckets that failed
     cause: Cause | None = None  # first error of the step, as reported to the other ranks
     confirmed: bool = False  # True if ranks of other groups were informed of the outcome
 
@@ -63,19 +63,6 @@ class Outcome:
             self.failed, self.error = bucket, error
 
 
-@dataclass
-class BucketRun:
-    """One bucket of a step, while it is reduced."""
-
-    bucket: Bucket
-    counters: Counters = field(default_factory=Counters)  # bytes and seconds of the collective
-    names: list[str] = field(default_factory=list[str])  # names of the parameters; empty if sent without frames
-    reductions: list[Reduction] = field(default_factory=list[Reduction])  # their kernels may still run on a GPU
-    store: Callable[[], object] | None = None  # writes the mean to the bucket; it is called if the step succeeds
-    arrived: Wait = field(default_factory=Wait)  # completes when the data of the bucket has arrived
-    returned: Wait = field(default_factory=Wait)  # completes when the collective has resumed after `Step.over`
-
-
 def _wait_for_last_bucket() -> Wait:
     wait = Wait()
     wait.of_program = True
@@ -89,7 +76,8 @@ class Step:
     number: int = 0  # steps that succeeded before this one
     scale: float = 1.0  # factor by which a GradScaler has multiplied all gradients
     outcome: Outcome = field(default_factory=Outcome)
-    buckets: list[BucketRun] = field(default_factory=list[BucketRun])
+    joiner: Joiner = field(default_factory=Joiner)  # joins small buckets
+    runs: list[BucketRun] = field(default_factory=list[BucketRun])  # buckets that were begun
     zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # by parameter: True if its gradient is mostly zero
     before: Counters = field(default_factory=Counters)  # totals of the group at the start of the step
     timing: Timing | None = None  # way and times; None: ranks have not agreed on the hook's state yet
@@ -98,15 +86,15 @@ class Step:
 
     def report(self, timing: Timing, round_trips: float) -> list[int]:
         """Return the measurements of the step that this rank reports to all ranks."""
-        sent = sum(run.counters.sent_nbytes for run in self.buckets)
-        raw = sum(run.counters.raw_nbytes for run in self.buckets)
-        on_device = any(r.on_device for run in self.buckets for r in run.reductions)
+        sent = sum(run.counters.sent_nbytes for run in self.runs)
+        raw = sum(run.counters.raw_nbytes for run in self.runs)
+        on_device = any(r.on_device for run in self.runs for r in run.reductions)
         return timing.report(sent, raw, round_trips, on_device=on_device)
 
     def total(self, now: Counters, round_trips: float) -> Counters:
         """Return the traffic of the step, given the totals `now` of the group."""
         total, waited = Counters(), now - self.before
-        for run in self.buckets:
+        for run in self.runs:
             total.add(run.counters)
         total.wire_s, total.waited_s, total.cpu_s = waited.wire_s, waited.waited_s, waited.cpu_s
         total.round_trips = round_trips
@@ -239,24 +227,24 @@ class StepState:
         if self.codebooks is not None:
             self.codebooks.require_sync()
 
-    def fail_bucket(self, collective: Collective, bucket: Bucket, step: Step, error: BaseException) -> None:
-        """Record the error of a bucket as :meth:`fail` does, and name the parameter in errors about NaN and Inf."""
-        self.fail(step, bucket.number, error, collective)
+    def fail_run(self, collective: Collective, run: BucketRun, step: Step, error: BaseException) -> None:
+        """Record an error as :meth:`fail` does, and name the parameter in errors about NaN and Inf."""
+        self.fail(step, run.number, error, collective)
         if isinstance(error, ArgumentError) and error.code == Status.NONFINITE and self.names_nonfinite:
-            bucket.explain_nonfinite(error, self._plan.names)
+            any(bucket.explain_nonfinite(error, self._plan.names) for bucket in run.members)
 
     async def settle(self, collective: Collective, step: Step) -> None:
         """Wait once until GPUs have reduced all buckets, and record the errors that their kernels report."""
         if not step.outcome.succeeded:
             return
-        launched = [(run.bucket, r) for run in step.buckets for r in run.reductions]
+        launched = [(run, r) for run in step.runs for r in run.reductions]
         for _, r in launched:
             r.request_verdicts()
-        for bucket, r in launched:
+        for run, r in launched:
             try:
                 await settle(collective, r)
             except BaseException as e:
-                self.fail_bucket(collective, bucket, step, e)
+                self.fail_run(collective, run, step, e)
 
     def may_wait(self, parts: Sequence[BucketPart]) -> bool:
         """Return True if preparing `parts` of a bucket may make the host wait for the GPU.
@@ -289,7 +277,7 @@ class StepState:
         """Commit the state of a step that has succeeded on all ranks."""
         self.stats.steps += 1
         self.count += 1
-        buckets = [run.names for run in step.buckets if run.names]
+        buckets = [run.names for run in step.runs if run.names]
         if not self.loaded_buckets or len(buckets) > 1:
             self.buckets = buckets
         if self.loaded_buckets:
@@ -327,6 +315,7 @@ class StepState:
             self.buffers = BucketBuffers()
             self.residuals = self.residuals and self.residuals.copied()
         cancelled.over.complete()
+        cancelled.joiner.cancel()
 
     def begin_feedback(self) -> None:
         """Create residuals, or set their decay, if the plan has error feedback."""

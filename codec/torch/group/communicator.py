@@ -56,12 +56,12 @@ class Communicator:
             if channel.device.connected:
                 worker.most_in_flight = 1  # NCCL needs the same order of messages on all ranks
 
-    def submit(self, collective: Callable[[Collective], Awaitable[Any]]) -> Work:
+    def submit(self, collective: Callable[[Collective], Awaitable[Any]], work: Work | None = None) -> Work:
         """Submit a collective, which begins after earlier ones. Return a handle for the result of its coroutine.
 
-        If the coroutine raises an error, all ranks raise an error.
+        If the coroutine raises an error, all ranks raise an error. `work`: the handle; None: create it.
         """
-        return self.worker.submit_collective(lambda number: self._run(number, collective))
+        return self.worker.submit_collective(lambda number: self._run(number, collective), work)
 
     def run(self, collective: Callable[[Collective], Awaitable[T]]) -> T:
         """Run a collective, and return its result.

@@ -80,8 +80,10 @@ class Worker:
         """
         return self._submit(function, alone=True)
 
-    def submit_collective(self, function: Callable[[int], Any]) -> Work:
+    def submit_collective(self, function: Callable[[int], Any], work: Work | None = None) -> Work:
         """Submit function(number), which may return a coroutine; `number` is equal on all ranks.
+
+        Return the handle of its result: `work`, or a new one.
 
         Collectives begin in the order of submission; those that callbacks submit begin before all others.
 
@@ -93,12 +95,12 @@ class Worker:
         PeerError
             This process was forked from the process that created the worker.
         """
-        return self._submit(lambda: function(self._new_number()), alone=False)
+        return self._submit(lambda: function(self._new_number()), work, alone=False)
 
-    def _submit(self, function: Callable[[], Any], *, alone: bool) -> Work:
+    def _submit(self, function: Callable[[], Any], work: Work | None = None, *, alone: bool) -> Work:
         if self.forked:
             raise PeerError(_FORKED)
-        work, batch = Work(self.before_wait), running.batch
+        work, batch = work or Work(self.before_wait), running.batch
         of_callback = batch is not None and batch.owner is self and not alone
         self._queue.put(Task(work, function, StreamOrder.of_this_thread(), alone=alone, of_callback=of_callback))
         return work

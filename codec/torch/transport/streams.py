@@ -117,6 +117,15 @@ def passed_by_gpu() -> Callable[[], bool]:
     return lambda: bool(event.query())
 
 
+def order_after() -> Callable[[], None]:
+    """Return a function that makes the current stream wait for all work submitted to this current stream so far."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    device = torch.cuda.current_device()
+    event = torch.cuda.current_stream(device).record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(event)
+
+
 def settle(tensor: torch.Tensor) -> None:
     """Wait for all work on a tensor's GPU, unless it is the current GPU, whose work is ordered by streams."""
     if tensor.device.type == "cuda" and tensor.device.index not in (None, torch.cuda.current_device()):

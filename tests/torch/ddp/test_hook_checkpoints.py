@@ -14,7 +14,7 @@ import codec.torch
 from codec.stateful.schema import signed
 from codec.torch.ddp import checkpoint
 from support import flatcall
-from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
+from support.ddp_training import ENCODE_ALL, parameter_bytes, separate_buckets, small_forward, small_net, take_step
 from support.ranks import run_ranks
 from support.states import through_a_file
 
@@ -22,6 +22,8 @@ SIGN = codec.Sign(group_size=1024)
 
 
 def hooked(model=None, spec=SIGN, cap=25, **how):
+    if cap < 1:
+        separate_buckets()
     model = DistributedDataParallel(model or small_net(), bucket_cap_mb=cap)
     return model, flatcall.ddp_hook(spec, **({"algorithm": "two_shot"} | how)).register(model)
 

@@ -13,8 +13,9 @@ import codec
 import codec.torch
 from codec import PeerError
 from codec.torch.ddp.buckets import Bucket
+from codec.torch.ddp.joined import BucketRun
 from codec.torch.ddp.policy import ParameterPlan, default_policy
-from codec.torch.ddp.step import BucketRun, StepState
+from codec.torch.ddp.step import StepState
 from codec.torch.transport.messages import ERROR, Cause
 from support.collective_values import sum_in_order, tensor_bytes
 from support.ddp_training import data, hook_state_bytes, net, parameter_bytes, small_forward, small_net, wrapped
@@ -316,8 +317,8 @@ def test_register_takes_another_group():
 def test_buckets_are_saved_by_number_whichever_is_reduced_first():
     state = codec.torch.ddp_hook(codec.Quantize(4)).reducer.state
     step = state.begin(1.0)
-    step.buckets += [BucketRun(Bucket(torch.ones(1), [], number, number == 2)) for number in range(3)]
+    step.runs += [BucketRun([Bucket(torch.ones(1), [], number, number == 2)], number=number) for number in range(3)]
     for number in (1, 2, 0):
-        step.buckets[number].names = [f"parameter of bucket {number}"]
+        step.runs[number].names = [f"parameter of bucket {number}"]
     state.commit(step)
     assert state.buckets == [[f"parameter of bucket {number}"] for number in range(3)]

@@ -22,6 +22,7 @@ import codec
 import codec.torch
 from codec.torch.network.stripe import Stripe
 from support import flatcall
+from support.ddp_training import separate_buckets
 from support.expected_messages import (
     ABORT,
     DATA,
@@ -249,8 +250,10 @@ def test_errors_are_sent_as_aborts() -> None:
     assert [m.number for m in zero[3]] == [4] * 2  # term and report: the connections are still open
 
 
-def record_steps(rank: int, size: int) -> list[list[Message]]:
+def record_steps(rank: int, size: int, joins: bool) -> list[list[Message]]:
     """Return the messages of two training steps with two buckets."""
+    if not joins:
+        separate_buckets()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(40, 40, bias=False) for _ in range(2)])
     ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
@@ -265,19 +268,21 @@ def record_steps(rank: int, size: int) -> list[list[Message]]:
     return [recording(step)[0] for _ in range(2)]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_steps_have_a_collective_for_each_bucket_and_one_agreement(size: int) -> None:
-    items = signed("all_gather, requested as all_gather", codec.Lossless(), 1600, "mean", segments=[(0, (40, 40))])
+@pytest.mark.parametrize(("size", "joins"), [(2, False), (3, False), (3, True)])
+def test_steps_have_a_collective_for_each_run_of_buckets_and_one_agreement(size: int, joins: bool) -> None:
+    n, segments = (3200, [(0, (40, 40)), (1600, (40, 40))]) if joins else (1600, [(0, (40, 40))])
+    items = signed("all_gather, requested as all_gather", codec.Lossless(), n, "mean", segments=segments)
     hook, bucket = digest(repr(("hook",))), digest(text_of(items))
-    for rank, steps in enumerate(run_ranks(size, record_steps)):
+    for rank, steps in enumerate(run_ranks(size, record_steps, joins)):
         for i, messages in enumerate(steps):
             to = 1 - min(rank, 1)  # rank 0's messages to rank 1; other ranks' messages to rank 0
             sent = sorted((m for m in messages if m.to == to), key=lambda m: (m.number, m.part))
             found = [HEADER.unpack_from(m.data) for m in sent]
             first = found[0][2]
             state = [(first, 0, hook)] if i == 0 else []
-            reports = [(first + 1, 1, VERDICT)]
-            expected = [*state, (first, len(state), bucket), (first + 1, 0, bucket), *reports]
+            data = [(first, len(state), bucket), *([] if joins else [(first + 1, 0, bucket)])]
+            last, part, _ = data[-1]
+            expected = [*state, *data, (last, part + 1, VERDICT)]
             assert [(number, part, signature) for _, _, number, part, _, signature, _ in found] == expected
             if i == 0:
                 assert sent[0].body[:8] == integers(1)  # number of steps so far

@@ -1,0 +1,204 @@
+"""Join consecutive small buckets of a step, so that one collective reduces them together."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from codec import ArgumentError, PeerError
+from codec.arguments import shown
+from codec.torch.ddp.buckets import Bucket, BucketBuffers
+from codec.torch.group.work import Work
+from codec.torch.network.waits import Wait
+from codec.torch.reduction.host import Reduction
+from codec.torch.transport.counters import Counters
+from codec.torch.transport.streams import order_after
+
+# Bytes of a rank's slice, before encoding, up to which buckets are joined. A two-shot collective of N ranks has
+# 2 (N - 1) messages a rank, each of which costs about 0.1 ms of CPU besides its values, and a value costs about 3.5 ns
+# (encoding and decoding, 4 bits). So a message costs as much as 32,000 float32 values, which are 128 KiB.
+SLICE_NBYTES = 1 << 17
+
+Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], int | str | None]
+
+
+@dataclass
+class BucketRun:
+    """Buckets of a step that one collective reduces: a large bucket, or consecutive small ones."""
+
+    members: list[Bucket]
+    works: list[Work] = field(default_factory=list[Work])  # handle of each member
+    number: int = 0  # index of the run in its step
+    bucket: Bucket = field(init=False)  # the bucket to reduce, set by :meth:`join`
+    counters: Counters = field(default_factory=Counters)  # bytes and seconds of the collective
+    names: list[str] = field(default_factory=list[str])  # names of the parameters; empty if sent without frames
+    reductions: list[Reduction] = field(default_factory=list[Reduction])  # their kernels may still run on a GPU
+    follow: list[Callable[[], None]] = field(
+        default_factory=list[Callable[[], None]]
+    )  # of :func:`order_after`, by member
+    store: Callable[[], object] | None = None  # writes the mean to the buckets; it is called if the step succeeds
+    arrived: Wait = field(default_factory=Wait)  # completes when the data of the buckets has arrived
+    returned: Wait = field(default_factory=Wait)  # completes when the collective has resumed after `Step.over`
+
+    @property
+    def last(self) -> bool:
+        """True for the last run of a step."""
+        return self.members[-1].last
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Buffer of each member."""
+        return [bucket.buffer for bucket in self.members]
+
+    def join(self, buffers: BucketBuffers) -> None:
+        """Set the bucket to reduce: the only member, or a bucket with copies of all gradients, in cached memory."""
+        if len(self.members) == 1:
+            self.bucket = replace(self.members[0], number=self.number)
+            return
+        joined = buffers.joined((self.number << 20, "bucket"), self.buffers)
+        parameters = [p for bucket in self.members for p in bucket.parameters]
+        self.bucket = Bucket(joined, parameters, self.number, self.last)
+
+    def results(self, mean: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors that hold the mean of each member after the end of the step.
+
+        DistributedDataParallel reads a result at absolute offsets in its storage. So the means of several members are
+        stored in their own buffers, not returned as views of `mean`.
+        """
+        if len(self.members) == 1:
+            return [mean]
+        store, buffers = self.store, self.buffers
+
+        def scatter() -> None:
+            assert store is not None
+            store()
+            begin = 0
+            for buffer in buffers:
+                buffer.copy_(mean[begin : begin + buffer.numel()])
+                begin += buffer.numel()
+
+        self.store = scatter
+        self.counters.raw_collectives *= len(buffers)  # statistics count buckets
+        self.counters.frame_collectives *= len(buffers)
+        return buffers
+
+
+class JoinedWork(Work):
+    """Handle of a collective that reduces several buckets, each of which has its own handle.
+
+    Parameters
+    ----------
+    before_wait : callable
+        As for :class:`Work`.
+    members : sequence of Work
+        Handle of each bucket. The result of the collective is a list of their results.
+    """
+
+    def __init__(self, before_wait: Callable[[], object], members: Sequence[Work]) -> None:
+        super().__init__(before_wait)
+        self._members = members
+
+    def set_result(self, result: Any) -> None:
+        """End the collective, and give each bucket its result."""
+        for work, each in zip(self._members, result, strict=True):
+            work.set_result(each)
+        super().set_result(result)
+
+    def set_error(self, error: BaseException) -> None:
+        """End the collective and its buckets with an error."""
+        for work in self._members:
+            work.set_error(error)
+        super().set_error(error)
+
+    def take_callbacks(self) -> Callable[[], object] | None:
+        """Return a function that runs the callbacks of all buckets, or None if no bucket has a future."""
+        taken = [callbacks for work in self._members if (callbacks := work.take_callbacks()) is not None]
+        return (lambda: [callbacks() for callbacks in taken]) if taken else None
+
+
+class Joiner:
+    """Groups the buckets of a step into runs.
+
+    A run ends when its buckets reach SLICE_NBYTES for each rank, with the last bucket of the step, and before a bucket
+    that is large, sparse, float64, of another dtype or on another device. So it depends only on sizes and dtypes, which
+    are equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._open: BucketRun | None = None  # run that has not begun, because more buckets may join
+        self._nbytes = 0  # bytes of its buckets
+        self._count = 0  # number of runs that have begun
+
+    def add(self, bucket: Bucket, work: Work, size: int) -> list[BucketRun]:
+        """Add the next bucket; return the runs that must begin now, in this order.
+
+        Parameters
+        ----------
+        bucket : Bucket
+            The bucket.
+        work : Work
+            Its handle.
+        size : int
+            Number of ranks.
+        """
+        most, buffer = SLICE_NBYTES * size, bucket.buffer
+        small = bucket.has_frames and buffer.nbytes < most
+        begun: list[BucketRun] = []
+        if self._open is not None and not (small and _is_alike(self._open.members[0].buffer, buffer)):
+            begun.append(self._close(self._open))
+        self._open = self._open or BucketRun([])
+        self._open.members.append(bucket)
+        self._open.works.append(work)
+        self._nbytes += buffer.nbytes if small else 0
+        if bucket.last or not small or self._nbytes >= most:
+            begun.append(self._close(self._open))
+        else:
+            self._open.follow.append(order_after())
+        return begun
+
+    def _close(self, run: BucketRun) -> BucketRun:
+        for follow in run.follow:
+            follow()
+        run.number = self._count
+        self._open, self._nbytes, self._count = None, 0, self._count + 1
+        return run
+
+    def cancel(self) -> None:
+        """End the handles of buckets that have not begun with an error, because the step is cancelled."""
+        run, self._open = self._open, None
+        if run is not None:
+            error = PeerError("the step was cancelled before this bucket was sent: make a new group")
+            joined = JoinedWork(lambda: None, run.works)
+            joined.set_error(error)
+            if (callbacks := joined.take_callbacks()) is not None:
+                callbacks()
+
+
+def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two buffers have the same dtype and device."""
+    return a.dtype == b.dtype and a.device == b.device
+
+
+def transformed(buckets: Sequence[Bucket], transform: Transform | None) -> int | str | None:
+    """Apply ``transform=`` to each bucket of a run; return what all ranks must agree on.
+
+    Raises
+    ------
+    ArgumentError
+        `transform` returned neither None nor an int or str.
+    """
+    if transform is None:
+        return None
+    items: list[int | str | None] = []
+    for bucket in buckets:
+        gradients = list(zip(bucket.parameters, bucket.gradients(), strict=True))
+        with torch.no_grad():
+            returned: Any = transform(bucket.buffer, gradients)
+        if returned is not None and type(returned) not in (int, str):
+            raise ArgumentError(
+                "the function transform= must change the buffer in place, and return None, or an int or str that is "
+                f"equal on all ranks; it returned {shown(returned)}"
+            )
+        items.append(returned)
+    return items[0] if all(item == items[0] for item in items) else str(items)
