@@ -1,17 +1,19 @@
 """Links with a delay, for kernels without netem: TUN devices, and a process that delays their packets.
 
 :func:`device` creates a TUN device in a network namespace. :class:`Delay` runs a process that reads the packets that
-each namespace sends, waits, and writes the packets to the device of their destination. Packets keep their order, and
-none is dropped. As on links without a delay, a token bucket in front of the device limits the rate
-(:func:`netns.shape`).
+each namespace sends, waits, and writes the packets to the device of their destination. Packets keep their order. A
+share of them can be dropped at random. As on links without a delay, a token bucket in front of the device limits the
+rate (:func:`netns.shape`).
 
 Packets have up to 64 KiB, with a TCP segment size of 1,448 bytes, as between a kernel and a network card with TSO.
-TCP's slow start is therefore the same as on real links, and a packet takes about 10 microseconds of a core.
+TCP's slow start is therefore the same as on real links, and a packet takes about 10 microseconds of a core. If packets
+are to be dropped, they have a single segment each, as on a real link.
 """
 
 import ctypes
 import fcntl
 import os
+import random
 import select
 import struct
 import subprocess
@@ -29,10 +31,10 @@ _HEADER_NBYTES = 10  # size of struct virtio_net_hdr, which describes how a pack
 _LARGEST = 65536 + _HEADER_NBYTES
 
 
-def device(namespace: str, name: str) -> int:
+def device(namespace: str, name: str, *, segmented: bool = False) -> int:
     """Create a TUN device in a network namespace, and return its non-blocking file descriptor.
 
-    The device exists until the descriptor and its copies are closed.
+    The device exists until the descriptor and its copies are closed. `segmented`: each packet is a single TCP segment.
 
     Raises
     ------
@@ -53,7 +55,7 @@ def device(namespace: str, name: str) -> int:
             tun = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
             try:
                 fcntl.ioctl(tun, _SETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
-                fcntl.ioctl(tun, _SETOFFLOAD, _CHECKSUMS | _TSO4)
+                fcntl.ioctl(tun, _SETOFFLOAD, _CHECKSUMS if segmented else _CHECKSUMS | _TSO4)
             except BaseException:
                 os.close(tun)
                 raise
@@ -74,10 +76,12 @@ class Delay:
         File descriptors from :func:`device`, by rank. The last byte of rank r's address is r + 1.
     seconds : float
         Delay from sending to receiving, half of the round-trip time.
+    loss : float
+        Share of the packets that are dropped.
     """
 
-    def __init__(self, tuns: Sequence[int], seconds: float) -> None:
-        command = [sys.executable, "-S", __file__, str(seconds), *map(str, tuns)]
+    def __init__(self, tuns: Sequence[int], seconds: float, loss: float = 0.0) -> None:
+        command = [sys.executable, "-S", __file__, str(seconds), str(loss), *map(str, tuns)]
         # a separate session, so that Ctrl-C reaches only the parent
         self.process = subprocess.Popen(command, pass_fds=tuns, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -112,8 +116,9 @@ def destination(packet: bytes, ranks: int) -> int | None:
     return address[3] - 1
 
 
-def carry(seconds: float, tuns: Sequence[int]) -> None:
+def carry(seconds: float, loss: float, tuns: Sequence[int]) -> None:
     """Forward packets until standard input is closed, when the parent ends. A line of input sets a new delay."""
+    chance = random.Random(1)
     waiting: deque[tuple[float, int, bytes]] = deque()  # (arrival time, device, packet), in order of time
     poll = select.epoll()
     for fd in (sys.stdin.fileno(), *tuns):
@@ -129,7 +134,7 @@ def carry(seconds: float, tuns: Sequence[int]) -> None:
                 continue
             for packet in packets(fd):
                 to = destination(packet, len(tuns))
-                if to is not None:
+                if to is not None and not (loss and chance.random() < loss):
                     earliest = waiting[-1][0] if waiting else 0.0  # of the previous packet: keep the order
                     waiting.append((max(earliest, time.monotonic() + seconds), tuns[to], packet))
         now = time.monotonic()
@@ -139,4 +144,4 @@ def carry(seconds: float, tuns: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    carry(float(sys.argv[1]), [int(fd) for fd in sys.argv[2:]])
+    carry(float(sys.argv[1]), float(sys.argv[2]), [int(fd) for fd in sys.argv[3:]])

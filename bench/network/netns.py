@@ -186,11 +186,13 @@ class Network:
         False: connections keep their window over pauses (net.ipv4.tcp_slow_start_after_idle=0).
     rtt : float
         Round-trip time in milliseconds that is added to the machine's own.
+    loss : float
+        Share of the packets that are dropped, on links with a round-trip time.
 
     Raises
     ------
     NetworkError
-        `rate` or `rtt` is invalid, or `both_ways` is given with an `rtt`, for which there is no bridge.
+        `rate`, `rtt` or `loss` is invalid, or `both_ways` is given with an `rtt`, for which there is no bridge.
     """
 
     def __init__(
@@ -202,6 +204,7 @@ class Network:
         congestion: str | None = None,
         slow_start_after_idle: bool = True,
         rtt: float = 0,
+        loss: float = 0.0,
     ) -> None:
         bits(rate)
         if not 0 <= rtt <= 10_000:
@@ -210,7 +213,9 @@ class Network:
             raise NetworkError(
                 "links with a round-trip time limit what ranks send, not what they receive: no both_ways"
             )
-        self.rtt = rtt
+        if not 0 <= loss < 1 or (loss and not rtt):
+            raise NetworkError(f"a loss is a share of packets below 1, on links with a round-trip time: {loss!r}")
+        self.rtt, self.loss = rtt, loss
         self.delay: delay.Delay | None = None
         self.rate, self.both_ways, self.congestion, self.restart = rate, both_ways, congestion, slow_start_after_idle
         prefix = f"codec-{os.getpid()}-{next(SERIAL)}"
@@ -270,9 +275,9 @@ class Network:
         tuns: list[int] = []
         try:
             for name in self.names:
-                tuns.append(delay.device(name, DEVICE))
+                tuns.append(delay.device(name, DEVICE, segmented=bool(self.loss)))
                 tool("ip", "-n", name, "link", "set", DEVICE, "mtu", "1500", "txqueuelen", "10000")
-            self.delay = delay.Delay(tuns, self.rtt / 2000)
+            self.delay = delay.Delay(tuns, self.rtt / 2000, self.loss)
         except OSError as e:
             raise NetworkError(f"a round-trip time needs TUN devices (/dev/net/tun, modprobe tun): {e}") from None
         finally:

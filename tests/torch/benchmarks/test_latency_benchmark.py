@@ -44,6 +44,12 @@ def test_wrong_round_trip_times_are_refused(how):
         netns.Network(2, "1gbit", **how)
 
 
+@pytest.mark.parametrize("how", [{"loss": 0.1}, {"loss": 1.0, "rtt": 10}, {"loss": float("nan"), "rtt": 10}])
+def test_wrong_losses_are_refused(how):
+    with pytest.raises(netns.NetworkError, match="a loss is a share"):
+        netns.Network(2, "1gbit", **how)
+
+
 def test_model_of_a_step():
     def row(method, rtt, step, cpu, sent):
         cell = {"rate": "100mbit", "rtt": rtt, "wanted_buckets": 7, "method": method}
