@@ -71,6 +71,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
         self.batch, self.width, self.pause = plan["batch"], width, plan["pause"]
         self.warmup = WARMUP
+        self.hook: Any = None  # hook of codec.torch.ddp_hook, if the method has one
         self.register(method)
 
     def register(self, method: str) -> None:
@@ -89,9 +90,9 @@ class Training:
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif method == "small":
-            codec.torch.ddp_hook("small", options=two_shot).register(self.model)
+            self.hook = codec.torch.ddp_hook("small", options=two_shot).register(self.model)
         elif method == "small, auto":
-            codec.torch.ddp_hook("small").register(self.model)
+            self.hook = codec.torch.ddp_hook("small").register(self.model)
             self.warmup += autotune.TRIALS
         elif method == "onebit":
             parameters: Any = list(self.model.parameters())
