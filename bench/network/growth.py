@@ -36,7 +36,8 @@ Row = dict[str, Any]
 class Terms:
     """CPU seconds and bytes that a step takes.
 
-    The defaults are those that ranks.py has fitted on two cores. That of `plain_trips` agrees best with float32 steps.
+    The defaults are those that ranks.py has fitted for docs/benchmarks/scale.md. That of `plain_trips` was
+    adjusted to the float32 steps on that page, so that comparing these with the model is no independent check.
 
     Parameters
     ----------
