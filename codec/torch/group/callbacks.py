@@ -22,12 +22,13 @@ class Batch:
 
     def __init__(self, owner: object, function: Callable[[], object]) -> None:
         self.owner = owner
+        self.begun = False  # True: a thread runs the callbacks, or has run them
         self.over = False  # True: the callbacks have run
         self._function = function
 
     def run(self) -> None:
         """Run the callbacks in this thread."""
-        running.batch = self
+        running.batch, self.begun = self, True
         try:
             self._function()
         finally:
@@ -89,9 +90,17 @@ class CallbackQueue:
         self._start_next()
 
     def expire(self) -> None:
-        """Release a batch that takes too long."""
-        if time.monotonic() >= self.deadline:
+        """Release a batch that takes too long, or give it more time if its thread has not begun it.
+
+        A later batch must not overtake a batch on a busy machine: callbacks start collectives in the same order on all
+        ranks.
+        """
+        if self._current is None or time.monotonic() < self.deadline:
+            return
+        if self._current.begun:
             self.release(self._current)
+        else:
+            self.deadline = time.monotonic() + TIMEOUT
 
     def stop(self) -> None:
         """Run all batches that are left, and end the thread."""

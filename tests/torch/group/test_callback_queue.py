@@ -45,16 +45,21 @@ def test_batches_run_in_order_and_then_the_queue_is_idle(callbacks):
 
 
 def test_batch_that_waits_keeps_its_thread_and_later_ones_run_in_a_new_one(callbacks):
-    (callbacks, ended), gate, threads = callbacks, threading.Event(), []
+    (callbacks, ended), begun, gate, threads = callbacks, threading.Event(), threading.Event(), {}
+
+    def note(name):
+        threads[name] = threading.get_ident()
 
     def wait():
-        threads.append(threading.get_ident())
+        note("first")
+        begun.set()
         assert gate.wait(SECONDS)
 
     first = Batch(None, wait)
-    others = [Batch(None, lambda: threads.append(threading.get_ident())) for _ in range(2)]
+    others = [Batch(None, lambda name=name: note(name)) for name in ("second", "third")]
     for batch in [first, *others]:
         callbacks.add(batch)
+    assert begun.wait(SECONDS)  # the worker is asked to release a batch by its callbacks, which have begun
     callbacks.release(first)
     for batch in others:
         assert ended.get(timeout=SECONDS) is batch
@@ -63,20 +68,39 @@ def test_batch_that_waits_keeps_its_thread_and_later_ones_run_in_a_new_one(callb
     gate.set()
     assert ended.get(timeout=SECONDS) is first
     callbacks.release(first)  # a second release has no effect
-    assert threads[0] != threads[1] == threads[2]
+    assert threads["first"] != threads["second"] == threads["third"]
 
 
-def test_batch_that_takes_long_is_released(callbacks, monkeypatch):
-    monkeypatch.setattr("codec.torch.group.callbacks.TIMEOUT", 0.02)
-    (callbacks, ended), gate, second = callbacks, threading.Event(), Batch(None, lambda: None)
-    callbacks.add(Batch(None, lambda: gate.wait(SECONDS)))
+def test_batch_that_takes_long_is_released(callbacks):
+    (callbacks, ended), begun, gate, second = callbacks, threading.Event(), threading.Event(), Batch(None, lambda: None)
+    callbacks.add(Batch(None, lambda: (begun.set(), gate.wait(SECONDS))))
     callbacks.add(second)
+    assert begun.wait(SECONDS)
+    callbacks.deadline = time.monotonic() + SECONDS
     callbacks.expire()
     assert ended.empty()
-    time.sleep(0.03)
+    callbacks.deadline = time.monotonic()
     callbacks.expire()
     assert ended.get(timeout=SECONDS) is second
     gate.set()
+
+
+def test_batch_is_not_overtaken_while_its_thread_does_not_start(callbacks, monkeypatch):
+    (callbacks, ended), threads, order = callbacks, [], []
+    with monkeypatch.context() as m:
+        m.setattr(threading.Thread, "start", lambda thread: threads.append(thread))
+        batches = [Batch(None, lambda i=i: order.append(i)) for i in range(2)]
+        for batch in batches:
+            callbacks.add(batch)
+        callbacks.deadline = now = time.monotonic()
+        callbacks.expire()
+        assert callbacks.deadline > now
+        assert len(threads) == 1
+    threads[0].start()
+    for batch in batches:
+        assert ended.get(timeout=SECONDS) is batch
+        callbacks.release(batch)
+    assert order == [0, 1]
 
 
 def test_batches_run_in_the_calling_thread_if_no_thread_can_be_started(callbacks, monkeypatch):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import codec
 import codec.torch
 from codec.torch.group import communicator
+from support.meshes import until
 from support.ranks import RankPool
 
 N = 6000
@@ -179,7 +180,7 @@ def test_fork_while_locks_are_held_does_not_hang_the_child(ranks):
 
 
 def _many(rank, size, count):
-    """Create and destroy groups with collectives in flight; return the threads and descriptors left over."""
+    """Create and destroy groups with collectives in flight; all threads and descriptors but a few are freed."""
 
     def counts():
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -196,17 +197,13 @@ def _many(rank, size, count):
         del group, pending
         if i == 2:
             before = counts()
-    time.sleep(0.5)
-    after = counts()
-    return [b - a for a, b in zip(before, after, strict=True)]
+    until(lambda: counts()[0] <= before[0] + 1 and counts()[1] <= before[1] + 8)
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.nightly)])
 def test_groups_that_end_leave_nothing_behind(ranks, count):
     ranks.new_group()
-    for threads, descriptors in ranks.run(_many, count):
-        assert threads <= 1
-        assert descriptors <= 8
+    ranks.run(_many, count)
 
 
 def _destroyed_by_peer(rank, size):
