@@ -1,6 +1,7 @@
 """OneBitAdam's state dicts resume bit for bit, load on other numbers of ranks, and are exchanged with AdamW."""
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
@@ -14,42 +15,52 @@ from support.ddp_training import net, parameter_bytes, wrapped
 from support.one_bit_adam import FREEZE, STEPS, optimizer_of, plain, residuals_of, take_steps, with_entry
 from support.ranks import run_ranks
 from support.states import through_a_file
+from support.tiers import every
 
 OPTIONS = codec.options(algorithm="two_shot")
 
 
-def _resumed(rank, size):
+# Models, steps after which a state is saved, and ways to load the state: gathered, and before the model is registered
+RESUMED = list(
+    itertools.product(
+        (wrapped, net), (2, FREEZE, FREEZE + 1, FREEZE + 3), ((False, False), (True, False), (True, True))
+    )
+)
+
+
+def _resumed(rank, size, cases):
     """States saved in the warm-up, at the freeze or after it, by each rank or gathered, resume bit for bit."""
-    for make in (wrapped, net):
+    for make, group in itertools.groupby(cases, lambda case: case[0]):
+        steps = [(at, how) for _, at, how in group]
         model = make()
         optimizer = optimizer_of(model).register(model, options=OPTIONS)
         saved = {}
         for step in range(STEPS):
             take_steps(model, optimizer, rank, step, step + 1)
-            inner = getattr(model, "module", model)
-            states = optimizer.state_dict(), optimizer.state_dict(gather=True)
-            saved[step + 1] = through_a_file([copy.deepcopy(inner.state_dict()), *states])
+            if any(step + 1 == at for at, _ in steps):
+                inner = getattr(model, "module", model)
+                states = optimizer.state_dict(), optimizer.state_dict(gather=True)
+                saved[step + 1] = through_a_file([copy.deepcopy(inner.state_dict()), *states])
         expected = parameter_bytes(model), plain(optimizer.state_dict())
-        for at in (2, FREEZE, FREEZE + 1, FREEZE + 3):
-            for gathered, late in ((False, False), (True, False), (True, True)):
-                # A copy, because load_state_dict shares tensors with the state
-                inner, state = net(), copy.deepcopy(saved[at][2 if gathered else 1])
-                inner.load_state_dict(saved[at][0])
-                model = make(inner) if make is wrapped else inner
-                optimizer = optimizer_of(model)
-                if late:
-                    optimizer.load_state_dict(state)
-                    optimizer.register(model, options=OPTIONS)
-                else:
-                    optimizer.register(model, options=OPTIONS).load_state_dict(state)
-                assert optimizer.frozen == (at >= FREEZE)
-                take_steps(model, optimizer, rank, at, STEPS)
-                assert parameter_bytes(model) == expected[0]
-                assert plain(optimizer.state_dict()) == expected[1]
+        for at, (gathered, late) in steps:
+            # A copy, because load_state_dict shares tensors with the state
+            inner, state = net(), copy.deepcopy(saved[at][2 if gathered else 1])
+            inner.load_state_dict(saved[at][0])
+            model = make(inner) if make is wrapped else inner
+            optimizer = optimizer_of(model)
+            if late:
+                optimizer.load_state_dict(state)
+                optimizer.register(model, options=OPTIONS)
+            else:
+                optimizer.register(model, options=OPTIONS).load_state_dict(state)
+            assert optimizer.frozen == (at >= FREEZE)
+            take_steps(model, optimizer, rank, at, STEPS)
+            assert parameter_bytes(model) == expected[0]
+            assert plain(optimizer.state_dict()) == expected[1]
 
 
 def test_resumed_training_is_the_uninterrupted_one_to_the_bit():
-    run_ranks(2, _resumed)
+    run_ranks(2, _resumed, every(5, RESUMED))
 
 
 def _saved(rank, size):

@@ -25,9 +25,9 @@ def _losses(rank, size, steps, seed):
 
 
 def test_short_training_is_near_adamw_unlike_signs_of_gradients():
-    (plain, _), (signs, _), (four, _), (one, bits) = run_ranks(2, _losses, 40, 0)[0]
-    assert max(four, one) - plain < 0.1
-    assert signs - plain > 0.25
+    (plain, _), (signs, _), (four, _), (one, bits) = run_ranks(2, _losses, 16, 0)[0]
+    assert max(four, one) - plain < 0.03  # 0.01 with seeds 0 to 2
+    assert signs - plain > 0.08  # at least 0.11 with seeds 0 to 2
     assert bits < 3
 
 
