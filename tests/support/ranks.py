@@ -237,10 +237,16 @@ def _settings():
             if callable(value) or (isinstance(value, int | float | str) and attribute.isupper()):
                 found[name, attribute] = id(value)
             if isinstance(value, type) and value.__module__ == name:
-                found |= {(value, key): id(member) for key, member in vars(value).items() if not key.startswith("__")}
+                members = {key: member for key, member in vars(value).items() if not key.startswith("__")}
+                found |= {(value, key): id(_without_torchs_hook(member)) for key, member in members.items()}
             if isinstance(value, logging.Logger):
                 found[value] = value.level, list(value.handlers), "info" in vars(value), "warning" in vars(value)
     return found
+
+
+def _without_torchs_hook(member):
+    """Return a method as its class defines it: torch wraps the method ``step`` when an optimizer is first created."""
+    return member.__wrapped__ if getattr(member, "hooked", False) else member
 
 
 _idle = []  # processes that the next call of run_ranks can use
