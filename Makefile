@@ -33,7 +33,7 @@ LANES := ranks engines core training processes lint ctest abi gloo
 test: $(VENV)/tools
 	$(MAKE) -j2 $(VENV)/dependencies $(VENV)/clang
 	$(MAKE) native
-	$(MAKE) -j2 $(VENV)/test gloo-programs
+	$(MAKE) -j2 $(VENV)/kernels gloo-programs cuda-on-cpu
 	$(MAKE) -k -j3 --output-sync=target BUILT=yes $(LANES)
 
 # The Python tests, by lanes: collectives of several ranks; trainings of several ranks; processes that fail, are
@@ -103,6 +103,16 @@ $(VENV)/dependencies: $(VENV)/tools pyproject.toml
 
 $(VENV)/test: $(VENV)/dependencies $(VENV)/package
 	touch $@
+
+# Kernels of the Numba engine, which several lanes would compile at the same time, into the cache of the package.
+$(VENV)/kernels: $(VENV)/test
+	$(PY) -m codec warmup
+	touch $@
+
+# CUDA kernels compiled for the CPU, for which lanes would wait.
+cuda-on-cpu: $(VENV)/test
+	PYTHONPATH=tests $(PY) -c 'from support import cuda_c, device; device.build(); cuda_c.kernels()'
+.PHONY: cuda-on-cpu
 
 $(VENV)/docs: $(VENV)/tools pyproject.toml
 	$(PIP) $$($(call EXTRA,docs) | tr ' ' '\n')

@@ -63,11 +63,18 @@ def test_sums_of_many_blocks_equal_sums_of_decoded_frames(packings, threads, isa
 def test_integers_are_as_wide_as_the_number_of_frames_requires():
     """The result has the narrowest integer dtype that holds extreme sums: int8 for 127 frames, int16 for 32,767."""
     one, minus = (codec.encode(np.full(3, v, F32), codec.Ternary(scale=2.0)) for v in (2.0, -2.0))
-    for count, dtype in ((1, "int8"), (127, "int8"), (128, "int16"), (32_767, "int16"), (32_768, "int32")):
-        for frame, total in ((one, count), (minus, -count)):
+    both = (one, 1), (minus, -1)
+    for count, dtype, terms in (
+        (1, "int8", both),
+        (127, "int8", both),
+        (128, "int16", both),
+        (32_767, "int16", both[1:]),
+        (32_768, "int32", both[:1]),
+    ):
+        for frame, sign in terms:
             integers, _ = codec.sum_codes([frame] * count)
             assert integers.dtype == dtype
-            assert integers.tolist() == [total] * 3
+            assert integers.tolist() == [sign * count] * 3
 
 
 def test_frames_of_segments_need_one_scale():

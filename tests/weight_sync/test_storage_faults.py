@@ -10,7 +10,7 @@ from support.tiers import NIGHTLY
 
 # Distance between the system calls at which faults are tried. Primes, so that the points cover all phases of a loop.
 STEPS = {"first snapshot": 11, "update": 29, "snapshot": 11, "open": 11, "recovery": 29}
-PUBLICATION = 43
+PUBLICATION = 83
 
 
 @pytest.mark.parametrize("faults", [[fault] for fault in FAULTS] if NIGHTLY else [list(FAULTS)], ids=", ".join)
