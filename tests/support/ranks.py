@@ -258,7 +258,7 @@ def close_idle_ranks():
         _idle.pop().close()
 
 
-def run_ranks(size, function, *args, backend="gloo", timeout=20, limit=300, killed=()):
+def run_ranks(size, function, *args, backend="gloo", timeout=20, limit=300, killed=(), fresh=False):
     """Run function(rank, size, *args) on all ranks of a new group, and return the results in rank order.
 
     The next call in the same test module uses the same processes, because starting a process takes 30 ms of CPU time.
@@ -280,9 +280,12 @@ def run_ranks(size, function, *args, backend="gloo", timeout=20, limit=300, kill
         Seconds after which the function is considered hung.
     killed : collection of int
         Ranks that are expected to die; their results are KILLED.
+    fresh : bool
+        True: start processes for this call alone. Functions that make meshes of several dimensions need that: torch
+        caches meshes by shape, with the names of groups that have been destroyed.
     """
     # A process keeps its rank: torch caches offsets of shards, by mesh and not by rank.
-    processes = None if killed else [_idle.pop(0) if _idle else Rank() for _ in range(size)]
+    processes = None if killed or fresh else [_idle.pop(0) if _idle else Rank() for _ in range(size)]
     with RankPool(size, timeout, limit=limit, ranks=processes) as ranks:
         ranks.new_group(backend)
         ranks.start(function, *args)

@@ -24,7 +24,7 @@ from support.gpu_collectives import SHAPE, compare, how, outcome
 from support.gpu_traffic import counted_gpu
 from support.specs import LOSSLESS, LOSSY, TOPKS, TRUNCATES
 from support.tensors import ADAMW
-from support.tiers import every
+from support.tiers import NIGHTLY, every
 
 ALGORITHMS = ("two_shot", "all_gather", "ring", "raw")
 SPECS = LOSSLESS | LOSSY | {name: spec for name, spec in TRUNCATES.items() if spec.fixed_level is not None}
@@ -95,20 +95,20 @@ def test_tensor_is_copied_to_host_memory_only_without_the_cuda_engine(pair):
 def _other_collectives(rank, size, kind):
     x = rank_values(rank, (40 * size, 100))
     with gpu(kind) as put:
-        for spec in (codec.Lossless(), codec.Float8(group_size=100), codec.Quantize(4), codec.Ternary()):
-            for dtype in (torch.float32, torch.bfloat16):
-                values = x.to(dtype)
-                for call, n in (
-                    (codec.torch.reduce_scatter, len(x) // size),
-                    (codec.torch.all_gather, len(x) * size),
-                    (codec.torch.all_to_all, len(x)),
-                ):
-                    results = [torch.zeros(n, 100, dtype=dtype), put(torch.zeros(n, 100, dtype=dtype))]
-                    for output, tensor in zip(results, (values, put(values)), strict=True):
-                        call(output, tensor, spec)
-                    assert torch.equal(results[0], host(results[1])), (call, spec)
-                    call(output := torch.zeros(n, 100, dtype=dtype), put(values), spec)  # GPU input, host output
-                    assert torch.equal(results[0], output)
+        specs = codec.Lossless(), codec.Float8(group_size=100), codec.Quantize(4), codec.Ternary()
+        for spec, dtype in every(3, product(specs, (torch.float32, torch.bfloat16))):
+            values = x.to(dtype)
+            for call, n in (
+                (codec.torch.reduce_scatter, len(x) // size),
+                (codec.torch.all_gather, len(x) * size),
+                (codec.torch.all_to_all, len(x)),
+            ):
+                results = [torch.zeros(n, 100, dtype=dtype), put(torch.zeros(n, 100, dtype=dtype))]
+                for output, tensor in zip(results, (values, put(values)), strict=True):
+                    call(output, tensor, spec)
+                assert torch.equal(results[0], host(results[1])), (call, spec)
+                call(output := torch.zeros(n, 100, dtype=dtype), put(values), spec)  # GPU input, host output
+                assert torch.equal(results[0], output)
 
 
 @pytest.mark.nccl
@@ -280,7 +280,7 @@ def _train(rank, size, kind, name, feedback, choose=None):
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
             hook = codec.torch.ddp_hook(spec, optimizer=optimizer, feedback=feedback, policy=policy, options=how())
             _register(model, hook, place)
-            train(model, optimizer, rank, 3 if choose is None else 2)
+            train(model, optimizer, rank, 3 if NIGHTLY else 2)
             assert place is torch.clone or hook.stats().scratch_nbytes > 0
             found.append((parameter_bytes(model), hook_state_bytes(hook) if feedback else b""))
     return found[0] == found[1]

@@ -149,9 +149,10 @@ def test_error_at_any_line_is_an_error_on_all_ranks_or_changes_nothing(kind, ste
 @pytest.mark.parametrize("step", [2, 6])
 @pytest.mark.filterwarnings("ignore:second moments")
 def test_error_of_a_shard_is_an_error_on_all_ranks_of_all_replicas(step):
-    n_lines = run_ranks(4, _interrupted, "HSDP", step, [0], Interruption, False)[0][0]
+    n_lines = run_ranks(4, _interrupted, "HSDP", step, [0], Interruption, False, fresh=True)[0][0]
     points = every(61, range(n_lines // 2, n_lines + 1))
-    outcomes = [found for _, found in run_ranks(4, _interrupted, "HSDP", step, points, Interruption, False)]
+    how = "HSDP", step, points, Interruption, False
+    outcomes = [found for _, found in run_ranks(4, _interrupted, *how, fresh=True)]
     for point, *ranks in zip(points, *outcomes, strict=True):
         equal = [digest for _, digest in ranks[:2]] == [digest for _, digest in ranks[2:]]
         assert equal or all(errors for errors, _ in ranks), (point, ranks)

@@ -119,7 +119,7 @@ def _trained(rank, size, shape):
 def test_steps_are_those_of_plain_training():
     """If no shard boundary divides a group, scales are equal to those of unsharded training, and so are all bits."""
     plain = run_ranks(2, _trained, None)[0]
-    for found in run_ranks(4, _trained, (2, 2)):
+    for found in run_ranks(4, _trained, (2, 2), fresh=True):
         for kind in EXACT | ROUNDED:
             assert found[kind][0] == pytest.approx(plain[kind][0], rel=0, abs=0 if kind in EXACT else 1e-6), kind
             assert found[kind][1] == pytest.approx(plain[kind][1], rel=1e-4)
@@ -159,7 +159,7 @@ def _fails(rank, size):
 
 
 def test_step_that_fails_for_some_shards_changes_nothing_on_any_rank():
-    found = run_ranks(4, _fails)
+    found = run_ranks(4, _fails, fresh=True)
     for n in (0, 1):
         assert [errors[n][0] for errors in found] == ["PeerError", "PeerError", "ArgumentError", "ArgumentError"]
         assert {errors[n][1] for errors in found} == {codec.Status.NONFINITE}
@@ -232,7 +232,7 @@ def _resumed(rank, size, folder):
 
 
 def test_training_goes_on_from_a_checkpoint(tmp_path):
-    run_ranks(4, _resumed, str(tmp_path))
+    run_ranks(4, _resumed, str(tmp_path), fresh=True)
 
 
 def _refused(rank, size):
@@ -263,4 +263,4 @@ def _refused(rank, size):
 
 
 def test_unsupported_sharding_is_refused():
-    run_ranks(2, _refused)
+    run_ranks(2, _refused, fresh=True)
