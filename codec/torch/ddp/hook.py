@@ -23,7 +23,7 @@ from codec.torch.ddp.policy import feeds_back, names_of
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import HookStats, ParameterStats
 from codec.torch.group.communicator import buffer_nbytes, scratch_nbytes
-from codec.torch.group.levels import group_of
+from codec.torch.group.levels import NON_MEMBER, group_of
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.table import check_request
 
@@ -49,9 +49,9 @@ class Hook(lifetime.Watched):
     >>> hook.load_state_dict(hook.state_dict())
     """
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, group: Any = None) -> None:
         super().__init__()
-        self.reducer = reducer
+        self.reducer, self._group = reducer, group
         self._model: weakref.ref[DistributedDataParallel] | None = None  # model that calls this hook; None: unknown
         self.__name__ = self.__qualname__ = "codec.torch.Hook"  # torch reads both attributes of a hook
 
@@ -130,8 +130,7 @@ class Hook(lifetime.Watched):
         model : torch.nn.parallel.DistributedDataParallel
             The model, or its ``torch.compile``.
         group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
-            Ranks over which gradients are averaged, as for :func:`all_reduce`. Default: the group of the model. With
-            several ranks a machine, pass a DeviceMesh of two dimensions, between machines and within them.
+            As for :func:`ddp_hook`, whose argument this one replaces.
 
         Returns
         -------
@@ -171,8 +170,7 @@ class Hook(lifetime.Watched):
         model : torch.nn.parallel.DistributedDataParallel
             The model.
         group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
-            Ranks over which gradients are averaged, as for :func:`all_reduce`. Default: the group of the model. With
-            several ranks a machine, pass a DeviceMesh of two dimensions, between machines and within them.
+            As for :func:`ddp_hook`, whose argument this one replaces.
 
         Raises
         ------
@@ -185,7 +183,10 @@ class Hook(lifetime.Watched):
         """Check that this hook can serve a model; return the names of its parameters, and the process group."""
         lifetime.check_reducer(model)
         ddp: Any = model  # torch does not type its attributes
-        names, group = names_of(ddp.module.named_parameters()), ddp.process_group if group is None else group_of(group)
+        given = self._group if group is None else group
+        names, group = names_of(ddp.module.named_parameters()), ddp.process_group if given is None else group_of(given)
+        if group is NON_MEMBER:
+            raise ArgumentError("group=: this rank is not in the group over which gradients are averaged")
         former = None if self._model is None else self._model()
         if former is not None and sizes_of(names) != sizes_of(self.reducer.plan.names):
             raise ArgumentError(
@@ -344,7 +345,7 @@ class Hook(lifetime.Watched):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for pickle and copy, without the process group and the model of this process."""
-        return self.__dict__ | {"reducer": copy(self.reducer), "_model": None}
+        return self.__dict__ | {"reducer": copy(self.reducer), "_model": None, "_group": None}
 
 
 def check_feedback(feedback: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 from codec import ArgumentError, CallOptions
 from codec._options import settings_of
 from codec.advisor.cost_model import link_of
-from codec.arguments import shown, whole
+from codec.arguments import shown
 from codec.specs import Lossless, Preset, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch.auto.gradients import GradientChoice
@@ -26,7 +26,7 @@ def ddp_hook(
     policy: Policy | Chooser = default_policy,
     refresher: CodebookRefresher | None = None,
     grad_scaler: Any = None,
-    start_step: int = 0,
+    group: Any = None,
     transform: Transform | None = None,
     options: CallOptions | None = None,
 ) -> Hook:
@@ -69,8 +69,9 @@ def ddp_hook(
     grad_scaler : torch.amp.GradScaler, optional
         GradScaler of the loss, if the training has one. NaN and Inf then raise no error: all ranks receive NaN, all
         scalers skip the step, and residuals stay unchanged. Truncate reads the scale of the gradients from it.
-    start_step : int
-        Number of initial steps that send all gradients lossless, as a warm-up.
+    group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+        Ranks over which gradients are averaged, as for :func:`all_reduce`. Default: the group of the model. With
+        several ranks a machine, pass a DeviceMesh of two dimensions, between machines and within them.
     transform : callable, optional
         transform(buffer, gradients) changes a bucket of this rank's gradients in place, before residuals are added and
         the bucket is encoded. `buffer` is the bucket as a flat tensor; `gradients` is a list of pairs (parameter,
@@ -118,18 +119,17 @@ def ddp_hook(
         choice, spec = None, check(cast(Spec | Preset, spec), optimizers, feedback, algorithm_of(settings), refresher)
     else:
         choice, spec = _choice(auto, feedback, refresher, settings), Lossless()
-    start_step = whole("start_step", start_step, 0, 1 << 40)
     if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
         raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
     reducer = Reducer(
-        ParameterPlan(spec, feedback, policy_of(policy), start_step, choice),
+        ParameterPlan(spec, feedback, policy_of(policy), choice),
         optimizers=optimizers,
         refresher=refresher,
         grad_scaler=grad_scaler,
         transform=transform,
         settings=settings,
     )
-    return Hook(reducer)
+    return Hook(reducer, group)
 
 
 def _choice(

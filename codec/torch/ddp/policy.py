@@ -11,7 +11,7 @@ from codec import ArgumentError
 from codec._c.traits import is_lossless
 from codec.advisor.advise import named
 from codec.advisor.model_rules import UNEVEN, needs_even_rows, small_of, uneven_of
-from codec.arguments import shown
+from codec.arguments import shown, whole
 from codec.specs import Lossless, Sign, Spec, TopK, Truncate, require_feedback
 from codec.stateful.ranges import NOBODY
 from codec.torch.auto.gradients import GradientChoice
@@ -37,7 +37,7 @@ _UNMEASURED = frozenset({START, MEASURED, UNKNOWN})
 
 @dataclass(frozen=True)
 class Policy:
-    """Choice of the spec of each parameter: exceptions by name, and rules for small and uneven parameters.
+    """Choice of the spec of each parameter: exceptions by name, rules for small and uneven parameters, and a warm-up.
 
     A parameter for which `choose` returns a spec is encoded with that spec. The rules apply to all other parameters.
 
@@ -58,6 +58,8 @@ class Policy:
         vocabulary, which is the last ``nn.Linear`` with as many outputs as an embedding has entries; and parameters
         whose first nonzero mean gradient had zeros in more than half of its values. To measure these zeros, the hook
         sends all gradients of the first step lossless. None: use the hook's spec. Default: ``Quantize(4)``.
+    start_step : int
+        Number of initial steps that send all gradients lossless, as a warm-up.
 
     Examples
     --------
@@ -75,8 +77,10 @@ class Policy:
     choose: Chooser | None = None
     lossless_small: bool = True
     uneven: Spec | str | None = UNEVEN
+    start_step: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "start_step", whole("start_step", self.start_step, 0, 1 << 40))
         if self.uneven is not None:
             object.__setattr__(self, "uneven", plain_spec(self.uneven))
 
@@ -139,8 +143,6 @@ class ParameterPlan:
         Error feedback on or off, or its decay; None: :func:`feeds_back` decides.
     policy : Policy
         Chooses the spec of each parameter.
-    start_step : int
-        Number of initial steps in which all gradients are sent lossless.
     auto : GradientChoice, optional
         Automatic choice of the hook's spec, which then replaces `spec`, and of less lossy specs for single parameters.
 
@@ -158,10 +160,9 @@ class ParameterPlan:
         spec: Spec,
         feedback: bool | float | None,
         policy: Policy,
-        start_step: int,
         auto: GradientChoice | None = None,
     ) -> None:
-        self._spec, self.policy, self.start_step, self.auto = spec, policy, start_step, auto
+        self._spec, self.policy, self.auto = spec, policy, auto
         self.feedback_argument = feedback
         self.names: dict[torch.nn.Parameter, str] = {}
         self.chosen: dict[torch.nn.Parameter, Choice] = {}
@@ -248,8 +249,8 @@ class ParameterPlan:
         return self.policy.uneven is not None and needs_even_rows(self.spec)
 
     def is_exact(self, step: int) -> bool:
-        """Return True if a step sends all gradients lossless: before `start_step`, or to measure zeros in gradients."""
-        if step < self.start_step:
+        """Return True if a step sends all gradients lossless: in the warm-up, or to measure zeros in gradients."""
+        if step < self.policy.start_step:
             return True
         unknown = self._protects_uneven and not self.zeros
         return unknown and any(self.policy(name, p) is None for p, name in self.names.items() if p not in self._small)
@@ -277,7 +278,7 @@ class ParameterPlan:
         """Return the spec of a parameter in a step, and the reason, which is "" for the hook's own spec."""
         own, uneven = self._spec_of_policy(name, p), cast(Spec, self.policy.uneven)
         if exact:
-            return Lossless(), START if step < self.start_step else MEASURED
+            return Lossless(), START if step < self.policy.start_step else MEASURED
         if own is not None:
             return own, CHOSEN
         if p in self._small:
@@ -338,7 +339,7 @@ class ParameterPlan:
         """
         if self._reported or not self.contents or is_lossless(self.spec):
             return
-        waiting = {START, MEASURED, *([UNKNOWN] if step < self.start_step + _PATIENCE else [])}
+        waiting = {START, MEASURED, *([UNKNOWN] if step < self.policy.start_step + _PATIENCE else [])}
         if waiting & set(self._reasons.values()):
             return
         self._reported = True

@@ -177,7 +177,7 @@ def test_a_new_rank_makes_all_ranks_measure_again(ranks):
 
 def _disturbed(rank, size):
     """Failed steps change no choice, join() and a new spec work, and residuals are kept when specs change."""
-    model, hook = hooked(small_net(), Auto("small", SLOW), feedback=True, start_step=2)
+    model, hook = hooked(small_net(), Auto("small", SLOW), feedback=True, policy=codec.torch.Policy(start_step=2))
     for _ in range(3):
         take_step(model, rank, small_forward)
     before = hook.stats(by_parameter=True).parameters["2.weight"]

@@ -105,7 +105,7 @@ RESUMED = [
     (codec.Quantize(4), {"feedback": True}),
     (codec.Quantize(4), {}),
     (codec.Ternary(), {}),
-    (codec.Float4(rounding="stochastic"), {"start_step": 6}),
+    (codec.Float4(rounding="stochastic"), {"policy": codec.torch.Policy(start_step=6)}),
 ]
 
 
@@ -169,7 +169,9 @@ def _changed(rank, size):
     now["spec"] = None
     assert _sent(hook, model, rank, 3) < 0.4 * full  # the step failed on all ranks; the group stays usable
 
-    model, hook = hooked(spec=codec.Float8(group_size=128), start_step=2, algorithm="all_gather")
+    model, hook = hooked(
+        spec=codec.Float8(group_size=128), policy=codec.torch.Policy(start_step=2), algorithm="all_gather"
+    )
     sizes = [_sent(hook, model, rank, step) for step in range(4)]
     assert min(sizes[:2]) > 0.7 * full
     assert max(sizes[2:]) < 0.4 * full

@@ -48,7 +48,7 @@ def _complex(rank, size):
         (codec.Lossless(), {}),
         (codec.Float8(group_size=128), {}),
         (codec.Quantize(8), {"feedback": True}),
-        (codec.Sign(group_size=1024), {"start_step": 1}),
+        (codec.Sign(group_size=1024), {"policy": codec.torch.Policy(start_step=1)}),
         (codec.Truncate(), {"optimizer": True}),
     ]:
         model = DistributedDataParallel(Complex())

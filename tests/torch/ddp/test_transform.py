@@ -136,7 +136,7 @@ def test_peers_that_give_up_do_not_replace_the_error_of_this_rank():
     own, echo = ZeroDivisionError("no gradient today"), PeerError("rank 1 could not do its part")
     causes = iter([Cause(ERROR, 1, "no gradient today")] * 2 + [Cause(ERROR, 2, "another")])
     collective = SimpleNamespace(rank=1, fail=lambda error: next(causes))
-    state = StepState(ParameterPlan(codec.Quantize(4), None, default_policy, 0), None)
+    state = StepState(ParameterPlan(codec.Quantize(4), None, default_policy), None)
     step = state.begin(1.0)
     state.fail(step, 3, own, collective)
     state.fail(step, 2, echo, collective)

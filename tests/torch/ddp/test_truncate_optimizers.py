@@ -1,6 +1,7 @@
 """DDP hooks with Truncate, for optimizers whose formulas are not those of GComp's paper."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def _with_several(rank, size, guard, how):
         both, argument = _several(model.module, how)
         if hooked:
             hook = codec.torch.ddp_hook(
-                codec.Truncate(guard=guard), optimizer=argument, policy=ddp_training.ENCODE_ALL, start_step=6
+                codec.Truncate(guard=guard), optimizer=argument, policy=replace(ddp_training.ENCODE_ALL, start_step=6)
             )
             hook.register(model)
         ddp_training.train(model, _Both(*both), rank, 6)
