@@ -143,11 +143,13 @@ def all_reduce(
                 )
                 check_request(requested, r.spec, r.op, feedback=isinstance(feedback, Feedback))
                 _prepare_output(r, values, out, settings)
+                if isinstance(feedback, Feedback):
+                    turn.begin(r, named(tensor, (0, r.n)))
                 return r
 
             def feed(r: Reduction, algorithm: Algorithm, window: tuple[int, int]) -> None:
                 if isinstance(feedback, Feedback):
-                    turn.begin(r, named(tensor, window), algorithm)
+                    turn.feed(r, named(tensor, window), algorithm)
 
             def store(result: Values, r: Reduction) -> None:
                 _store(result, r, unwrapped(tensor)[0], out)
@@ -264,7 +266,7 @@ def reduce_scatter(
     settings = settings_of(options)
 
     async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
-        async with FeedbackTurn(feedback, comm.channel) as turn:
+        async with FeedbackTurn(feedback, comm.channel, comm.channel.levels.flattened()) as turn:
 
             def prepare() -> Reduction:
                 values, _ = unwrapped(tensor)
@@ -272,7 +274,8 @@ def reduce_scatter(
                 r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
                 check_output(output, output.dtype, output.numel())
                 if isinstance(feedback, Feedback):
-                    turn.begin(r, named(tensor, (0, r.n)), REDUCE_SCATTER)
+                    turn.begin(r, named(tensor, (0, r.n)))
+                    turn.feed(r, named(tensor, (0, r.n)), REDUCE_SCATTER)
                 return r
 
             def store(result: Values, r: Reduction) -> None:

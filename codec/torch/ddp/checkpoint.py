@@ -9,12 +9,13 @@ import torch
 
 from codec import StateError
 from codec.arguments import whole
-from codec.stateful import ErrorFeedback, schema
+from codec.stateful import schema
 from codec.stateful.checkpoint import ROLES
 from codec.stateful.ranges import Range, shown
 from codec.torch._compat import from_numpy, local
 from codec.torch.ddp.buckets import n_values
-from codec.torch.feedback.checkpoint import PLACE, UNKNOWN, check_order, check_place, of_tensors
+from codec.torch.feedback.checkpoint import PLACE, UNKNOWN, WITHIN, ResidualOwner, check_order, place_in, resharded
+from codec.torch.group.levels import LeveledGroup
 
 _NAMES = schema.items(schema.plain(str))
 _PARTS = (*ROLES, "refresher", "auto")  # states of objects that not all hooks have
@@ -22,6 +23,7 @@ HOOK = schema.Schema(
     "Hook",
     {
         **PLACE,
+        **WITHIN,
         "steps": schema.STEPS,
         "sparse": schema.in_json(_NAMES),
         "dense": schema.in_json(_NAMES),
@@ -37,9 +39,14 @@ _GATHERED = schema.Schema("Hook", {"ranks": schema.items(schema.mapping())})
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
 
 
+def place_of(group: Any) -> ResidualOwner:
+    """Return this rank in a ProcessGroup or LeveledGroup, as owner of residuals."""
+    within = group.levels.within.size if isinstance(group, LeveledGroup) else 1
+    return ResidualOwner(group.rank(), group.size(), within)
+
+
 def entries_of(
-    rank: int,
-    world_size: int,
+    place: ResidualOwner,
     steps: int,
     zeros: Mapping[str, bool],
     buckets: Sequence[Sequence[str]],
@@ -49,8 +56,8 @@ def entries_of(
 
     Parameters
     ----------
-    rank, world_size : int
-        Rank to which the state belongs, and number of ranks.
+    place : ResidualOwner
+        Owner of the state.
     steps : int
         Number of steps that have succeeded.
     zeros : mapping of str to bool
@@ -63,7 +70,7 @@ def entries_of(
     names = {True: "sparse", False: "dense"}
     lists = {entry: json.dumps(sorted(name for name in zeros if zeros[name] is kind)) for kind, entry in names.items()}
     lists |= {"buckets": json.dumps(buckets), "shapes": json.dumps(list(shapes.items()))}
-    return {"rank": rank, "world_size": world_size, "steps": steps, **lists}
+    return {**place.entries(), "steps": steps, **lists}
 
 
 def gathered(states: Sequence[bytes]) -> dict[str, Any]:
@@ -94,8 +101,7 @@ class HookState:
         if isinstance(state, Mapping) and "ranks" in state:
             state = _one_of(_GATHERED.read(state)["ranks"], rank, world_size)
         entries = HOOK.read(state)
-        check_place(entries)
-        self.rank, self.world_size, self.steps = entries["rank"], entries["world_size"], entries["steps"]
+        self.place, self.steps = place_in(entries), entries["steps"]
         self.zeros = dict.fromkeys(entries["dense"], False) | dict.fromkeys(entries["sparse"], True)
         self.buckets: list[list[str]] = entries["buckets"]
         self.shapes = {name: tuple(shape) for name, shape in entries["shapes"]}
@@ -111,9 +117,9 @@ class HookState:
             )
 
 
-def check_rank(owner: tuple[int, int], here: tuple[int, int]) -> None:
-    """Raise StateError if the (rank, number of ranks) of residuals, `owner`, differs from `here`, unless unknown."""
-    if UNKNOWN not in (*owner, *here) and owner != here:
+def check_rank(owner: ResidualOwner, here: ResidualOwner) -> None:
+    """Raise StateError if rank or number of ranks of residuals, `owner`, differ from `here`, unless unknown."""
+    if UNKNOWN not in (*owner, *here) and owner[:2] != here[:2]:
         raise StateError(
             f"these residuals belong to rank {owner[0]} of {owner[1]}, but this is rank {here[0]} of {here[1]}: load "
             "the state that this rank saved, one of all ranks (state_dict(gather=True)), or one that "
@@ -166,18 +172,15 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
             "states must be a list of the states of all ranks, in the order of ranks, or one of state_dict(gather=True)"
         )
     saved = [HookState(state, UNKNOWN, UNKNOWN) for state in cast(Sequence[Any], states)]
-    check_order([(each.rank, each.world_size) for each in saved])
+    check_order([each.place for each in saved])
     for each in saved:
         each.check_parts(saved[0].parts)
     first = saved[0]
     known = first.steps, first.zeros, first.buckets, first.shapes
-    new = [entries_of(rank, world_size, *known) | first.parts for rank in range(world_size)]
-    for role in set(ROLES) & set(first.parts):
-        for state, part in zip(
-            new, ErrorFeedback.reshard([each.parts[role] for each in saved], world_size), strict=True
-        ):
-            state[role] = of_tensors(part)
-    return [HOOK.save(state) for state in new]
+    new = [entries_of(ResidualOwner(rank, world_size), *known) | first.parts for rank in range(world_size)]
+    roles = set(ROLES) & set(first.parts)
+    residuals = resharded([(each.place.within, each.parts) for each in saved], world_size, "mean", roles)
+    return [HOOK.save(state | parts) for state, parts in zip(new, residuals, strict=True)]
 
 
 def packed(state: Mapping[str, Any]) -> bytes:

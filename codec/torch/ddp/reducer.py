@@ -14,6 +14,7 @@ from codec.arguments import check_timeout
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, finalizes_manually
 from codec.torch.collectives import uncompressed
+from codec.torch.ddp import checkpoint
 from codec.torch.ddp.buckets import Bucket, BucketPart, Optimizers, check_join, cut, cut_as, n_values, names_in, scatter
 from codec.torch.ddp.joined import BucketRun, JoinedWork, Transform, transformed
 from codec.torch.ddp.policy import ParameterPlan
@@ -85,7 +86,7 @@ class Reducer:
         """
         for p, name in names.items():
             self.optimizers.check_has(self.plan.spec_of(name, p), name)
-        self.state.check_owner(names, group.rank(), group.size())
+        self.state.check_owner(names, checkpoint.place_of(group))
 
     def serve(self, names: Mapping[torch.nn.Parameter, str], group: Any, module: torch.nn.Module) -> None:
         """Set the parameters whose gradients are reduced, which :meth:`check` has accepted.
@@ -94,15 +95,15 @@ class Reducer:
         ----------
         names : mapping
             Name of each parameter.
-        group : ProcessGroup
-            Process group; it may be a new one, after a rank was lost.
+        group : ProcessGroup or LeveledGroup
+            Ranks; it may be a new group, after a rank was lost.
         module : torch.nn.Module
             Module whose layers the policy searches for embeddings and output heads; an empty module if the layers are
             unknown.
         """
         if self.state.current.outcome.in_flight:
             self.cancel()
-        self.state.serve(names, group.rank(), group.size())
+        self.state.serve(names, checkpoint.place_of(group))
         self.plan.serve(module, names)
         self._parts.clear()
         self.group, self._module = group, weakref.ref(module)

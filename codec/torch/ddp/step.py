@@ -18,7 +18,7 @@ from codec.torch.ddp.joined import BucketRun, Joiner
 from codec.torch.ddp.policy import ParameterPlan
 from codec.torch.ddp.residuals import HookResiduals
 from codec.torch.ddp.stats import HookStats
-from codec.torch.feedback.checkpoint import UNKNOWN, of_tensors
+from codec.torch.feedback.checkpoint import ResidualOwner, of_tensors
 from codec.torch.group.autotune import RawFallback, Timing, Tuner
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
@@ -128,7 +128,7 @@ class StepState:
 
     def __init__(self, plan: ParameterPlan, refresher: CodebookRefresher | None) -> None:
         self.count = 0  # steps that have succeeded, including those before a checkpoint
-        self.owner = UNKNOWN, UNKNOWN  # rank and number of ranks to which the residuals belong
+        self.owner = ResidualOwner()  # rank, number of ranks, and ranks of a machine, to which the residuals belong
         self.buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
         self.loaded_buckets: list[list[str]] = []  # `buckets` of a checkpoint or an earlier model; [] after a step
         self.shapes: checkpoint.Shapes = {}  # shapes of the parameters
@@ -287,7 +287,7 @@ class StepState:
             )  # free the old buffers: the single bucket of the first step held all gradients
         self.stats.contents = self._plan.contents
         self._plan.note(step.zeros)
-        if self.owner[0] == 0:
+        if self.owner.rank == 0:
             self._plan.report(step.number)
         if self.residuals is not None:
             self.residuals.commit()
@@ -324,27 +324,29 @@ class StepState:
         elif self.residuals is not None:
             self.residuals.set_decay(self._plan.decay)
 
-    def check_owner(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
+    def check_owner(self, names: Mapping[torch.nn.Parameter, str], here: ResidualOwner) -> None:
         """Raise StateError if residuals belong to other parameters, or loaded residuals belong to another rank."""
         if self.residuals is None or not (ranges := self.residuals.ranges()):
             return
         if not self._plan.names:
-            checkpoint.check_rank(self.owner, (rank, size))
+            checkpoint.check_rank(self.owner, here)
         checkpoint.check_ranges(ranges, self.shapes, names)
 
-    def serve(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
+    def serve(self, names: Mapping[torch.nn.Parameter, str], here: ResidualOwner) -> None:
         """Set the parameters and the rank. Other ranks may be new, so the next step compares all ranks' states."""
+        if self.residuals is not None:
+            self.residuals.move(self.owner.within, here.within)
         if self.codebooks is not None:
             self.codebooks.wait()
             self.codebooks.require_sync()
-        self._in_sync, self.loaded_buckets, self.owner = False, self.buckets, (rank, size)
+        self._in_sync, self.loaded_buckets, self.owner = False, self.buckets, here
         self.shapes = checkpoint.shapes_of(names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; see :meth:`codec.torch.Hook.state_dict`."""
         if self.codebooks is not None:
             self.codebooks.wait()
-        state = checkpoint.entries_of(*self.owner, self.count, self._plan.zeros, self.buckets, self.shapes)
+        state = checkpoint.entries_of(self.owner, self.count, self._plan.zeros, self.buckets, self.shapes)
         if self.residuals is not None:
             state |= self.residuals.state_dict()
         if self.codebooks is not None:
@@ -355,18 +357,19 @@ class StepState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state of this rank; see :meth:`codec.torch.Hook.load_state_dict`."""
-        saved = checkpoint.HookState(state, *self.owner)
+        saved = checkpoint.HookState(state, *self.owner[:2])
         of_auto, auto = saved.parts.pop("auto", None), self._plan.auto
         chosen = None if auto is None or of_auto is None else auto.parsed(of_auto)
         expected = ROLES if self.residuals is not None else ()
         saved.check_parts([*expected, *(["refresher"] if self.codebooks is not None else ())])
         names, residuals = self._plan.names, None
         if self.residuals is not None:
-            checkpoint.check_rank((saved.rank, saved.world_size), self.owner)
+            checkpoint.check_rank(saved.place, self.owner)
             residuals = HookResiduals(self._plan.spec, self._plan.decay)
             residuals.load_state_dict(saved.parts)
             if names:
                 checkpoint.check_ranges(residuals.ranges(), saved.shapes, names)
+                residuals.move(saved.place.within, self.owner.within)
         if self.codebooks is not None:
             self.codebooks.load(saved.parts["refresher"])
         if auto is not None:
@@ -374,7 +377,7 @@ class StepState:
         self.residuals, self.count, self._in_sync = residuals, saved.steps, False
         self._plan.zeros, self.buckets, self.loaded_buckets = saved.zeros, saved.buckets, saved.buckets
         if not names:
-            self.owner, self.shapes = (saved.rank, saved.world_size), saved.shapes
+            self.owner, self.shapes = saved.place, saved.shapes
 
 
 def fail_after(collective: Collective, step: Step) -> None:

@@ -1,22 +1,47 @@
 """States of codec.torch.Feedback for checkpoints: entries, checks, and conversion to another number of ranks."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from codec import StateError
 from codec.arguments import shown, whole
+from codec.readable import count
 from codec.stateful import ErrorFeedback
+from codec.stateful import checkpoint as residuals
 from codec.stateful.checkpoint import ROLES
-from codec.stateful.schema import Schema, mapping, number, one_of
+from codec.stateful.ranges import scaled
+from codec.stateful.schema import Schema, mapping, number, one_of, optional
 from codec.torch import _compat
 
 UNKNOWN = -1  # rank and world size of residuals that belong to no group yet
 PLACE = dict.fromkeys(("rank", "world_size"), number(UNKNOWN, 1 << 30))  # fields with the rank, and number of ranks
+# Field with the number of ranks of a machine, over which values are reduced before encoding; default: 1
+WITHIN = {"within": optional(number(1, 1 << 30))}
 FEEDBACK = Schema(
-    "Feedback", {**PLACE, "op": one_of("", "mean", "sum"), **dict.fromkeys(ROLES, mapping())}, signed=True
+    "Feedback",
+    {**PLACE, **WITHIN, "op": one_of("", "mean", "sum"), **dict.fromkeys(ROLES, mapping())},
+    signed=True,
 )
+
+
+class ResidualOwner(NamedTuple):
+    """Owner of residuals."""
+
+    rank: int = UNKNOWN
+    world_size: int = UNKNOWN
+    within: int = 1  # number of ranks of a machine, over which values are reduced before they are encoded
+
+    @property
+    def levels(self) -> str:
+        """Text such as "8 ranks" or "2 x 4 ranks" (machines, and ranks of each)."""
+        size = max(1, self.world_size)
+        return count(size, "rank") if self.within == 1 else f"{size // self.within} x {self.within} ranks"
+
+    def entries(self) -> dict[str, int]:
+        """Return the entries PLACE and WITHIN of a state."""
+        return self._asdict()
 
 
 def of_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,28 +49,35 @@ def of_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _compat.from_numpy(cast(Any, x)) if isinstance(x, np.ndarray) else x for name, x in state.items()}
 
 
-def save(rank: int, world_size: int, op: str, residuals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state; `residuals` are the state dicts of both roles."""
-    return FEEDBACK.save({"rank": rank, "world_size": world_size, "op": op, **residuals})
+def save(place: ResidualOwner, op: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state; `parts` are the state dicts of the residuals of both roles."""
+    return FEEDBACK.save({**place.entries(), "op": op, **parts})
 
 
-def check_place(entries: Mapping[str, Any]) -> None:
-    """Raise StateError unless the fields PLACE are those of a rank, or both unknown."""
-    rank, world_size = entries["rank"], entries["world_size"]
+def place_in(entries: Mapping[str, Any]) -> ResidualOwner:
+    """Return the owner that a state names; raise StateError unless the owner is a rank, or unknown."""
+    rank, world_size, within = entries["rank"], entries["world_size"], entries["within"] or 1
     if not 0 <= rank < world_size and (rank, world_size) != (UNKNOWN, UNKNOWN):
         raise StateError(f"the state is damaged: it names rank {rank} of {world_size} ranks")
+    if world_size != UNKNOWN and world_size % within:
+        raise StateError(f"the state is damaged: it names {world_size} ranks on machines of {within}")
+    return ResidualOwner(rank, world_size, within)
 
 
-def parse(state: Any) -> tuple[int, int, str, dict[str, Any]]:
-    """Return rank, number of ranks, op and residuals of a state; raise StateError if it is no state of a Feedback."""
+def parse(state: Any) -> tuple[ResidualOwner, str, dict[str, Any]]:
+    """Return owner, op and residuals of a state; raise StateError if it is no state of a Feedback."""
     entries = FEEDBACK.read(state)
-    check_place(entries)
-    return entries["rank"], entries["world_size"], entries["op"], {role: entries[role] for role in ROLES}
+    return place_in(entries), entries["op"], {role: entries[role] for role in ROLES}
 
 
-def check_order(places: Sequence[tuple[int, int]]) -> None:
+def check_order(places: Sequence[ResidualOwner]) -> None:
     """Raise StateError unless the ranks of states are those of all ranks, in the order of ranks, or unknown."""
-    for i, (rank, size) in enumerate(places):
+    for i, (rank, size, within) in enumerate(places):
+        if within != places[0].within:
+            raise StateError(
+                f"item 0 of the states is of machines with {places[0].within} ranks, but item {i} of machines with "
+                f"{within}: pass states that were saved at the same step"
+            )
         if rank != UNKNOWN and (rank, size) != (i, len(places)):
             raise StateError(
                 f"item {i} of the {len(places)} states is of rank {rank} of {size}: pass the states of all ranks, in "
@@ -61,14 +93,44 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
             f"states must be a list of the states of all ranks, in the order of ranks, got {shown(cast(Any, states))}"
         )
     found = [parse(state) for state in cast(Sequence[Any], states)]
-    ops = {op for _, _, op, _ in found if op}
+    ops = {op for _, op, _ in found if op}
     if len(ops) > 1:
         raise StateError(f"the states must have the same op, got {' and '.join(sorted(ops))}")
-    check_order([each[:2] for each in found])
+    check_order([place for place, _, _ in found])
     op = ops.pop() if ops else ""
-    how: Any = {"op": op or "mean"}
-    parts = [ErrorFeedback.reshard([p[role] for *_, p in found], world_size, **how) for role in ROLES]
-    return [
-        save(rank, world_size, op, {role: of_tensors(p[rank]) for role, p in zip(ROLES, parts, strict=True)})
-        for rank in range(world_size)
-    ]
+    parts = resharded([(place.within, p) for place, _, p in found], world_size, op or "mean", ROLES)
+    return [save(ResidualOwner(rank, world_size), op, part) for rank, part in enumerate(parts)]
+
+
+def resharded(
+    old: Sequence[tuple[int, Mapping[str, Any]]], world_size: int, op: Any, roles: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Return the residuals of each rank of a flat group with the total effect of the given ones.
+
+    Parameters
+    ----------
+    old : sequence of (int, mapping)
+        Number of ranks of a machine, and state dicts of the residuals by role, of each old rank.
+    world_size : int
+        Number of new ranks.
+    op : {"mean", "sum"}
+        Reduction of the collectives.
+    roles : iterable of str
+        Roles of the residuals, the keys of the mappings and of the returned dicts.
+    """
+    new: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    for role in roles:
+        # a worker's residual belongs to the mean of a machine, so it counts as often as the machine has ranks
+        counts = (role, op) == ("worker", "mean")
+        states = [_times(within if counts else 1, parts[role]) for within, parts in old]
+        for state, part in zip(new, ErrorFeedback.reshard(states, world_size, op=op), strict=True):
+            state[role] = of_tensors(part)
+    return new
+
+
+def _times(factor: int, state: Any) -> Any:
+    """Return a state dict of residuals whose values are multiplied by `factor`."""
+    if factor == 1:
+        return state
+    role, store = residuals.load(state)
+    return residuals.save(role, scaled(store, factor))

@@ -11,24 +11,28 @@ from codec.arguments import decay_of
 from codec.specs import Preset, Spec, check_contraction
 from codec.stateful.ranges import Layout
 from codec.torch.feedback import checkpoint
-from codec.torch.feedback.checkpoint import UNKNOWN
+from codec.torch.feedback.checkpoint import UNKNOWN, ResidualOwner
 from codec.torch.feedback.pair import ResidualPair, owned_values
 from codec.torch.network.waits import Turns
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.raw import window_of
 from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.channel import Channel
+from codec.torch.transport.levels import Levels
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ResidualChange:
     """New residuals of a collective in flight: :meth:`Feedback.begin` creates, :meth:`Feedback.commit` stores them."""
 
     pair: ResidualPair
-    layout: Layout
-    owned: tuple[int, int]  # begin and end of the values whose sums this rank encodes
+    layout: Layout  # of the whole tensor
     op: str
     channel: Channel
+    levels: Levels
+    # layout of the values that this rank encodes, and begin and end of those of them whose sums this rank encodes
+    owned: tuple[Layout, tuple[int, int]] = (), (0, 0)
 
     @property
     def is_over(self) -> bool:
@@ -100,10 +104,12 @@ class Feedback:
         self.spec, self.decay = plain_spec(spec), decay_of(decay)
         check_contraction(self.spec)
         self._pair = ResidualPair(self.spec, self.decay)
-        self._owner = UNKNOWN, UNKNOWN  # rank and number of ranks of the residuals
+        self._owner = ResidualOwner()  # rank, number of ranks, and ranks of a machine, of the residuals
         self._op = ""  # op of the reductions, "mean" or "sum"; "" before the first one
         self._sizes: dict[str, int] = {}  # number of values of each parameter that has a residual
-        # By parameter: layout and owned values of the last reduction that contained it
+        # Parameters whose number in `_sizes` is a lower bound: this rank's residuals may end with its window.
+        self._open: set[str] = set()
+        # By parameter: `ResidualChange.owned` of the last reduction that contained it
         self._owned: dict[str, Any] = {}
         self._change: ResidualChange | None = None  # new residuals of the collective in flight
         self._lock = threading.Lock()  # needed because collectives run in background threads
@@ -126,8 +132,7 @@ class Feedback:
             Integers, strings, and two dicts of float32 tensors, which ``torch.load(weights_only=True)`` accepts.
         """
         with self._lock:
-            rank, world_size = self._owner
-            return checkpoint.save(rank, world_size, self._op, self._pair.state_dict())
+            return checkpoint.save(self._owner, self._op, self._pair.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the residuals by copies of those in a state of this rank.
@@ -136,7 +141,7 @@ class Feedback:
         ----------
         state : mapping
             Return value of :meth:`state_dict` on this rank, or this rank's item of the list that :meth:`reshard`
-            returns.
+            returns. The ranks may be on other machines than before: residuals are converted in the next collective.
 
         Raises
         ------
@@ -144,7 +149,7 @@ class Feedback:
             `state` is no such state, or a collective is in flight. Residuals are unchanged. If the state belongs to
             another rank or number of ranks, the next collective raises this error.
         """
-        rank, world_size, op, parts = checkpoint.parse(state)
+        place, op, parts = checkpoint.parse(state)
         pair = ResidualPair(self.spec, self.decay)
         pair.load_state_dict(parts)
         with self._lock:
@@ -152,10 +157,11 @@ class Feedback:
                 raise StateError(
                     "a collective in flight uses these residuals: wait for the collective before a state is loaded"
                 )
-            self._pair, self._owner, self._op, self._change = pair, (rank, world_size), op, None
+            self._pair, self._owner, self._op, self._change = pair, place, op, None
             self._sizes, self._owned = {}, {}
             for name, _, stop in pair.ranges():
                 self._sizes[name] = max(stop, self._sizes.get(name, 0))
+            self._open = {*self._sizes} if place.within > 1 else set()
 
     @staticmethod
     def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -199,19 +205,21 @@ class Feedback:
         """Return the queue in which the collectives of a group wait until the previous one has ended."""
         return self._turns.setdefault(channel, Turns())
 
-    def begin(self, r: Reduction, layout: Layout, channel: Channel, algorithm: Algorithm) -> ResidualChange:
-        """Make the encoder of a collective's reduction add the residuals; for implementations of collectives.
+    def begin(self, r: Reduction, layout: Layout, channel: Channel, levels: Levels) -> ResidualChange:
+        """Begin to change the residuals of a tensor; for implementations of collectives.
+
+        Residuals of values that other ranks of this machine now encode are added to the values of `r`.
 
         Parameters
         ----------
         r : Reduction
-            Reduction of the collective.
+            Reduction of the whole tensor, before it is reduced within the machine.
         layout : Layout
             Ranges of parameters whose values, in this order, are the values of `r`.
         channel : Channel
             Channel of the group.
-        algorithm : Algorithm
-            Algorithm of the reduction.
+        levels : Levels
+            Levels of the collective.
 
         Returns
         -------
@@ -225,8 +233,6 @@ class Feedback:
             collective is in flight. The residuals are unchanged.
         """
         check_contraction(r.spec)
-        peers = channel.levels.between
-        owned = owned_values(r, algorithm, peers.rank, peers.size)
         with self._lock:
             if self._change is not None and not self._change.is_over:
                 raise StateError(
@@ -234,11 +240,32 @@ class Feedback:
                     "Feedback"
                 )
             self._check(r.op, layout, (channel.rank, channel.size))
-            moved = any(self._owned.get(name) != (layout, owned) for name, _, _ in layout)
             pair = self._pair.forked()
-            pair.feed(r, layout, owned, peers.size, moved=moved)
-            self._change = ResidualChange(pair, layout, owned, r.op, channel)
+            if r.op == "mean":
+                pair.move(self._owner.within, levels.within.size)
+            if not levels.flat:
+                pair.flush_outside(r, layout, window_of(r, levels.within), levels)
+            self._change = ResidualChange(pair, layout, r.op, channel, levels)
             return self._change
+
+    def feed(self, change: ResidualChange, r: Reduction, layout: Layout, algorithm: Algorithm) -> None:
+        """Make the encoder of a reduction add the residuals, and store the encoding errors as new residuals.
+
+        Parameters
+        ----------
+        change : ResidualChange
+            Return value of :meth:`begin`.
+        r : Reduction
+            Reduction that sends frames: of the whole tensor, or of this rank's window of it.
+        layout : Layout
+            Ranges of parameters whose values, in this order, are the values of `r`.
+        algorithm : Algorithm
+            Algorithm of the reduction.
+        """
+        peers = change.levels.between
+        change.owned = layout, owned_values(r, algorithm, peers.rank, peers.size)
+        moved = any(self._owned.get(name) != change.owned for name, _, _ in layout)
+        change.pair.feed(r, layout, change.owned[1], peers.size, moved=moved)
 
     def commit(self, change: ResidualChange) -> None:
         """Store the new residuals of a collective that has succeeded on all ranks.
@@ -253,9 +280,11 @@ class Feedback:
                 raise PeerError("the collective was cancelled: make a new group")
             change.pair.commit()
             self._pair, self._change = change.pair, None
-            self._owner, self._op = (change.channel.rank, change.channel.size), change.op
-            self._owned |= dict.fromkeys((name for name, _, _ in change.layout), (change.layout, change.owned))
+            self._owner = ResidualOwner(change.channel.rank, change.channel.size, change.levels.within.size)
+            self._op = change.op
+            self._owned |= dict.fromkeys((name for name, _, _ in change.layout), change.owned)
             self._sizes |= {name: stop for name, _, stop in change.layout}
+            self._open -= {name for name, _, _ in change.layout}
 
     def drop(self, change: ResidualChange) -> None:
         """Drop the new residuals of a collective that has failed; do nothing if they were committed."""
@@ -267,8 +296,8 @@ class Feedback:
         """Raise StateError if residuals belong to another rank, ArgumentError if to another op or tensor size."""
         if not self._sizes:
             return
-        if UNKNOWN not in self._owner and self._owner != here:
-            rank, size = self._owner
+        rank, size, _ = self._owner
+        if rank != UNKNOWN and (rank, size) != here:
             raise StateError(
                 f"these residuals belong to rank {rank} of {size}, but this is rank {here[0]} of {here[1]}: load the "
                 "state that this rank saved, or one that Feedback.reshard(states, world_size) returned for this number "
@@ -279,10 +308,11 @@ class Feedback:
                 f"this Feedback holds residuals for op {self._op!r}, but the op is {op!r}: use another Feedback"
             )
         for name, _, n in layout:
-            if self._sizes.get(name, n) != n:
+            known = self._sizes.get(name, n)
+            if known > n or (known < n and name not in self._open):
                 what = f"parameter {name!r}" if name else "the tensor"
                 raise ArgumentError(
-                    f"{what} has {n} values, but its residual has {self._sizes[name]}: give different tensors "
+                    f"{what} has {n} values, but its residual has {known}: give different tensors "
                     "different names, codec.view(tensor, segments={name: shape})"
                 )
 

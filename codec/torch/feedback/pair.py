@@ -8,8 +8,8 @@ import numpy as np
 from codec import ArgumentError
 from codec.specs import Spec
 from codec.stateful.checkpoint import ROLES
-from codec.stateful.ranges import Layout, Range, cut, union
-from codec.stateful.residual_store import ResidualStore
+from codec.stateful.ranges import Layout, Range, cut, scaled, shared, union
+from codec.stateful.residual_store import ResidualStore, State
 from codec.stateful.schema import mapping, read_fields
 from codec.torch.feedback.checkpoint import of_tensors
 from codec.torch.reduction.host import Reduction, square
@@ -102,6 +102,9 @@ class ResidualPair:
         levels : Levels
             Levels of the group. The worker's residuals belong to the values of a machine.
         """
+        outside = cut(layout, 0, window[0]) + cut(layout, window[1], r.n)
+        if shared([*union(outside), *self.ranges()]) is None:
+            return
         residual = np.zeros(r.n, np.float32)
         for begin, end in ((0, window[0]), (window[1], r.n)):
             ranges = cut(layout, begin, end)
@@ -113,6 +116,16 @@ class ResidualPair:
     def _share(r: Reduction, size: int) -> int:
         """Return the factor that converts a residual of the result to a residual of one rank's values."""
         return size if r.op == "mean" else 1
+
+    def move(self, before: int, now: int) -> None:
+        """Convert the residuals of means over machines of `before` ranks to those over machines of `now` ranks.
+
+        A worker's residual belongs to the mean of a machine, so it counts as often as the machine has ranks. Residuals
+        of sums need no conversion.
+        """
+        state = self.worker.state
+        if before != now:
+            self.worker.state = State(scaled(state.kept, before / now), {}, {}, state.scale)
 
     def forked(self) -> "ResidualPair":
         """Return a pair with the same residuals, for one collective; changes to it do not affect this object."""

@@ -12,6 +12,7 @@ from codec.torch.network.waits import Wait
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.channel import Channel
+from codec.torch.transport.levels import Levels
 
 
 class FeedbackTurn:
@@ -27,11 +28,13 @@ class FeedbackTurn:
         Error feedback. Objects of other types are ignored here, and rejected by :func:`spec_or_default`.
     channel : Channel
         Channel of the group.
+    levels : Levels, optional
+        Levels of the collective. Default: those of the group.
     """
 
-    def __init__(self, feedback: Any, channel: Channel) -> None:
+    def __init__(self, feedback: Any, channel: Channel, levels: Levels | None = None) -> None:
         self._feedback = feedback if isinstance(feedback, Feedback) else None
-        self._channel = channel
+        self._channel, self._levels = channel, levels or channel.levels
         self._change: ResidualChange | None = None
         self._after: Wait | None = None
 
@@ -48,10 +51,16 @@ class FeedbackTurn:
         if self._after is not None:
             self._after.complete()
 
-    def begin(self, r: Reduction, layout: Layout, algorithm: Algorithm) -> None:
-        """Make the encoder of a reduction add the residuals; see :meth:`Feedback.begin`."""
-        assert self._feedback is not None
-        self._change = self._feedback.begin(r, layout, self._channel, algorithm)
+    def begin(self, r: Reduction, layout: Layout) -> None:
+        """Begin to change the residuals of a tensor; see :meth:`Feedback.begin`. Nothing without a Feedback."""
+        if self._feedback is not None:
+            self._change = self._feedback.begin(r, layout, self._channel, self._levels)
+
+    def feed(self, r: Reduction, layout: Layout, algorithm: Algorithm) -> None:
+        """Make the encoder of a reduction add the residuals, after :meth:`begin`; see :meth:`Feedback.feed`."""
+        if self._feedback is not None:
+            assert self._change is not None
+            self._feedback.feed(self._change, r, layout, algorithm)
 
     def commit(self) -> None:
         """Commit the new residuals. Call this after all ranks have succeeded."""

@@ -155,7 +155,7 @@ def _feedback(
         return None
     loaded = Feedback(feedback.spec, decay=feedback.decay)
     loaded.load_state_dict(state)
-    if parse(state)[:2] not in (place, (-1, -1)):
+    if parse(state)[0][:2] not in (place, (-1, -1)):
         raise StateError("the residuals of the state belong to another rank: load the state that this rank saved")
     for _, (name, _, stop), _ in residuals.ranges(state):
         if name not in anchors or stop > anchors[name].numel():

@@ -117,7 +117,8 @@ class Ranks:
                     check_request(requested, r.spec, r.op, feedback=term.feedback is not None)
                     algorithm = SENDERS if term.algorithm == "senders" else choose(requested, r, comm.channel)
                     if term.feedback is not None:
-                        turn.begin(r, named(term.values, (0, r.n)), algorithm)
+                        turn.begin(r, named(term.values, (0, r.n)))
+                        turn.feed(r, named(term.values, (0, r.n)), algorithm)
                     planned.append((r, algorithm))
                 results = await run_several(collective, requested, planned, item)
                 for r, _ in planned:

@@ -102,6 +102,10 @@ class Levels:
             raise PeerError("the machines of the ranks overlap: pass the same group= on all ranks")
         return [found[rank] for rank in range(self.all.size)]
 
+    def flattened(self) -> "Levels":
+        """Return the levels of the same ranks as a flat group."""
+        return self if self.flat else Levels(self.all.size, self.all.rank)
+
     def tree(self) -> tuple[int | None, list[int], int]:
         """Return the parent of this rank in the tree by which ranks agree, None for the root; its children; its depth.
 

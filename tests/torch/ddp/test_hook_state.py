@@ -201,6 +201,7 @@ def test_wrong_refresher_arguments_are_rejected():
         "version",
         "rank",
         "world_size",
+        "within",
         "steps",
         "sparse",
         "dense",
