@@ -23,7 +23,7 @@ from codec.torch.ddp.policy import feeds_back, names_of
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import HookStats, ParameterStats
 from codec.torch.group.communicator import buffer_nbytes, scratch_nbytes
-from codec.torch.group.levels import NON_MEMBER, group_of
+from codec.torch.group.levels import NON_MEMBER, group_of, proposal
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.table import check_request
 
@@ -201,6 +201,7 @@ class Hook(lifetime.Watched):
         self.reducer.serve(names, group, model)
         self._model = weakref.ref(model)
         lifetime.warn_of_adam(self.reducer)
+        lifetime.propose_levels(group)
 
     def set_spec(self, spec: Spec | Preset, *, feedback: bool | float | None = None) -> None:
         """Encode gradients with another spec from the next step on.
@@ -252,7 +253,9 @@ class Hook(lifetime.Watched):
         stats = replace(
             state.stats,
             residual_ratio=max(ratios.values(), default=0.0),
-            world_size=max(1, state.owner[1]),
+            world_size=max(1, state.owner.world_size),
+            levels=state.owner.levels,
+            advice="" if self.reducer.group is None else proposal(self.reducer.group),
             buffer_nbytes=buffer_nbytes(self.reducer.group),
             scratch_nbytes=scratch_nbytes(self.reducer.group),
             parameters={},
@@ -309,7 +312,8 @@ class Hook(lifetime.Watched):
         Parameters
         ----------
         state : mapping
-            State of this rank, or of all ranks, as ``state_dict(gather=True)`` returns it.
+            State of this rank, or of all ranks, as ``state_dict(gather=True)`` returns it. The ranks may be on other
+            machines than before (``group=``): residuals are converted.
 
         Raises
         ------
@@ -334,7 +338,7 @@ class Hook(lifetime.Watched):
         Returns
         -------
         list of dict
-            State of each new rank, for :meth:`load_state_dict`.
+            State of each new rank, for :meth:`load_state_dict` of a hook with any ``group=`` of so many ranks.
 
         Raises
         ------

@@ -17,6 +17,7 @@ from codec.specs import Sign, Spec, Ternary
 from codec.torch._compat import comm_hooks
 from codec.torch.ddp.buckets import PYTHON_REDUCER
 from codec.torch.ddp.reducer import Reducer
+from codec.torch.group.levels import proposal
 
 logger = logging.getLogger("codec.torch")
 
@@ -104,6 +105,17 @@ def model_of(hook: object, parameter: torch.Tensor) -> DistributedDataParallel:
             "ddp_hook(), or name the model by hook.serve(model)"
         )
     return mine[0]
+
+
+def propose_levels(group: Any) -> None:
+    """Log once, on rank 0, how to reduce within machines first if torchrun has started several ranks on each."""
+    if group.rank() == 0 and (advice := proposal(group)):
+        _log_once(advice)
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    logger.info("%s", text)
 
 
 def warn_of_adam(reducer: Reducer) -> None:

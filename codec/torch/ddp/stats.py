@@ -66,6 +66,11 @@ class HookStats(Counters):
         is infinite if it is too high to be measured. None for hooks without "auto".
     world_size : int
         Number of ranks.
+    levels : str
+        Ranks over which gradients are averaged, such as ``"8 ranks"``, or ``"2 x 4 ranks"`` for two machines of four.
+        In two levels, `local_nbytes` are the bytes that this rank has sent within its machine.
+    advice : str
+        Line to write if torchrun has started several ranks on each machine, but the hook has no two levels; else "".
     buffer_nbytes : int
         Bytes of host memory that the group keeps for messages, results and sums: at most twice the peak use of its
         collectives in flight. The memory is page-locked for tensors on GPUs.
@@ -93,6 +98,8 @@ class HookStats(Counters):
     uncompressed_nbytes: int = 0
     contents: dict[str, int] = field(default_factory=dict[str, int])
     world_size: int = 1
+    levels: str = "1 rank"
+    advice: str = ""
     buffer_nbytes: int = 0
     scratch_nbytes: int = 0
     parameters: dict[str, ParameterStats] = field(default_factory=dict[str, ParameterStats])

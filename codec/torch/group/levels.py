@@ -1,5 +1,6 @@
 """Argument ``group=`` of all adapters: a process group, or ranks in two levels, as a DeviceMesh or a pair of groups."""
 
+import os
 import weakref
 from typing import Any, cast
 
@@ -121,6 +122,24 @@ def _leveled(whole: Any, between: Any, within: Any) -> LeveledGroup:
     levels = Levels(whole.size(), whole.rank(), ranks_of(between), ranks_of(within))
     known = _leveled_groups.setdefault(whole, {})
     return known.setdefault((levels.between.ranks, levels.within.ranks), LeveledGroup(whole, levels, within))
+
+
+def proposal(group: Any) -> str:
+    """Return the advice to pass two levels as ``group=``, if `group` is a flat group of all ranks of torchrun, or "".
+
+    Ranks are in two levels if torchrun has started several on each of several machines.
+    """
+    size, ranks = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if isinstance(group, LeveledGroup) or not size.isdecimal() or not ranks.isdecimal() or int(size) != group.size():
+        return ""
+    machines, rest = divmod(int(size), max(1, int(ranks)))
+    if rest or machines < 2 or int(ranks) < 2:
+        return ""
+    return (
+        f"the {ranks} ranks of each of {machines} machines send frames to all other machines: pass "
+        f'group=torch.distributed.init_device_mesh("cpu", ({machines}, {ranks})), so that they reduce their values '
+        "within the machine first"
+    )
 
 
 def all_ranks(group: Any) -> Any:
