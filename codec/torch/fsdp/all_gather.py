@@ -10,12 +10,11 @@ from codec.specs import Lossless, Preset, Spec
 from codec.torch import _compat
 from codec.torch.fsdp.base import ModuleCollective, modules_of
 from codec.torch.fsdp.layout import parameter_segments
+from codec.torch.fsdp.machines import Machines
 from codec.torch.group.communicator import Communicator
 from codec.torch.reduction.arguments import NAMES, check_output, check_sizes, publish, reduction_of
-from codec.torch.reduction.execution import run
-from codec.torch.reduction.host import Reduction
-from codec.torch.reduction.table import GATHER
 from codec.torch.transport.collective import Collective
+from codec.torch.transport.levels import Levels
 
 
 class FsdpAllGather(ModuleCollective):
@@ -26,8 +25,9 @@ class FsdpAllGather(ModuleCollective):
     spec : Spec or str
         Codec, or name of a preset, for the parameters. Default: lossless. A lossy codec changes the parameters that the
         forward and backward passes use, equally on all ranks. The shards that the optimizer updates stay exact.
-    options : CallOptions, optional
-        As for :class:`ReduceScatter`.
+    group, options
+        As for :class:`ReduceScatter`. In two levels, each machine sends the shards of its ranks once to every other
+        machine, as frames; the shards are sent uncompressed within machines.
 
     Notes
     -----
@@ -42,8 +42,14 @@ class FsdpAllGather(ModuleCollective):
     0
     """
 
-    def __init__(self, spec: Spec | Preset = Lossless(), *, options: CallOptions | None = None) -> None:  # noqa: B008
-        super().__init__(spec, options)
+    def __init__(
+        self,
+        spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
+        *,
+        group: Any = None,
+        options: CallOptions | None = None,
+    ) -> None:
+        super().__init__(spec, group, options)
 
     def register(self, model: torch.nn.Module) -> "FsdpAllGather":
         """Make all FSDP2 modules in `model` gather their parameters with this object. Return this object."""
@@ -65,16 +71,19 @@ class FsdpAllGather(ModuleCollective):
             self._count_plain()
             return _compat.all_gather_single(output_tensor, input_tensor, group, async_op)
 
+        group = self._in_levels(group)
+
         async def work(comm: Communicator, collective: Collective, stream: int) -> None:
-            def prepare() -> Reduction:
-                check_sizes(output_tensor, comm.channel.size, input_tensor)
-                check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
-                segments = parameter_segments(module, input_tensor.numel())
-                return reduction_of(input_tensor, self._spec, "sum", stream, segments=segments, settings=self._settings)
+            check_sizes(output_tensor, comm.channel.size, input_tensor)
+            check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
+            segments = parameter_segments(module, input_tensor.numel())
+            r = reduction_of(input_tensor, self._spec, "sum", stream, segments=segments, settings=self._settings)
+            await Machines(comm, collective).all_gather(r, lambda result, r: publish(result, r, output_tensor))
 
-            await run(comm, collective, GATHER, prepare, lambda result, r: publish(result, r, output_tensor))
+        def copies(levels: Levels) -> int:
+            return levels.between.size - 1
 
-        return self._run("all_gather", group, input_tensor, lambda size: size - 1, work, output_tensor, async_op)
+        return self._run("all_gather", group, input_tensor, copies, work, output_tensor, async_op)
 
 
 class _ModuleAllGather:

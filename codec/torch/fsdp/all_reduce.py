@@ -13,11 +13,13 @@ from codec.torch.fsdp.base import GradientCollective, modules_of
 from codec.torch.fsdp.layout import gradient_segments
 from codec.torch.fsdp.passes import Pass
 from codec.torch.group.communicator import Communicator
+from codec.torch.group.levels import all_ranks
 from codec.torch.reduction.arguments import NAMES, OpLike, check_output, op_of, publish, reduction_of
 from codec.torch.reduction.execution import algorithm_of, run_all_reduce
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import Algorithm, check_request
 from codec.torch.transport.collective import Collective
+from codec.torch.transport.levels import Levels
 
 
 class FsdpAllReduce(GradientCollective):
@@ -77,13 +79,13 @@ class FsdpAllReduce(GradientCollective):
         feedback: bool | float = False,
         options: CallOptions | None = None,
     ) -> None:
-        super().__init__(spec, feedback, options)
+        super().__init__(spec, group, feedback, options)
         kind = op_of(op)
         if kind == "max":
             raise ArgumentError(f"op must be a sum or a mean of gradients, got {op}")
         self._algorithm = algorithm_of(self._settings)
         check_request(self._algorithm, self._spec, kind, feedback=bool(feedback))
-        self._group, self._op = group, kind
+        self._op = kind
 
     def register(self, model: torch.nn.Module) -> "FsdpAllReduce":
         """Make all FSDP2 modules in `model` all-reduce their gradients with this object. Return this object.
@@ -96,7 +98,7 @@ class FsdpAllReduce(GradientCollective):
         from torch.distributed.tensor import DTensor
 
         modules = modules_of(model)
-        mine = set(dist.get_process_group_ranks(self._group))
+        mine = set(dist.get_process_group_ranks(all_ranks(self._group)))
         for p in model.parameters():
             groups = p.device_mesh.get_all_groups() if isinstance(p, DTensor) else []
             if len(mine) > 1 and any(set(dist.get_process_group_ranks(g)) == mine for g in groups):
@@ -118,7 +120,7 @@ class FsdpAllReduce(GradientCollective):
         if tensor.dtype not in NAMES:
             self._count_plain()
             op = dist.ReduceOp.AVG if self._op == "mean" else dist.ReduceOp.SUM
-            dist.all_reduce(tensor, op, self._group)  # pyright: ignore[reportUnknownMemberType] - torch's stubs lack types
+            dist.all_reduce(tensor, op, all_ranks(self._group))  # pyright: ignore[reportUnknownMemberType] - torch's stubs lack types
             return
         now = Pass.current()
 
@@ -130,14 +132,16 @@ class FsdpAllReduce(GradientCollective):
                 return r
 
             def feed(r: Reduction, algorithm: Algorithm, window: tuple[int, int]) -> None:
-                rank, size = comm.channel.rank, comm.channel.size
-                self._feed(r, now, name, owned_values(r, algorithm, rank, size), size)
+                peers = collective.levels.between
+                owned = owned_values(r, algorithm, peers.rank, peers.size)
+                self._feed(r, now, name, owned, collective.levels, window[0])
 
             await run_all_reduce(
                 comm, collective, self._algorithm, prepare, lambda result, r: publish(result, r, tensor), feed
             )
 
-        begin = functools.partial(
-            self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor
-        )
+        def copies(levels: Levels) -> float:
+            return 2 * (levels.between.size - 1) / levels.all.size
+
+        begin = functools.partial(self._run, "all_reduce", self._group, tensor, copies, work, tensor)
         now.run(lambda: begin(False), tensor, self._group)

@@ -20,11 +20,13 @@ from codec.torch.feedback.pair import ResidualPair
 from codec.torch.fsdp.passes import Pass
 from codec.torch.fsdp.stats import FsdpStats
 from codec.torch.group.communicator import Communicator, start
+from codec.torch.group.levels import all_ranks, group_of
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.host import Reduction
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
+from codec.torch.transport.levels import Levels
 
 _STREAM = 1 << 32  # offset between the random streams of two collectives; larger than the number of frames in one
 _RANK = {"calls": number(0, _STREAM - 1), "residuals": mapping()}
@@ -36,8 +38,9 @@ _STATE = Schema(
 class ModuleCollective:
     """Base class of the three FSDP2 collectives: stores codec and options, and counts calls and bytes."""
 
-    def __init__(self, spec: Spec | Preset, options: CallOptions | None) -> None:
+    def __init__(self, spec: Spec | Preset, group: Any, options: CallOptions | None) -> None:
         self._spec, self._settings = plain_spec(spec), settings_of(options)
+        self._group = None if group is None else group_of(group)  # argument group=
         self._calls = 0  # number of collectives so far; equal on all ranks of a group
         self._stats = FsdpStats()
         self._counting = threading.Lock()
@@ -62,19 +65,31 @@ class ModuleCollective:
             self._stats.add(counters)
             self._stats.uncompressed_nbytes += uncompressed_nbytes
 
+    def _in_levels(self, group: Any) -> Any:
+        """Return the argument ``group=`` in place of FSDP2's group of shards, whose ranks it must have."""
+        if self._group is None:
+            return group
+        theirs, mine = (dist.get_process_group_ranks(all_ranks(each)) for each in (group, self._group))
+        if theirs != mine:
+            raise ArgumentError(
+                f"group= has the ranks {mine}, but FSDP2 shards the parameters over the ranks {theirs}: pass the "
+                "levels of these ranks, in this order"
+            )
+        return self._group
+
     def _run(
         self,
         name: str,
         group: Any,
         tensor: torch.Tensor,
-        copies: Callable[[int], float],
+        copies: Callable[[Levels], float],
         work: Callable[[Communicator, Collective, int], Awaitable[None]],
         output: torch.Tensor,
         async_op: bool,
     ) -> Work | None:
         """Run work(comm, collective, stream) in the communication thread of `group`; add its traffic to the totals.
 
-        Without compression, this rank would send copies(number of ranks) times the bytes of `tensor`.
+        Without compression, this rank would send copies(levels of the group) times the bytes of `tensor`.
         """
         if tensor.device.type not in ("cpu", "cuda"):  # on CUDA, the communication thread orders the streams instead
             torch.accelerator.current_stream(tensor.device).synchronize()
@@ -86,7 +101,7 @@ class ModuleCollective:
             await work(comm, collective, stream)
             counters = collective.counters.copy()
             counters.wire_s = comm.channel.counters.wire_s - waited
-            self._count(counters, round(tensor.nbytes * copies(comm.channel.size)))
+            self._count(counters, round(tensor.nbytes * copies(comm.channel.levels)))
             return [output]
 
         started = start(name, group, self._settings.timeout, async_op, counted)
@@ -100,8 +115,8 @@ class ModuleCollective:
 class GradientCollective(ModuleCollective):
     """Base class of the collectives that reduce gradients, with or without error feedback."""
 
-    def __init__(self, spec: Spec | Preset, feedback: bool | float, options: CallOptions | None) -> None:
-        super().__init__(spec, options)
+    def __init__(self, spec: Spec | Preset, group: Any, feedback: bool | float, options: CallOptions | None) -> None:
+        super().__init__(spec, group, options)
         if feedback:
             check_contraction(self._spec)
         else:
@@ -123,10 +138,12 @@ class GradientCollective(ModuleCollective):
         stats.residual_norm = math.hypot(*norms.values())
         return stats
 
-    def _feed(self, r: Reduction, now: Pass, name: str | None, owned: tuple[int, int], size: int) -> None:
+    def _feed(
+        self, r: Reduction, now: Pass, name: str | None, owned: tuple[int, int], levels: Levels, begin: int = 0
+    ) -> None:
         """If error feedback is on, add the residuals of module `name` to a reduction of its gradients.
 
-        `owned` and `size` are those of :meth:`ResidualPair.feed`.
+        The reduction has the module's values from `begin` on. `owned` is that of :meth:`ResidualPair.feed`.
         """
         now.check()
         if self._residuals is None:
@@ -136,20 +153,22 @@ class GradientCollective(ModuleCollective):
                 "error feedback keeps a residual for each module, by its name: call register(model), or pass "
                 "feedback=False"
             )
-        pair, layout = now.changed(self._residuals), ((name, 0, r.n),)
-        for (key, _, n), _ in pair.worker.pieces():
-            if key == name and n != r.n:
+        pair, layout = now.changed(self._residuals), ((name, begin, begin + r.n),)
+        for piece, _ in pair.worker.pieces():
+            if piece[0] == name and piece != layout[0]:
                 raise ArgumentError(
-                    f"module {name!r} reduces {r.n} values, but its residual has {n}, because parameters have no "
-                    "gradients or the sharding has changed: call set_reduce_scatter_unused_params(True), and load only "
-                    "states that were saved with the same sharding"
+                    f"module {name!r} reduces {r.n} values, but its residual has {piece[2] - piece[1]}, because "
+                    "parameters have no gradients, or the sharding or group= has changed: call "
+                    "set_reduce_scatter_unused_params(True), and load only states that were saved with the same "
+                    "sharding and group="
                 )
-        moved = any(key == name and (start, stop) != owned for (key, start, stop), _ in pair.server.pieces())
+        held = begin + owned[0], begin + owned[1]
+        moved = any(piece[0] == name and piece[1:] != held for piece, _ in pair.server.pieces())
         if layout in pair.worker.state.pending:  # the module is reduced twice in this backward pass
             pair.commit()
             for store in (pair.worker, pair.server):  # a failure returns to these arrays, so they must not be reused
                 store.state = store.state._replace(spare={})
-        pair.feed(r, layout, owned, size, moved=moved)
+        pair.feed(r, layout, owned, levels.between.size, moved=moved)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the residuals and the number of calls, so that a resumed run continues bit-identically.

@@ -11,13 +11,13 @@ from codec.specs import Lossless, Preset, Spec
 from codec.torch import _compat
 from codec.torch.fsdp.base import GradientCollective, modules_of
 from codec.torch.fsdp.layout import gradient_segments
+from codec.torch.fsdp.machines import Machines
 from codec.torch.fsdp.passes import Pass
 from codec.torch.group.communicator import Communicator
 from codec.torch.reduction.arguments import NAMES, check_output, check_sizes, publish, reduction_of
-from codec.torch.reduction.execution import run
 from codec.torch.reduction.host import Reduction
-from codec.torch.reduction.table import REDUCE_SCATTER
 from codec.torch.transport.collective import Collective
+from codec.torch.transport.levels import Levels
 
 
 class FsdpReduceScatter(GradientCollective):
@@ -32,6 +32,11 @@ class FsdpReduceScatter(GradientCollective):
         parameter value of the whole model, on each rank. A gradient must have the same number of values in each pass;
         if some parameters get no gradient, call ``set_reduce_scatter_unused_params(True)``. A number below 1, such as
         0.95, is the decay, by which residuals are multiplied before they are added. TopK needs error feedback.
+    group : DeviceMesh or pair of ProcessGroup, optional
+        Levels of the ranks over which ``fully_shard`` shards the parameters: a mesh of these ranks whose first
+        dimension is between machines and whose second is within them, or the groups (between, within). The P ranks of a
+        machine, which must be consecutive, then add gradients uncompressed, and only frames of 1/P of them leave a
+        rank. Error feedback needs 1/P of the memory. Default: all ranks exchange frames.
     options : CallOptions, optional
         ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`. Options that are not set are those of
         the ``with`` blocks in which this object is created.
@@ -66,9 +71,10 @@ class FsdpReduceScatter(GradientCollective):
         spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
         *,
         feedback: bool | float = False,
+        group: Any = None,
         options: CallOptions | None = None,
     ) -> None:
-        super().__init__(spec, feedback, options)
+        super().__init__(spec, group, feedback, options)
 
     def register(self, model: torch.nn.Module) -> "FsdpReduceScatter":
         """Make all FSDP2 modules in `model` reduce their gradients with this object. Return this object."""
@@ -102,22 +108,25 @@ class FsdpReduceScatter(GradientCollective):
         if getattr(op, "op", op) == dist.ReduceOp.PREMUL_SUM:
             _, factor = op.__getstate__()  # torch 2.9 exposes the factor only in the pickled state
             tensor, op = tensor * factor, dist.ReduceOp.SUM
-        now = Pass.current()
+        now, group = Pass.current(), self._in_levels(group)
 
         async def work(comm: Communicator, collective: Collective, stream: int) -> None:
-            def prepare() -> Reduction:
-                check_sizes(tensor, comm.channel.size, output)
-                segments = gradient_segments(module, tensor.numel(), comm.channel.size)
-                r = reduction_of(tensor, self._spec, op, stream, segments=segments, settings=self._settings)
-                check_output(output, output.dtype, output.numel())
-                self._feed(r, now, name, (0, 0), comm.channel.size)
-                return r
+            now.check()
+            check_sizes(tensor, comm.channel.size, output)
+            machines = Machines(comm, collective)
+            whole = reduction_of(tensor, self._spec, op, stream, settings=self._settings)
+            check_output(output, output.dtype, output.numel())
+            segments = gradient_segments(module, machines.count * output.numel(), machines.count)
 
-            await run(comm, collective, REDUCE_SCATTER, prepare, lambda result, r: publish(result, r, output))
+            def feed(r: Reduction) -> None:
+                self._feed(r, now, name, (0, 0), collective.levels)
 
-        begin = functools.partial(
-            self._run, "reduce_scatter", group, tensor, lambda size: (size - 1) / size, work, output
-        )
+            await machines.reduce_scatter(whole, segments, feed, lambda result, r: publish(result, r, output))
+
+        def copies(levels: Levels) -> float:
+            return (levels.between.size - 1) / levels.all.size
+
+        begin = functools.partial(self._run, "reduce_scatter", group, tensor, copies, work, output)
         if not async_op:
             now.run(lambda: begin(False), output, group)
             return None

@@ -62,10 +62,10 @@ def choose(requested: str, r: Reduction, channel: Channel) -> Algorithm:
         algorithm = None  # the policy of a hook has chosen another codec for this parameter
     if size == 1 or (algorithm is None and (size == 2 or r.x.nbytes * size <= 2 * _SMALL)):
         algorithm = ALL_GATHER
-    return _placed(algorithm or TWO_SHOT, r, channel)
+    return placed(algorithm or TWO_SHOT, r, channel)
 
 
-def _placed(algorithm: Algorithm, r: Reduction, channel: Channel) -> Algorithm:
+def placed(algorithm: Algorithm, r: Reduction, channel: Channel) -> Algorithm:
     """Return the variant of an algorithm whose frames stay on GPUs if it can run, otherwise the algorithm."""
     return algorithm.on_device if algorithm.on_device and channel.device.connected and r.on_device else algorithm
 
@@ -87,7 +87,7 @@ async def run(
         store(result, reduction) stores the result, after all ranks have succeeded.
     """
     r = prepare()
-    chosen = _placed(algorithm, r, comm.channel)
+    chosen = placed(algorithm, r, comm.channel)
     result = await _run(collective, chosen, r, collective.levels.all)
     await settle(collective, r)
     await collective.agree()
