@@ -27,7 +27,8 @@ class FsdpAllGather(ModuleCollective):
         forward and backward passes use, equally on all ranks. The shards that the optimizer updates stay exact.
     group, options
         As for :class:`ReduceScatter`. In two levels, each machine sends the shards of its ranks once to every other
-        machine, as frames; the shards are sent uncompressed within machines.
+        machine, as frames; the shards are sent uncompressed within machines. With P ranks a machine,
+        ``fully_shard(reshard_after_forward=P)`` makes the backward pass gather within machines only.
 
     Notes
     -----
@@ -67,7 +68,7 @@ class FsdpAllGather(ModuleCollective):
         self, module: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool
     ) -> dist.Work | None:
         """Gather the parameters of `module`; None if the module is not known."""
-        if input_tensor.dtype not in NAMES:
+        if input_tensor.dtype not in NAMES or self._stays_in_machine(group):
             self._count_plain()
             return _compat.all_gather_single(output_tensor, input_tensor, group, async_op)
 

@@ -20,7 +20,7 @@ from codec.torch.feedback.pair import ResidualPair
 from codec.torch.fsdp.passes import Pass
 from codec.torch.fsdp.stats import FsdpStats
 from codec.torch.group.communicator import Communicator, start
-from codec.torch.group.levels import all_ranks, group_of
+from codec.torch.group.levels import LeveledGroup, all_ranks, group_of
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.host import Reduction
@@ -64,6 +64,12 @@ class ModuleCollective:
         with self._counting:
             self._stats.add(counters)
             self._stats.uncompressed_nbytes += uncompressed_nbytes
+
+    def _stays_in_machine(self, group: Any) -> bool:
+        """Return True if `group` has the ranks of this rank's machine: FSDP2 has resharded the parameters to them."""
+        if not isinstance(self._group, LeveledGroup):
+            return False
+        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self._group.within)
 
     def _in_levels(self, group: Any) -> Any:
         """Return the argument ``group=`` in place of FSDP2's group of shards, whose ranks it must have."""

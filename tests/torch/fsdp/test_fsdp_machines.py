@@ -21,11 +21,11 @@ def machines_of(size):
     return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("machine", "rank"))
 
 
-def shard(net):
+def shard(net, **how):
     for layer in net:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer)
-    return fully_shard(net)
+            fully_shard(layer, **how)
+    return fully_shard(net, **how)
 
 
 def registered(group, spec=COARSE, **how):
@@ -68,6 +68,26 @@ def test_lossless_training_in_two_levels_equals_flat_training(size):
             assert one.raw_nbytes == two.raw_nbytes
             assert one.local_nbytes == 0 < two.local_nbytes
             assert two.sent_nbytes < one.sent_nbytes / (size / 2)
+
+
+def _resharded(rank, size):
+    """Return the parameters after training, and the frames and plain all-gathers, with resharding to a machine."""
+    found = []
+    for reshard in (True, 2):
+        net = shard(small_model(), reshard_after_forward=reshard)
+        parameters = codec.torch.FsdpAllGather(group=machines_of(size)).register(net)
+        train(net, rank, range(2))
+        stats = parameters.stats()
+        found.append((whole(net), stats.frame_collectives, stats.raw_collectives, stats.sent_nbytes))
+    return found
+
+
+def test_backward_gathers_within_machines_after_resharding_to_them():
+    for (flat, frames, plain, nbytes), (resharded, fewer, within, less) in run_ranks(4, _resharded):
+        assert torch.equal(resharded, flat)
+        assert plain == 0 < within
+        assert fewer + within == frames
+        assert less < 0.7 * nbytes
 
 
 def _traffic(rank, size):
@@ -178,10 +198,10 @@ def _refused(rank, size):
     net, *_ = registered(interleaved)
     with pytest.raises(codec.ArgumentError, match="consecutive ranks"):
         net(batch(rank))
-    half = dist.new_group([0, 1])
+    half = dist.new_group([0, 2])
     gather = codec.torch.FsdpAllGather(group=machines_of(size))
-    if rank < 2:
-        with pytest.raises(codec.ArgumentError, match=r"shards the parameters over the ranks \[0, 1\]"):
+    if rank in (0, 2):
+        with pytest.raises(codec.ArgumentError, match=r"shards the parameters over the ranks \[0, 2\]"):
             gather(torch.empty(20), torch.empty(10), half)
 
 
