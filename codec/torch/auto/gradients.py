@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from codec import CallOptions
@@ -16,6 +17,7 @@ from codec.torch.auto.selector import Selector, Switch
 from codec.torch.group.autotune import TIMES, Timing, Tuner, Way
 from codec.torch.network.version import hash64
 from codec.torch.transport.channel import Channel
+from codec.torch.transport.levels import Levels
 
 _SECOND, _PERIOD = 16, 256  # step of the second measurement of gradients; steps between later measurements
 
@@ -60,7 +62,7 @@ class GradientChoice(Tuner):
         self.steps: dict[str, int] = {}
         self._raw = int(raw)  # level of lossless frames: 1 if level 0 is raw, else 0
         self._meter, self.measurements = StepMeter(link), Measurements(quality, options)
-        self._rank, self._world_size = 0, 1
+        self._rank, self._levels = 0, Levels(1, 0)
         self._reset()
 
     def _reset(self) -> None:
@@ -109,8 +111,8 @@ class GradientChoice(Tuner):
 
     def begin(self, channel: Channel) -> Timing:
         """Begin a step: start to measure the connections of the group."""
-        self._rank, self._world_size = channel.rank, channel.size
-        self._meter.begin(channel.mesh.connections())
+        self._rank, self._levels = channel.rank, channel.levels
+        self._meter.begin(channel.mesh.connections(channel.peers))
         self.measurements.begin()
         return super().begin(channel)
 
@@ -125,7 +127,7 @@ class GradientChoice(Tuner):
 
     def report(self, channel: Channel) -> list[int]:
         """Return the numbers of the link, and the measurements of gradients if they are due."""
-        numbers = self._meter.report(channel.mesh.connections())
+        numbers = self._meter.report(channel.mesh.connections(channel.peers))
         if self.is_due:
             numbers += self.measurements.report(channel.size, self._index(self._selector.level))
         return numbers
@@ -154,12 +156,19 @@ class GradientChoice(Tuner):
                 self._log(switch, measured=not first)
 
     def _predicted(self, link: LinkModel) -> list[float]:
-        """Return the predicted seconds of a step at each level."""
-        size, nbytes = self._world_size, self.measurements.nbytes
+        """Return the predicted seconds of a step at each level.
+
+        In two levels, a rank sends frames of its windows. Its machine's ranks share a stated link; of a measured link,
+        the rate is that of this rank's part.
+        """
+        size, share = self._levels.between.size, self._levels.within.size
+        nbytes = self.measurements.nbytes // share
+        if self._meter.stated is not None:
+            link = replace(link, bits_per_second=link.bits_per_second / share)
         frames: Algorithm = "all_gather" if size == 2 else "two_shot"
         chunks = max(1, min(MAX_CHUNKS, nbytes // size // CHUNK_NBYTES))
         raw = [predict_seconds(Cost(nbytes, nbytes), link, size, algorithm="two_shot", chunks=chunks)] * self._raw
-        costs = self.measurements.costs
+        costs = [cost * (1 / share) for cost in self.measurements.costs]
         return raw + [predict_seconds(cost, link, size, algorithm=frames, chunks=chunks) for cost in costs]
 
     def _name(self, level: int) -> str:

@@ -44,8 +44,8 @@ class Auto:
         In pipelines: lowest bit widths of activations and gradients. "balanced": 8 and 8; "small", the default: 4 and
         8; "smallest": 2 and 4.
     link : str, number or tuple, optional
-        Link of each rank, as for :func:`codec.advise`: ``"100mbit"``, or ``("1gbit", "20ms")``. Default: the link is
-        measured in every step.
+        Link of each rank, or in two levels of each machine, as for :func:`codec.advise`: ``"100mbit"``, or ``("1gbit",
+        "20ms")``. Default: the link is measured in every step.
 
     Examples
     --------

@@ -87,7 +87,8 @@ class Step:
     def report(self, timing: Timing, round_trips: float) -> list[int]:
         """Return the measurements of the step that this rank reports to all ranks."""
         sent = sum(run.counters.sent_nbytes for run in self.runs)
-        raw = sum(run.counters.raw_nbytes for run in self.runs)
+        # A bucket that frames do not support has no reductions.
+        raw = sum(sum(r.x.nbytes for r in run.reductions) or run.counters.raw_nbytes for run in self.runs)
         on_device = any(r.on_device for run in self.runs for r in run.reductions)
         return timing.report(sent, raw, round_trips, on_device=on_device)
 

@@ -72,7 +72,7 @@ class Timing:
         if self._before is not None:
             await self._before
         self.way = self._tuner.way(self._index)
-        self._rtt, self._wire_s = self._channel.mesh.rtt(), self._channel.counters.wire_s
+        self._rtt, self._wire_s = self._channel.mesh.rtt(self._channel.peers), self._channel.counters.wire_s
         self._started = time.perf_counter(), time.thread_time()
         return self.way
 
@@ -82,9 +82,9 @@ class Timing:
         Parameters
         ----------
         sent_nbytes : int
-            Bytes that this rank has sent.
+            Bytes that this rank has sent; in two levels, to other machines.
         raw_nbytes : int
-            Bytes of the tensors.
+            Bytes of the tensors; in two levels, of this rank's windows of them.
         round_trips : float
             Number of round trips in the collective.
         on_device : bool
@@ -104,7 +104,8 @@ class Timing:
             wire_s = 0.0 if channel.device.connected else channel.counters.wire_s - self._wire_s
             busy = max(0.0, wall - wire_s)
         latency = min(max(0.0, wall - busy), round_trips * self._rtt)
-        uncompressed_nbytes = 2 * raw_nbytes * (channel.size - 1) // channel.size
+        size = channel.levels.between.size
+        uncompressed_nbytes = 2 * raw_nbytes * (size - 1) // size
         waited = latency + (wall - busy - latency) * uncompressed_nbytes / max(1, sent_nbytes)
         times = [round(wall * 1e6), round(busy / wall * 1e3), round(waited * 1e6)]
         return times + self._tuner.report(channel)

@@ -54,7 +54,6 @@ class Mesh:
         self._poll = select.epoll()
         self._stripes = {o: [Stripe(s, o, self._poll) for s in each] for o, each in sockets.items()}
         self._by_fd = {s.fd: s for each in self._stripes.values() for s in each}
-        self._sample = [each[0] for each in self._stripes.values()][:: -(-len(sockets) // _MOST_SAMPLES) or 1]
         self._paused = set[Stripe]()  # connections whose next message is early, and is not read yet
         self._resumed = set[Stripe]()  # paused connections that the network thread tries again to read
         self._inboxes = Inboxes(sockets)
@@ -231,16 +230,17 @@ class Mesh:
         except OSError:
             return 0.0
 
-    def rtt(self) -> float:
-        """Return the longest round-trip time to a rank in seconds, measured by the kernel; 0 if it is unknown.
+    def rtt(self, ranks: Sequence[int]) -> float:
+        """Return the longest round-trip time to some ranks in seconds, measured by the kernel; 0 if it is unknown.
 
-        In large groups, it is the longest one to 16 ranks at equal distances in the order of ranks.
+        Of many ranks, it is the longest one to 16 ranks at equal distances in the order of `ranks`.
         """
-        return max((stripe.info().rtt for stripe in self._sample), default=0.0)
+        sample = ranks[:: -(-len(ranks) // _MOST_SAMPLES) or 1]
+        return max((self._stripes[o][0].info().rtt for o in sample), default=0.0)
 
-    def connections(self) -> list[ConnectionInfo]:
-        """Return the kernel's statistics of all connections, in a fixed order."""
-        return [stripe.info() for each in self._stripes.values() for stripe in each]
+    def connections(self, ranks: Sequence[int]) -> list[ConnectionInfo]:
+        """Return the kernel's statistics of all connections to some ranks, in the order of `ranks`."""
+        return [stripe.info() for o in ranks for stripe in self._stripes[o]]
 
     def _wake(self) -> None:
         with suppress(OSError):  # the buffer is full, so that the thread wakes in any case, or the thread has ended

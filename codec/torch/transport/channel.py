@@ -40,6 +40,8 @@ class Channel:
         Rank of this process, and number of ranks.
     levels : Levels
         Machines of the ranks.
+    peers : tuple of int
+        Ranks to which this rank sends frames; in two levels, one of each other machine.
     counters : Counters
         Totals of all collectives that have ended.
     mesh : Mesh
@@ -56,6 +58,8 @@ class Channel:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.levels = levels or Levels(self.size, self.rank)
+        between = self.levels.between
+        self.peers = tuple(between.ranks[o] for o in between.others)
         self.counters = Counters()
         self.buffers = Buffers()
         self.mesh = connect(group, self.timeout, self.levels.peers)

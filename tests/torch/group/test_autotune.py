@@ -12,17 +12,19 @@ from codec.torch.group import communicator
 from codec.torch.group.autotune import TRIALS, RawFallback, Timing, Tuner
 from codec.torch.reduction import execution
 from codec.torch.transport.counters import Counters
+from codec.torch.transport.levels import Levels
 from support.collective_values import rank_values, sum_in_order
 from support.ranks import run_ranks
 
 
 class IdleChannel:
-    """Channel of two ranks in host memory, which sends nothing."""
+    """Channel in host memory, by default of two ranks, which sends nothing. Only other machines have a round trip."""
 
-    size = 2
-
-    def __init__(self, rtt=0.0):
-        self.mesh, self.counters = SimpleNamespace(rtt=lambda: rtt), Counters()
+    def __init__(self, rtt=0.0, levels=None):
+        self.levels, self.counters = levels or Levels(2, 0), Counters()
+        between = self.levels.between
+        self.peers = tuple(between.ranks[o] for o in between.others)
+        self.mesh = SimpleNamespace(rtt=lambda ranks: rtt * bool(set(ranks) & set(self.peers)))
 
 
 def choices_of(frames, values, load, n, smaller=1):
@@ -110,6 +112,22 @@ def test_waiting_for_other_ranks_by_latency_does_not_grow_with_the_bytes(monkeyp
         assert 90_000 < wall < 200_000
         assert load < 500
         assert waited < most * wall
+
+
+def test_uncompressed_values_are_predicted_by_what_leaves_a_machine():
+    """Of 3 x 8 ranks, a rank sends uncompressed values of its window to two others, and waits for their round trip."""
+    levels = Levels(24, 0, between=range(0, 24, 8), within=range(8))
+    for channel in (IdleChannel(0.0, levels), IdleChannel(0.0, Levels(3, 0))):
+        timing = Timing(Tuner(), channel)
+        assert way_of(timing) == "frames"
+        timing._started = timing._started[0] - 1.0, timing._started[1]  # as if 1 s had passed without computing
+        wall, _, waited = timing.report(1000, 9000, 1, on_device=False)
+        assert waited == pytest.approx(12 * wall, rel=0.01)  # 2 * 9,000 * 2 / 3 bytes instead of 1,000
+    timing = Timing(Tuner(), IdleChannel(0.5, levels))
+    assert way_of(timing) == "frames"
+    timing._started = timing._started[0] - 1.0, timing._started[1]
+    wall, _, waited = timing.report(1000, 9000, 1, on_device=False)
+    assert waited == pytest.approx(0.5e6 + 12 * (wall - 0.5e6), rel=0.01)
 
 
 def _chosen(rank, size):

@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from codec.torch.network import inbox, mesh
+from codec.torch.network.info import ConnectionInfo
 from codec.torch.network.mesh import Mesh
 from support.meshes import SECONDS, SIGNATURE, ask, outcome, packed, received, tcp_pair, until
 
@@ -140,5 +141,11 @@ def test_two_ranks_go_on_while_the_third_is_far_ahead(monkeypatch):
 def test_rtt_reads_connections_at_equal_distances(monkeypatch):
     monkeypatch.setattr(mesh, "_MOST_SAMPLES", 4)
     with by_hand(9) as (zero, _):
-        assert [stripe.peer for stripe in zero._sample] == [1, 4, 7]
-        assert 0 < zero.rtt() < SECONDS
+        assert 0 < zero.rtt(range(1, 10)) < SECONDS
+        read = []
+        for peer, [stripe] in zero._stripes.items():
+            monkeypatch.setattr(stripe, "info", lambda peer=peer: read.append(peer) or ConnectionInfo(float(peer)))
+        assert (zero.rtt(range(1, 10)), read) == (7.0, [1, 4, 7])
+        assert zero.rtt((2, 3)) == 3.0
+        assert [info.rtt for info in zero.connections((5, 2))] == [5.0, 2.0]
+        assert zero.rtt(()) == 0.0
