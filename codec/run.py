@@ -12,10 +12,11 @@ import os
 import runpy
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import codec
@@ -45,10 +46,13 @@ class Launch:
         Codec of the gradients.
     options : CallOptions
         Algorithm of the all-reduces.
+    machines : tuple of int, optional
+        Number of machines, and of ranks on each of them, for two levels. Default: one level.
     """
 
-    def __init__(self, spec: Spec, options: CallOptions) -> None:
-        self._spec, self._options = spec, options
+    def __init__(self, spec: Spec, options: CallOptions, machines: tuple[int, int] | None = None) -> None:
+        self._spec, self._options, self._machines = spec, options, machines
+        self._mesh: DeviceMesh | None = None  # of `machines`; None before the first model
         self._rank = 0
         self.hooks: list[Hook] = []
         self.models = 0  # number of DistributedDataParallel models that have run a forward pass, with or without a hook
@@ -89,7 +93,7 @@ class Launch:
             how["optimizer"] = _optimizers(model)
         hook = ddp_hook(self._spec, **how)
         try:
-            hook.register(model)
+            hook.register(model, group=self._group_of(model))
         except ArgumentError as e:
             if not isinstance(e.__cause__, RuntimeError):
                 raise
@@ -101,6 +105,25 @@ class Launch:
         self.hooks.append(hook)
         logger.info("%s compresses the gradients of a model by %s", PROGRAM, self._spec)
 
+    def _group_of(self, model: Any) -> DeviceMesh | None:
+        """Return the mesh over which a model's gradients are averaged; None: the model's own group."""
+        if self._machines is None:
+            return None
+        machines, ranks = self._machines
+        if model.process_group.size() != machines * ranks:
+            logger.warning(
+                "%s: a model's gradients are averaged over %d of %d ranks, in one level: --machines is for models of "
+                "all ranks",
+                PROGRAM,
+                model.process_group.size(),
+                machines * ranks,
+            )
+            return None
+        if self._mesh is None:
+            device = next(model.parameters()).device.type
+            self._mesh = init_device_mesh(device, self._machines, mesh_dim_names=("between", "within"))
+        return self._mesh
+
     def report(self, *, stats: bool) -> None:
         """If `stats`, print on rank 0 the bytes that each hook has sent; warn if no model was compressed."""
         if not self.models and os.environ.get("RANK", "0") == "0":
@@ -108,6 +131,29 @@ class Launch:
         if stats and self._rank == 0:
             for hook in self.hooks:
                 print(f"{PROGRAM}: {hook.spec}: {hook.stats()}", file=sys.stderr, flush=True)
+
+
+def machines_of(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of machines, and of ranks on each of them, from the variables that torchrun sets.
+
+    Raises
+    ------
+    ArgumentError
+        LOCAL_WORLD_SIZE is missing, or the machines have different numbers of ranks.
+    """
+    try:
+        world, ranks, rank = (int(environment[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"))
+        first = int(environment.get("GROUP_RANK", rank // ranks)) * ranks  # torchrun's rank of the machine
+    except (KeyError, ValueError, ZeroDivisionError):
+        raise ArgumentError(
+            "--machines needs WORLD_SIZE, LOCAL_WORLD_SIZE and RANK as torchrun sets them: start the script by torchrun"
+        ) from None
+    if world % ranks or not first <= rank < first + ranks:
+        raise ArgumentError(
+            f"--machines: WORLD_SIZE={world}, LOCAL_WORLD_SIZE={ranks}, RANK={rank}: each machine must have the same "
+            "number of ranks, and consecutive ones: start equally many on each by --nproc-per-node"
+        )
+    return world // ranks, ranks
 
 
 def _living(kind: type[T]) -> list[T]:
@@ -162,6 +208,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--algorithm", choices=ALGORITHMS, default="auto", help="algorithm of all-reduces; default: auto"
     )
+    parser.add_argument(
+        "--machines",
+        action="store_true",
+        help="sum gradients uncompressed within each machine, and compress between machines; a machine has "
+        "LOCAL_WORLD_SIZE ranks",
+    )
     parser.add_argument("--stats", action="store_true", help="print the number of bytes sent when the script ends")
     parser.add_argument(
         "--off", action="store_true", help=f"run the script without compression, as {VARIABLE}=off does"
@@ -177,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"no codec was given: pass --codec small, set {VARIABLE}=small, or pass --off to compress nothing"
             )
         try:
-            launch = Launch(spec_of(args.codec), codec.options(algorithm=args.algorithm))
+            machines = machines_of(os.environ) if args.machines else None
+            launch = Launch(spec_of(args.codec), codec.options(algorithm=args.algorithm), machines)
         except CodecError as e:
             parser.error(str(e))
         launch.install()

@@ -173,6 +173,68 @@ def test_command_line_says_what_is_missing(capsys):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("world", "ranks", "rank", "more", "expected"),
+    [
+        (8, 4, 5, {"GROUP_RANK": "1"}, (2, 4)),
+        (8, 4, 5, {}, (2, 4)),
+        (4, 1, 3, {"GROUP_RANK": "3"}, (4, 1)),
+        (6, 4, 0, {}, "WORLD_SIZE=6, LOCAL_WORLD_SIZE=4, RANK=0: each machine must have the same number"),
+        (8, 2, 4, {"GROUP_RANK": "1"}, "RANK=4: each machine must have the same number"),
+        (8, 0, 4, {}, "start the script by torchrun"),
+        (8, "two", 4, {}, "start the script by torchrun"),
+    ],
+)
+def test_machines_are_those_of_torchrun(world, ranks, rank, more, expected):
+    environment = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), **more}
+    if isinstance(expected, tuple):
+        assert run.machines_of(environment) == expected
+        return
+    with pytest.raises(codec.ArgumentError, match=expected):
+        run.machines_of(environment)
+
+
+def test_machines_need_torchrun(capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        run.main(["--codec", "small", "--machines", "train.py"])
+    assert "--machines needs WORLD_SIZE, LOCAL_WORLD_SIZE and RANK" in capsys.readouterr().err
+
+
+def _on_machines(rank, size, folder):
+    """Launch the script as on two machines of two ranks; return its output, and the hooks' bytes within a machine."""
+    local, hooks, plain = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}, [], run.Launch.report
+    run.Launch.report = lambda launch, stats: hooks.extend(launch.hooks)
+    os.environ |= local
+    try:
+        text = _main(rank, size, folder, ["--codec", "lossless", "--machines", "machines.py"])
+    finally:
+        run.Launch.report = plain
+    return text, [(h.stats().steps, h.stats().local_nbytes > 0) for h in hooks]
+
+
+MACHINES = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+some = dist.new_group([0, 1]), dist.new_group([2, 3])
+for group in (None, some[dist.get_rank() // 2]):
+    model = DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
+    model(torch.full((1, 64), 1.0 + dist.get_rank())).sum().backward()
+    print(float(model.module.weight.grad[0, 0]))
+"""
+
+
+def test_machines_give_a_model_of_all_ranks_two_levels(tmp_path):
+    (tmp_path / "machines.py").write_text(MACHINES)
+    for rank, (text, hooks) in enumerate(launched.run(4, _on_machines, str(tmp_path))):
+        assert hooks == [(1, True), (1, False)], "a model of some ranks is averaged in one level"
+        assert re.findall(r"^[\d.]+$", text, re.MULTILINE) == ["2.5", ("1.5", "3.5")[rank // 2]]
+        assert "averaged over 2 of 4 ranks, in one level" in text
+
+
 def _launched(rank, size):
     """Return the steps of two models that the launcher hooks: with an optimizer; with scaler and torch.compile."""
     plain = DistributedDataParallel.forward
