@@ -1,30 +1,21 @@
 """Choice of a codec for a link, from measurements on the user's tensors on this machine."""
 
 import functools
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 
 from codec._c.traits import is_lossless
 from codec._options import CallOptions, settings_of
-from codec.advisor.cost_model import (
-    Algorithm,
-    Cost,
-    LinkModel,
-    check_algorithm,
-    compute_seconds,
-    latency_seconds,
-    link_of,
-    predict_seconds,
-    wire_nbytes,
-)
+from codec.advisor.advice import Advice, AdviceRow, ms, named
+from codec.advisor.cost_model import Algorithm, Cost, check_algorithm, link_of
+from codec.advisor.levels import MachineRanks, Predicted, in_one_level, in_two_levels, plain_seconds, ranks_of
 from codec.advisor.model_rules import Kind, kinds_by_spec, kinds_of
 from codec.advisor.sampling import Sample, bound_for, is_model, samples, tensors_of
-from codec.arguments import MAX_RANKS, shown, whole
+from codec.arguments import shown
 from codec.decoding import decode
 from codec.encoding import bound, encode
 from codec.errors import ArgumentError, SpecError
@@ -40,143 +31,12 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's f
 RUNS = 3  # number of repetitions of a measurement, of which the shortest time counts
 
 
-def named(spec: Spec | None) -> str:
-    """Return a spec as a constructor call, without arguments that have their default value; "raw" for None."""
-    if spec is None:
-        return "raw"
-    given = [f for f in fields(spec) if getattr(spec, f.name) != f.default]
-    return f"{type(spec).__name__}({', '.join(f'{f.name}={getattr(spec, f.name)!r}' for f in given)})"
-
-
-@dataclass(frozen=True, slots=True)
-class AdviceRow:
-    """Prediction for one candidate.
-
-    Attributes
-    ----------
-    spec : Spec or None
-        Spec of the candidate; None: uncompressed tensors.
-    seconds : float
-        Seconds of the all-reduce.
-    wire_seconds, compute_seconds : float
-        Seconds for which each rank sends, and seconds for which it encodes, adds and decodes. Both overlap.
-    latency_seconds : float
-        Seconds of round trips, in which nothing is sent.
-    nbytes : int
-        Bytes that each rank sends; it receives as many.
-    cost : Cost
-        Costs measured on the sample, scaled to all values: the input of the model.
-    """
-
-    spec: Spec | None
-    seconds: float
-    wire_seconds: float
-    compute_seconds: float
-    latency_seconds: float
-    nbytes: int
-    cost: Cost
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """Result of :func:`advise`. ``print(advice)`` shows a table.
-
-    Attributes
-    ----------
-    spec : Spec or None
-        Spec of the fastest candidate; None: send tensors uncompressed.
-    seconds, raw_seconds : float
-        Predicted seconds of the all-reduce with `spec`, and with uncompressed tensors.
-    nbytes : int
-        Bytes that each rank sends with `spec`; it receives as many.
-    why : str
-        Reason for the choice, in one or two sentences.
-    table : tuple of AdviceRow
-        Predictions for all candidates; the first one is for uncompressed tensors.
-    link : LinkModel
-        Link of each rank.
-    world_size : int
-        Number of ranks.
-    tensor_nbytes : int
-        Bytes of all tensors.
-    algorithm : {"two_shot", "ring", "all_gather"}
-        All-reduce algorithm for compressed tensors.
-    feedback : bool
-        True if lossy frames were measured with error feedback.
-    """
-
-    spec: Spec | None
-    seconds: float
-    raw_seconds: float
-    nbytes: int
-    why: str
-    table: tuple[AdviceRow, ...]
-    link: LinkModel
-    world_size: int
-    tensor_nbytes: int
-    algorithm: Algorithm
-    feedback: bool = False
-
-    @property
-    def hook(self) -> str | None:
-        """Python statement that registers a DistributedDataParallel hook with `spec`; None if `spec` is None."""
-        if self.spec is None:
-            return None
-        arguments = [f"codec.{self.spec!r}"]
-        if isinstance(self.spec, Truncate) and self.spec.fixed_level is None:
-            arguments.append("optimizer=optimizer")
-        if not is_lossless(self.spec):
-            arguments.append(f"feedback={self.feedback}")
-        return f"hook = codec.torch.ddp_hook({', '.join(arguments)}).register(model)"
-
-    def __str__(self) -> str:
-        width = max(len(named(row.spec)) for row in self.table)
-        lines = [
-            f"{self.algorithm} all-reduce of {_mb(self.tensor_nbytes)}, {self.world_size} ranks, {self.link}",
-            f"  {'':{width}}   frames   of sums     on the wire    compute  round trips      total   speedup",
-        ]
-        for row in self.table:
-            lines.append(
-                f"{'>' if row.spec == self.spec else ' '} {named(row.spec):{width}}"
-                f" {row.cost.frame_nbytes / self.tensor_nbytes:8.1%} {row.cost.sum_nbytes / self.tensor_nbytes:9.1%}"
-                f" {_ms(row.wire_seconds):>15} {_ms(row.compute_seconds):>10} {_ms(row.latency_seconds):>12}"
-                f" {_ms(row.seconds):>10}"
-                f" {_times(self.raw_seconds, row.seconds):>9}"
-            )
-        lines.append(self.why)
-        if self.hook is not None:
-            lines.append(f"For DistributedDataParallel: {self.hook}")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON types: specs become constructor calls; raw and infinite numbers become None."""
-
-        def as_json(value: Any) -> Any:
-            if isinstance(value, Spec):
-                return named(value)
-            if isinstance(value, tuple):
-                return [as_json(each) for each in cast(tuple[Any, ...], value)]
-            if isinstance(value, AdviceRow | Cost | LinkModel | Advice):
-                return {f.name: as_json(getattr(value, f.name)) for f in fields(value)}
-            if value is None or isinstance(value, str | int):
-                return value
-            return float(value) if math.isfinite(value) else None
-
-        return as_json(self)
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as JSON text."""
-        import json  # imported here, so that `import codec` stays fast
-
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-
 def advise(
     tensor_or_model: Any,
     link: Any,
     *,
     rtt: Any = None,
-    world_size: int = 4,
+    world_size: int | tuple[int, int] = 4,
     lossy: bool | Literal["near"] = False,
     feedback: bool = False,
     candidates: Any = None,
@@ -208,12 +68,15 @@ def advise(
         gradients of its parameters are measured. If it has no gradients yet, the parameters themselves are measured;
         their frames differ a little in size.
     link : str, number, or tuple of rate and round-trip time
-        Link of each rank: ``"100mbit"``, ``"10Gbps"``, bits per second (also as text), or ``("10Gbps", "0.1ms")``.
+        Link of each rank, or of each machine: ``"100mbit"``, ``"10Gbps"``, bits per second (also as text), or
+        ``("10Gbps", "0.1ms")``.
     rtt : str or number, optional
         Round-trip time between two ranks, as ``ping`` measures it: seconds, or text such as ``"40ms"``. Default:
         that of `link` if it has one, otherwise 0.2 ms.
-    world_size : int
-        Number of ranks, 1 to 2^20.
+    world_size : int or tuple of int
+        Number of ranks, 1 to 2^20; or numbers of machines and of ranks on each of them, such as ``(2, 8)``. The ranks
+        of a machine share its `link`. Each candidate is then predicted in one level and in two (``group=`` a mesh:
+        plain sums within machines, whose cost is measured, and frames between them), and the faster one counts.
     lossy : {False, "near", True}
         Loss that is allowed. False: none; :class:`Lossless` is the only candidate. "near": :class:`Truncate` is also a
         candidate, if `optimizer` is given. True: Float8, and Quantize with 8 and with 4 bits, are candidates, too.
@@ -253,36 +116,26 @@ def advise(
     True
     """
     link = link_of(link, rtt)
-    world_size = whole("world_size", world_size, 1, MAX_RANKS)
+    ranks = ranks_of(world_size)
     options = settings_of(options)
-    algorithm = _algorithm_of(options, world_size)
+    flat, algorithm = _algorithm_of(options, ranks.size), _algorithm_of(options, ranks.machines)
     specs = _specs(candidates, lossy, feedback, optimizer)
     tensors, weights = tensors_of(tensor_or_model, optimizer)
     nbytes = sum(t.v.nbytes for t in tensors)
-    chunks = max(1, min(MAX_CHUNKS, nbytes // world_size // CHUNK_NBYTES))
+    chunks = max(1, min(MAX_CHUNKS, nbytes // ranks.size // CHUNK_NBYTES))
     model = tensor_or_model if is_model(tensor_or_model) else None
     kinds: list[Kind] = [None] * len(tensors) if model is None else kinds_of(tensors, model)
 
     @functools.cache
     def taken(some: frozenset[Kind]) -> list[Sample]:
-        return samples([t for t, kind in zip(tensors, kinds, strict=True) if kind in some], world_size, optimizer)
-
-    def row(spec: Spec | None, cost: Cost, way: Algorithm, waiting: float) -> AdviceRow:
-        sent = wire_nbytes(cost, world_size, way)
-        seconds = predict_seconds(cost, replace(link, rtt=0.0), world_size, algorithm=way, chunks=chunks) + waiting
-        return AdviceRow(
-            spec,
-            seconds,
-            wire_seconds=8 * sent / link.bits_per_second,
-            compute_seconds=compute_seconds(cost, world_size, way),
-            latency_seconds=waiting,
-            nbytes=round(sent),
-            cost=cost,
-        )
+        return samples([t for t, kind in zip(tensors, kinds, strict=True) if kind in some], ranks.size, optimizer)
 
     buckets = 1 + max(0, -(-(nbytes - FIRST_BUCKET) // BUCKET)) if model is not None else 1
-    raw = row(None, Cost(nbytes, nbytes), "two_shot", buckets * link.rtt if world_size > 1 else 0.0)
-    waiting, table = latency_seconds(link, world_size, algorithm), [raw]
+    # Uncompressed tensors are reduced by a ring, whose bytes cross each link once, and which waits once a bucket.
+    ring = in_one_level(Cost(nbytes, nbytes), replace(link, rtt=0.0), MachineRanks(ranks.size), "two_shot", chunks)
+    waiting = buckets * link.rtt if ranks.size > 1 else 0.0
+    raw = _row(None, Cost(nbytes, nbytes), [replace(ring, seconds=ring.seconds + waiting, latency_seconds=waiting)])
+    table, within = [raw], plain_seconds(nbytes, ranks)
     for spec, given in specs:
         by_spec = kinds_by_spec(kinds, spec)
         costs = [
@@ -290,13 +143,35 @@ def advise(
             for its, some in by_spec.items()
             for s in taken(some)
         ]
-        table.append(row(spec, sum(costs[1:], costs[0]), algorithm, waiting))
+        cost = sum(costs[1:], costs[0])
+        predicted = [in_one_level(cost, link, ranks, flat, chunks)]
+        if ranks.each > 1:
+            predicted.append(in_two_levels(cost, link, ranks, algorithm, chunks, within))
+        table.append(_row(spec, cost, predicted))
     best = min(table, key=lambda r: r.seconds)  # of equal times the first row wins, so raw is preferred
-    why = _why(best, table, world_size)
+    why = _why(best, table, ranks.size)
     if weights:
         why += " Measured on weights: call advise() again once the model has gradients."
     found = best.spec, best.seconds, raw.seconds, best.nbytes
-    return Advice(*found, why, tuple(table), link, world_size, nbytes, algorithm, feedback)
+    return Advice(*found, why, tuple(table), link, ranks.size, nbytes, algorithm, feedback, ranks.each)
+
+
+def _row(spec: Spec | None, cost: Cost, predicted: list[Predicted]) -> AdviceRow:
+    """Return the row of a candidate that was predicted in one level, and perhaps in two; the faster one counts."""
+    best = min(predicted, key=lambda each: each.seconds)  # of equal times one level wins
+    several = predicted if len(predicted) > 1 else []
+    return AdviceRow(
+        spec,
+        best.seconds,
+        best.wire_seconds,
+        best.compute_seconds,
+        best.latency_seconds,
+        round(best.nbytes),
+        cost,
+        1 + predicted.index(best),
+        tuple(each.seconds for each in several),
+        tuple(round(each.nbytes) for each in several),
+    )
 
 
 def _algorithm_of(options: CallOptions, world_size: int) -> Algorithm:
@@ -371,8 +246,8 @@ def _why(best: AdviceRow, table: list[AdviceRow], world_size: int) -> str:
         return "A single rank sends nothing."
     if best.spec is not None:
         return (
-            f"{named(best.spec)} sends {best.nbytes / raw.nbytes:.1%} of raw's bytes: {_ms(best.wire_seconds)} on the "
-            f"wire instead of {_ms(raw.wire_seconds)}, beside {_ms(best.compute_seconds)} of encoding, adding and "
+            f"{named(best.spec)} sends {best.nbytes / raw.nbytes:.1%} of raw's bytes: {ms(best.wire_seconds)} on the "
+            f"wire instead of {ms(raw.wire_seconds)}, beside {ms(best.compute_seconds)} of encoding, adding and "
             f"decoding."
         )
     smaller = [row for row in others if row.nbytes < raw.nbytes]
@@ -380,20 +255,8 @@ def _why(best: AdviceRow, table: list[AdviceRow], world_size: int) -> str:
         return "Raw: no frame is smaller than the tensors themselves."
     rival = min(smaller, key=lambda r: r.seconds)
     more = rival.latency_seconds - raw.latency_seconds
-    waiting = f", and its round trips {_ms(more)} more" if more > 0 else ""
+    waiting = f", and its round trips {ms(more)} more" if more > 0 else ""
     return (
-        f"Raw: {named(rival.spec)} would save {_ms(raw.wire_seconds - rival.wire_seconds)} on the wire, but encoding, "
-        f"adding and decoding take {_ms(rival.compute_seconds)}{waiting}."
+        f"Raw: {named(rival.spec)} would save {ms(raw.wire_seconds - rival.wire_seconds)} on the wire, but encoding, "
+        f"adding and decoding take {ms(rival.compute_seconds)}{waiting}."
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.3g} MB"
-
-
-def _times(slow: float, fast: float) -> str:
-    return f"{slow / fast:.2g}x" if fast else "1x"

@@ -244,7 +244,12 @@ def predict_seconds(
     chunks = whole("chunks", chunks, 1, MAX_PIECES)
     wire = 8 * wire_nbytes(cost, world_size, algorithm) / link.bits_per_second
     compute = compute_seconds(cost, world_size, algorithm)
-    return max(wire, compute) + min(wire, compute) / chunks + latency_seconds(link, world_size, algorithm)
+    return overlapped(wire, compute, chunks) + latency_seconds(link, world_size, algorithm)
+
+
+def overlapped(wire: float, compute: float, chunks: int) -> float:
+    """Return the seconds in which `chunks` chunks are sent and computed; see :func:`predict_seconds`."""
+    return max(wire, compute) + min(wire, compute) / chunks
 
 
 def check_algorithm(algorithm: Any) -> Algorithm:

@@ -32,7 +32,7 @@ def add_commands(commands: Any) -> None:
     )
     p.add_argument("--link", required=True, help="100mbit (megabits per second), 10Gbps, or bits per second")
     p.add_argument("--rtt", help="round trip between ranks, as ping measures it: 40ms, or seconds; default: 0.2ms")
-    p.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
+    p.add_argument("--ranks", type=_ranks, default=4, help="number, or machines x ranks, as 2x8; default: %(default)s")
     p.add_argument("--algorithm", choices=get_args(Algorithm), help="default: two_shot; of 2 ranks all_gather")
     p.add_argument("--lossy", action="store_true", help="also consider lossy codecs")
     p.add_argument("--feedback", action="store_true", help="with error feedback: also consider Ternary and Sign")
@@ -40,6 +40,17 @@ def add_commands(commands: Any) -> None:
     add_threads(p)
     add_json(p)
     p.set_defaults(run=run_advise)
+
+
+def _ranks(text: str) -> int | tuple[int, int]:
+    """Convert 8, or 2x8, to an argument ``world_size=``."""
+    machines, by, each = text.partition("x")
+    try:
+        return (int(machines), int(each)) if by else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of ranks nor machines x ranks, such as 2x8"
+        ) from None
 
 
 def run_advise(args: argparse.Namespace) -> int:

@@ -91,6 +91,24 @@ def test_command_prints_a_table(clock, tmp_path, capsys):
         assert not out
 
 
+def test_command_names_machines_and_their_ranks(clock, tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((100, 1000)).astype(np.float32))
+    command = ["advise", str(tmp_path / "x.npy"), "--link", "1mbit", "--lossy"]
+    assert main([*command, "--ranks", "2x8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "all_gather all-reduce of 0.4 MB, 2 x 8 ranks, 1 Mbit/s, round trip 0.2 ms"
+    assert lines[-2].startswith("In two levels: ")
+    before, hook = lines[-1].removeprefix("For DistributedDataParallel: ").split("; ")
+    assert before == 'mesh = torch.distributed.init_device_mesh("cpu", (2, 8))'
+    assert hook.endswith("feedback=False).register(model, group=mesh)")
+    assert main([*command, "--ranks", "2x8", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["table"][-1]
+    assert row["seconds"] == row["seconds_by_levels"][1] < row["seconds_by_levels"][0]
+    with pytest.raises(SystemExit):
+        main([*command, "--ranks", "2y8"])
+    assert "'2y8' is neither a number of ranks nor machines x ranks" in capsys.readouterr().err
+
+
 def test_links_parse_units_and_powers_of_ten():
     """Link speeds accept bit units with powers of ten, and reject "B" for bytes."""
     for text, rate in (

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
+from codec.advisor import levels
 from codec.advisor.cost_model import Cost, LinkModel, compute_seconds, link_of, predict_seconds, wire_nbytes
 from support.captured import gradients
 
@@ -168,6 +169,47 @@ def test_given_candidates_and_raw_are_compared(clock):
         (True, True, 6),
     ):
         assert len(codec.advise(x, "1mbit", lossy=lossy, feedback=feedback).table) == 1 + n
+
+
+def test_one_level_sends_frames_of_each_rank_out_of_a_machine_two_levels_once(clock, monkeypatch):
+    """With P ranks a machine, P S (M - 1)/M leave a machine in each phase of one level, S (M - 1)/M in two levels."""
+    monkeypatch.setattr(levels, "_measured", lambda: (2e-9, 1e-9))
+    x = np.random.default_rng(0).standard_normal((400, 1000)).astype(np.float32)
+    size = 4 * 400_000
+    for machines in (2, 3):
+        how = {"candidates": [codec.Quantize(4)], "world_size": (machines, 8)}
+        advice = codec.advise(x, ("100mbit", "20ms"), options=codec.options(algorithm="two_shot"), **how)
+        raw, row = advice.table
+        n, frames = 8 * machines, row.cost.frame_nbytes + row.cost.sum_nbytes
+        assert raw.nbytes == round(2 * (n - 1) / n * size), "a ring crosses each link once"
+        assert row.nbytes_by_levels == pytest.approx([f * (machines - 1) / machines * frames for f in (8, 1)], abs=1)
+        within = 7 / 8 * size * (2 * 2e-9 + 1e-9)
+        assert row.compute_seconds == pytest.approx(within + compute_seconds(row.cost, machines) / 8)
+        assert (row.levels, row.seconds) == (2, row.seconds_by_levels[1])
+        assert row.latency_seconds == pytest.approx(0.02 * min(2, machines - 1))
+        assert advice.mesh == f'mesh = torch.distributed.init_device_mesh("cpu", ({machines}, 8))'
+        assert advice.hook.endswith(".register(model, group=mesh)")
+        assert (advice.world_size, advice.ranks_per_machine) == (n, 8)
+        ring = codec.advise(x, "100mbit", options=codec.options(algorithm="ring"), **how).table[1]
+        assert ring.nbytes_by_levels[0] == round(wire_nbytes(ring.cost, n, "ring"))
+
+
+def test_one_level_is_advised_if_plain_sums_cost_more_than_bytes(clock, monkeypatch):
+    monkeypatch.setattr(levels, "_measured", lambda: (1e-6, 1e-6))
+    x = np.random.default_rng(0).standard_normal((400, 1000)).astype(np.float32)
+    advice = codec.advise(x, "100mbit", candidates=[codec.Quantize(4)], world_size=(2, 4))
+    assert advice.table[1].levels == 1
+    assert advice.mesh is None
+    assert "group=mesh" not in advice.hook
+    assert "In two levels: " in str(advice)
+    alone = codec.advise(x, "100mbit", candidates=[codec.Quantize(4)], world_size=(2, 1))
+    assert alone.table == codec.advise(x, "100mbit", candidates=[codec.Quantize(4)], world_size=2).table
+    assert "In two levels" not in str(alone)
+
+
+def test_costs_of_plain_values_are_measured():
+    assert 0 < levels.plain_seconds(1e6, levels.MachineRanks(2, 8)) < 1
+    assert levels.plain_seconds(1e6, levels.MachineRanks(8)) == 0
 
 
 def test_algorithms_use_their_own_formulas(clock):
