@@ -68,8 +68,8 @@ def all_reduce(
         Operation: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or ``ReduceOp.MAX``.
     group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
         Group of ranks. Default: all ranks. For several ranks a machine: a DeviceMesh of two dimensions, between
-        machines and within them, or the groups (between, within). Ranks of a machine then add their values
-        uncompressed, and reduce one part each with the other machines (N of them): one tensor leaves a machine.
+        machines and within them, or (between, within). Ranks of a machine then add their values uncompressed, and
+        reduce one part each with the other machines, N in all: one tensor leaves a machine.
     async_op : bool
         True: return at once, and reduce in the background, in the order of calls.
     out : torch.Tensor, optional

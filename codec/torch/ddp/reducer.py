@@ -309,7 +309,7 @@ class Reducer:
                 check_join(self._module and self._module())
                 if self.state.residuals is not None:
                     self.state.residuals.begin_step(step.number, step.scale)
-                if self.plan.choose(step.number):
+                if self.plan.choose(step.number) | self.state.shares.moved():
                     self._parts.clear()
             buffers = self.state.buffers
         item = transformed(run.members, self.transform)
@@ -390,6 +390,7 @@ class Reducer:
     def _plan(self, comm: Communicator, r: Reduction, part: BucketPart, window: tuple[int, int], step: Step) -> Planned:
         """Set residuals and codebook of the reduction that sends frames of a part's `window`; choose its algorithm."""
         algorithm = execution.choose(self.algorithm, r, comm.channel)
+        r.weights = self.state.shares.weights if algorithm.encodes_sums else None
         state, way = self.state, "frames" if step.timing is None else step.timing.way
         if state.residuals is not None:
             peers = comm.channel.levels.between

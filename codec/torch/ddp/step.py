@@ -20,6 +20,7 @@ from codec.torch.ddp.residuals import HookResiduals
 from codec.torch.ddp.stats import HookStats
 from codec.torch.feedback.checkpoint import ResidualOwner, of_tensors
 from codec.torch.group.autotune import RawFallback, Timing, Tuner
+from codec.torch.group.shares import LinkShares
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
 from codec.torch.reduction.execution import settle
@@ -139,6 +140,7 @@ class StepState:
         self.current = Step()
         self.buffers = BucketBuffers()  # memory for concatenated gradients of the current step
         self.fallback = RawFallback("gradients")  # chooses between frames and uncompressed values
+        self.shares = LinkShares()  # sizes of the ranks' slices
         self._plan = plan
         self.other_groups: OtherGroups | None = None
         self.names_nonfinite = True  # name the parameter in errors about NaN and Inf
@@ -152,6 +154,7 @@ class StepState:
             "current": Step(),
             "other_groups": None,
             "fallback": RawFallback("gradients"),
+            "shares": LinkShares(),
             "_in_sync": False,
         }
 
@@ -187,13 +190,16 @@ class StepState:
             if auto is not None:
                 auto.synchronize(equal=equal)
             self._in_sync, self.fallback = True, RawFallback("gradients")
+            self.shares.reset()
         step.number = self.count
 
     def begin_timing(self, algorithm: str, channel: Channel) -> Timing:
         """Return the way and the timer of a step with the argument ``algorithm=`` of the hook."""
         auto: Tuner | None = self._plan.auto
         tuner = Tuner() if channel.size == 1 else auto or (self.fallback if algorithm == "auto" else Tuner())
-        return tuner.begin(channel)
+        timing = tuner.begin(channel)
+        timing.shares = self.shares if algorithm == "auto" else None
+        return timing
 
     def sample(self, bucket: Bucket) -> None:
         """Sample the gradients of a bucket, if the automatic choice measures gradients in this step."""

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from typing import Literal
 
+from codec.torch.group.shares import LinkShares
 from codec.torch.network.waits import Turns, Wait
 from codec.torch.transport.channel import Channel
 
@@ -66,6 +67,8 @@ class Timing:
     ) -> None:
         self._tuner, self._channel, self._index, self._before, self._after = tuner, channel, index, before, after
         self.way: Way = "frames"
+        self.shares: LinkShares | None = None  # slices by the rates of links, which this collective measures
+        self._n_rates = 0  # number of rates in the report
 
     async def wait(self) -> Way:
         """Wait for the collectives on which the way depends, start the timer, and return the way."""
@@ -74,6 +77,8 @@ class Timing:
         self.way = self._tuner.way(self._index)
         self._rtt, self._wire_s = self._channel.mesh.rtt(self._channel.peers), self._channel.counters.wire_s
         self._started = time.perf_counter(), time.thread_time()
+        if self.shares is not None:
+            self.shares.begin(self._channel)
         return self.way
 
     def report(self, sent_nbytes: int, raw_nbytes: int, round_trips: float, *, on_device: bool) -> Report:
@@ -95,7 +100,8 @@ class Timing:
         list of int
             Duration of the collective in microseconds; share of it in which this rank computed, in thousandths; and
             estimated wait for uncompressed values in microseconds. In the estimate, the latency of round trips stays
-            the same, and the remaining wait grows in proportion to the bytes. The numbers of the tuner follow.
+            the same, and the remaining wait grows in proportion to the bytes. The numbers of the tuner follow. If
+            rates of links are due, they precede all of these.
         """
         channel = self._channel
         wall, busy = time.perf_counter() - self._started[0], time.thread_time() - self._started[1]
@@ -108,11 +114,15 @@ class Timing:
         uncompressed_nbytes = 2 * raw_nbytes * (size - 1) // size
         waited = latency + (wall - busy - latency) * uncompressed_nbytes / max(1, sent_nbytes)
         times = [round(wall * 1e6), round(busy / wall * 1e3), round(waited * 1e6)]
-        return times + self._tuner.report(channel)
+        rates = [] if self.shares is None else self.shares.report(channel)
+        self._n_rates = len(rates)
+        return rates + times + self._tuner.report(channel)
 
     def learn(self, largest: Report) -> None:
         """Record that the collective has succeeded; see :meth:`Tuner.learn`."""
-        self._tuner.learn(self._index, self.way, largest)
+        if self.shares is not None:
+            self.shares.learn(largest[: self._n_rates])
+        self._tuner.learn(self._index, self.way, largest[self._n_rates :])
 
     def end(self) -> None:
         """Let the next collective begin."""

@@ -71,6 +71,7 @@ def cut(
         Pieces by slice. The list is shared by all callers, who must not change it.
     """
     each = weights or (1,) * size
+    assert len(each) == size
     total = sum(each)
     chunks = _chunks(n * itemsize * max(each) / total, chunk_nbytes or CHUNK_NBYTES)
     inside = unpack(segments) if segments else []

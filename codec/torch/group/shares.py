@@ -1,8 +1,10 @@
 """Sizes of the slices that ranks sum, by the measured rates of their links: a slow link carries a small slice."""
 
+import logging
 from collections.abc import Sequence
 
 from codec.torch.network.info import ConnectionInfo
+from codec.torch.transport.channel import Channel
 
 PERIOD = 16  # steps between two measurements
 UNITS = 64  # sum of the weights of all ranks
@@ -12,6 +14,8 @@ _LEAST_BUSY = 0.02  # seconds of sending that a measurement needs, since the ker
 _LEAST_GAIN = 0.1  # share of the time of a step's messages that new slices must save
 
 Weights = tuple[int, ...]
+
+_log = logging.getLogger("codec.torch")
 
 
 class LinkShares:
@@ -30,43 +34,53 @@ class LinkShares:
         self.weights: Weights | None = None
         self._count = 0  # steps so far
         self._before: Sequence[ConnectionInfo] = ()  # counters at the start of the measurement
+        self._moved = False  # True: the weights have changed since the last call of :meth:`moved`
 
     @property
     def is_due(self) -> bool:
         """True if ranks report their rates in this step."""
         return self._count % PERIOD == PERIOD - 1
 
-    def begin(self, connections: Sequence[ConnectionInfo]) -> None:
-        """Begin a step, given the counters of the connections to all other ranks."""
+    def begin(self, channel: Channel) -> None:
+        """Begin a step."""
         if self._count % PERIOD == _FIRST:
-            self._before = connections
+            self._before = channel.mesh.connections(channel.peers)
 
-    def report(self, rank: int, size: int, connections: Sequence[ConnectionInfo]) -> list[int]:
-        """Return the rate of this rank's link in bytes per second, at its index among `size` ranks; 0 if unknown.
+    def report(self, channel: Channel) -> list[int]:
+        """Return one number for each rank: the rate of this rank's link in bytes per second, 0 for the others.
 
-        The list is empty if no report is due, or if there are fewer than 3 or more than 64 ranks.
+        In two levels, ranks are those of `between`, and rates of different machines' ranks are combined by place. The
+        list is empty if no report is due, or if there are fewer than 3 or more than 64 ranks.
         """
-        if not self.is_due or not 3 <= size <= _MOST_RANKS:
+        ranks = channel.levels.between
+        if not self.is_due or not 3 <= ranks.size <= _MOST_RANKS:
             return []
-        rates = [0] * size
-        rates[rank] = rate_of(self._before, connections, PERIOD - 1 - _FIRST)
+        rates = [0] * ranks.size
+        rates[ranks.rank] = rate_of(self._before, channel.mesh.connections(channel.peers), PERIOD - 1 - _FIRST)
         return rates
 
-    def learn(self, rates: Sequence[int]) -> bool:
-        """End a step that has succeeded, given the rates of all ranks; return True if the weights have changed."""
+    def learn(self, rates: Sequence[int]) -> None:
+        """End a step that has succeeded, given the largest number that any rank has reported for each rank."""
         self._count += 1
         if not rates or not all(rates):
-            return False
+            return
         size, former = len(rates), self.weights
         equal, found = (1,) * size, weights_for(rates)
         candidate = found if _seconds(found, rates) < (1 - _LEAST_GAIN) * _seconds(equal, rates) else equal
         if _seconds(candidate, rates) < (1 - _LEAST_GAIN) * _seconds(former or equal, rates):
             self.weights = None if candidate == equal else candidate
-        return self.weights != former
+            self._moved = True
+            _log.info("slices of the ranks: %s; rates of their links: %s bytes/s", self.weights or "equal", rates)
 
     def reset(self) -> None:
         """Return to equal slices, because ranks may have measured different links."""
+        self._moved |= self.weights is not None
         self.weights, self._count, self._before = None, 0, ()
+
+    def moved(self) -> bool:
+        """Return True in the first step whose slices are not those of the step before."""
+        moved, self._moved = self._moved, False
+        return moved
 
 
 def rate_of(before: Sequence[ConnectionInfo], now: Sequence[ConnectionInfo], steps: int) -> int:
