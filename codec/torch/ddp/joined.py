@@ -9,7 +9,7 @@ import torch
 from codec import ArgumentError, PeerError
 from codec.arguments import shown
 from codec.torch.ddp.buckets import Bucket, BucketBuffers
-from codec.torch.group.work import Work
+from codec.torch.group.work import JoinedWork, Work
 from codec.torch.network.waits import Wait
 from codec.torch.reduction.host import Reduction
 from codec.torch.transport.counters import Counters
@@ -28,7 +28,6 @@ class BucketRun:
     """Buckets of a step that one collective reduces: a large bucket, or consecutive small ones."""
 
     members: list[Bucket]
-    works: list[Work] = field(default_factory=list[Work])  # handle of each member
     number: int = 0  # index of the run in its step
     bucket: Bucket = field(init=False)  # the bucket to reduce, set by :meth:`join`
     counters: Counters = field(default_factory=Counters)  # bytes and seconds of the collective
@@ -84,39 +83,6 @@ class BucketRun:
         return buffers
 
 
-class JoinedWork(Work):
-    """Handle of a collective that reduces several buckets, each of which has its own handle.
-
-    Parameters
-    ----------
-    before_wait : callable
-        As for :class:`Work`.
-    members : sequence of Work
-        Handle of each bucket. The result of the collective is a list of their results.
-    """
-
-    def __init__(self, before_wait: Callable[[], object], members: Sequence[Work]) -> None:
-        super().__init__(before_wait)
-        self._members = members
-
-    def set_result(self, result: Any) -> None:
-        """End the collective, and give each bucket its result."""
-        for work, each in zip(self._members, result, strict=True):
-            work.set_result(each)
-        super().set_result(result)
-
-    def set_error(self, error: BaseException) -> None:
-        """End the collective and its buckets with an error."""
-        for work in self._members:
-            work.set_error(error)
-        super().set_error(error)
-
-    def take_callbacks(self) -> Callable[[], object] | None:
-        """Return a function that runs the callbacks of all buckets, or None if no bucket has a future."""
-        taken = [callbacks for work in self._members if (callbacks := work.take_callbacks()) is not None]
-        return (lambda: [callbacks() for callbacks in taken]) if taken else None
-
-
 class Joiner:
     """Groups the buckets of a step into runs.
 
@@ -126,52 +92,62 @@ class Joiner:
     """
 
     def __init__(self) -> None:
-        self._open: BucketRun | None = None  # run that has not begun, because more buckets may join
+        # Run that has not begun, because more buckets may join, and its handle. A run does not hold its handle, which
+        # would keep the connections of a former group open.
+        self._open: tuple[BucketRun, JoinedWork] | None = None
         self._nbytes = 0  # bytes of its buckets
         self._count = 0  # number of runs that have begun
 
-    def add(self, bucket: Bucket, work: Work, size: int) -> list[BucketRun]:
-        """Add the next bucket; return the runs that must begin now, in this order.
+    def add(
+        self, bucket: Bucket, size: int, before_wait: Callable[[], object]
+    ) -> tuple[Work, list[tuple[BucketRun, JoinedWork]]]:
+        """Add the next bucket.
 
         Parameters
         ----------
         bucket : Bucket
             The bucket.
-        work : Work
-            Its handle.
         size : int
             Number of ranks.
+        before_wait : callable
+            As for :class:`Work`.
+
+        Returns
+        -------
+        work : Work
+            Handle of the bucket.
+        runs : list of (BucketRun, JoinedWork)
+            Runs that must begin now, in this order, and their handles.
         """
         most, buffer = SLICE_NBYTES * size, bucket.buffer
         small = bucket.has_frames and buffer.nbytes < most
-        begun: list[BucketRun] = []
-        if self._open is not None and not (small and _is_alike(self._open.members[0].buffer, buffer)):
-            begun.append(self._close(self._open))
-        self._open = self._open or BucketRun([])
-        self._open.members.append(bucket)
-        self._open.works.append(work)
+        begun: list[tuple[BucketRun, JoinedWork]] = []
+        if self._open is not None and not (small and _is_alike(self._open[0].members[0].buffer, buffer)):
+            begun.append(self._close(*self._open))
+        self._open = run, joined = self._open or (BucketRun([]), JoinedWork(before_wait))
+        run.members.append(bucket)
+        work = joined.new_member()
         self._nbytes += buffer.nbytes if small else 0
         if bucket.last or not small or self._nbytes >= most:
-            begun.append(self._close(self._open))
+            begun.append(self._close(run, joined))
         else:
-            self._open.follow.append(order_after())
-        return begun
+            run.follow.append(order_after())
+        return work, begun
 
-    def _close(self, run: BucketRun) -> BucketRun:
+    def _close(self, run: BucketRun, work: JoinedWork) -> tuple[BucketRun, JoinedWork]:
         for follow in run.follow:
             follow()
         run.number = self._count
         self._open, self._nbytes, self._count = None, 0, self._count + 1
-        return run
+        return run, work
 
     def cancel(self) -> None:
         """End the handles of buckets that have not begun with an error, because the step is cancelled."""
-        run, self._open = self._open, None
-        if run is not None:
-            error = PeerError("the step was cancelled before this bucket was sent: make a new group")
-            joined = JoinedWork(lambda: None, run.works)
-            joined.set_error(error)
-            if (callbacks := joined.take_callbacks()) is not None:
+        last, self._open = self._open, None
+        if last is not None:
+            _, work = last
+            work.set_error(PeerError("the step was cancelled before this bucket was sent: make a new group"))
+            if (callbacks := work.take_callbacks()) is not None:
                 callbacks()
 
 

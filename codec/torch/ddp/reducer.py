@@ -16,7 +16,7 @@ from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward,
 from codec.torch.collectives import uncompressed
 from codec.torch.ddp import checkpoint
 from codec.torch.ddp.buckets import Bucket, BucketPart, Optimizers, check_join, cut, cut_as, n_values, names_in, scatter
-from codec.torch.ddp.joined import BucketRun, JoinedWork, Transform, transformed
+from codec.torch.ddp.joined import BucketRun, Transform, transformed
 from codec.torch.ddp.policy import ParameterPlan
 from codec.torch.ddp.step import Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
@@ -151,11 +151,10 @@ class Reducer:
         if backward_pass() is not None:
             call_after_backward(self._end_of(step, last=bucket.last))
         comm = communicator_of(self.group, self.settings.timeout)
-        worker = comm.worker
-        work = Work(worker.before_wait)
-        for run in step.joiner.add(bucket, work, comm.channel.size):
+        work, runs = step.joiner.add(bucket, comm.channel.size, comm.worker.before_wait)
+        for run, joined in runs:
             step.runs.append(run)
-            comm.submit(partial(self._run_buckets, comm, run, step), JoinedWork(worker.before_wait, run.works))
+            comm.submit(partial(self._run_buckets, comm, run, step), joined)
         if bucket.last and self.state.codebooks is not None:
             self.state.codebooks.submit(comm, step.over)
         return work

@@ -154,3 +154,36 @@ class Work(dist.Work):
             with suppress(TimeoutError):
                 self._done.exception(min(left, WAKE_SECONDS))
         return self._done.result(0)
+
+
+class JoinedWork(Work):
+    """Handle of a collective for several callers, each of which has a handle of its own: see :meth:`new_member`.
+
+    The result of the collective is a list with the result of each member.
+    """
+
+    def __init__(self, before_wait: Callable[[], object]) -> None:
+        super().__init__(before_wait)
+        self._members: list[Work] = []
+
+    def new_member(self) -> Work:
+        """Return the handle of the next member, before the collective ends."""
+        member = _Member(self._before_wait, self._done, len(self._members))
+        self._members.append(member)
+        return member
+
+    def take_callbacks(self) -> Callback | None:
+        """Return a function that runs the callbacks of all members, in their order, or None without a future."""
+        taken = [callbacks for member in self._members if (callbacks := member.take_callbacks()) is not None]
+        return (lambda: [callbacks() for callbacks in taken]) if taken else None
+
+
+class _Member(Work):
+    """Handle of one member of a :class:`JoinedWork`, which completes with it."""
+
+    def __init__(self, before_wait: Callable[[], object], done: Future[Any], index: int) -> None:
+        super().__init__(before_wait)
+        self._done, self._index = done, index
+
+    def _result(self, seconds: float | None = None) -> Any:
+        return super()._result(seconds)[self._index]

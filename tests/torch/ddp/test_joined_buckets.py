@@ -50,13 +50,16 @@ def _buckets(*kinds):
 )
 def test_consecutive_small_buckets_of_a_dtype_join(monkeypatch, kinds, runs):
     monkeypatch.setattr(joined, "SLICE_NBYTES", 256)
-    joiner, works, buckets = joined.Joiner(), iter(range(9)), _buckets(*kinds)
-    found = [run for bucket in buckets for run in joiner.add(bucket, next(works), 4)]
+    joiner, buckets = joined.Joiner(), _buckets(*kinds)
+    works, begun = zip(*(joiner.add(bucket, 4, lambda: None) for bucket in buckets), strict=True)
+    found = [run for pairs in begun for run, _ in pairs]
     assert [len(run.members) for run in found] == runs
     assert [run.number for run in found] == list(range(len(runs)))
     assert [run.last for run in found] == [False] * (len(runs) - 1) + [True]
     assert [bucket.number for run in found for bucket in run.members] == list(range(len(buckets)))
-    assert [work for run in found for work in run.works] == list(range(len(buckets)))
+    for run, work in (pair for pairs in begun for pair in pairs):
+        work.set_result([bucket.number for bucket in run.members])
+    assert [work.result() for work in works] == list(range(len(buckets)))
 
 
 def _counted(rank, size, joins):

@@ -317,7 +317,8 @@ def test_register_takes_another_group():
 def test_buckets_are_saved_by_number_whichever_is_reduced_first():
     state = codec.torch.ddp_hook(codec.Quantize(4)).reducer.state
     step = state.begin(1.0)
-    step.runs += [BucketRun([Bucket(torch.ones(1), [], number, number == 2)], number=number) for number in range(3)]
+    buckets = [Bucket(torch.ones(1), [], number, number == 2) for number in range(3)]
+    step.runs += [BucketRun([bucket], bucket.number) for bucket in buckets]
     for number in (1, 2, 0):
         step.runs[number].names = [f"parameter of bucket {number}"]
     state.commit(step)
