@@ -3,6 +3,7 @@
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -163,7 +164,8 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
 async def _check_levels(collective: Collective, levels: Levels) -> None:
     """Raise PeerError if the ranks of a machine, or those at one place of all machines, do not agree on their level."""
     mine = [levels.within.rank, hash64(levels.within.ranks), hash64(levels.between.ranks)]
-    found = await collective.part(hash64("levels")).gather(mine)
+    fields = {"collective": f"the first collective over {levels} (group=)"}
+    found = await collective.part(hash64("levels"), fields).gather(mine)
     for members, at in ((levels.within, 1), (levels.between, 2)):
         for rank in members.ranks:
             if found[rank][at] != mine[at] or (at == 2 and found[rank][0] != mine[0]):
@@ -171,6 +173,9 @@ async def _check_levels(collective: Collective, levels: Levels) -> None:
                     f"rank {rank} has other levels than this rank, whose machine has the ranks {levels.within.ranks} "
                     f"and which sends frames to the ranks {levels.between.ranks}: pass the same group= on all ranks"
                 )
+        count = Counter(each[at] for each in found)
+        if odd := [rank for rank, each in enumerate(found) if count[each[at]] != members.size]:
+            raise PeerError(f"the ranks {odd} have different levels: pass the same group= on all ranks")
 
 
 def close_communicator(group: Any, *, cancel: bool) -> None:
