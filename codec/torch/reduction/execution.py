@@ -54,13 +54,16 @@ def choose(requested: str, r: Reduction, channel: Channel) -> Algorithm:
     channel : Channel
         Channel of the group.
     """
-    size = channel.levels.between.size
+    levels = channel.levels
+    size, nbytes = levels.between.size, r.x.nbytes
+    if r.whole is not None:  # the mean size of the windows, so that all of them have one algorithm
+        nbytes = r.whole[0] * r.x.itemsize // levels.within.size
     algorithm = ALL_REDUCES.get(requested)
     if algorithm is SHARED_SCALE:
         if isinstance(r.spec, Ternary):
             return SHARED_SCALE
         algorithm = None  # the policy of a hook has chosen another codec for this parameter
-    if size == 1 or (algorithm is None and (size == 2 or r.x.nbytes * size <= 2 * _SMALL)):
+    if size == 1 or (algorithm is None and (size == 2 or nbytes * size <= 2 * _SMALL)):
         algorithm = ALL_GATHER
     return placed(algorithm or TWO_SHOT, r, channel)
 
@@ -230,13 +233,14 @@ def _count(collective: Collective, reductions: Sequence[Reduction], *, raw: bool
 
 def signed(r: Reduction, algorithm: str, requested: str = "") -> dict[str, str]:
     """Return the properties that must be equal on all ranks, by name (docs/spec/protocol.md, section 5.1)."""
+    n, segments = r.whole or (r.n, r.segments)  # windows differ between the ranks of a machine
     return {
         "collective": f"{algorithm}, requested as {requested}" if requested else algorithm,
         "spec": repr(r.spec),
         "dtype": r.dtype,
-        "number of values": str(r.n),
+        "number of values": str(n),
         "op": r.op,
-        "segments": "none" if r.segments is None else f"{_hashed_segments(r.segments) % (1 << 64):016x}",
+        "segments": "none" if segments is None else f"{_hashed_segments(segments) % (1 << 64):016x}",
         "optimizer": "none" if r.bound_spec is None else "bound",
         "codebook": "none" if r.codebook is None else str(r.codebook.id),
     } | ({} if r.weights is None else {"slices": str(r.weights)})

@@ -38,9 +38,7 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _TERMS = "the ranks' tensors"  # name of the terms of sums, for error messages
 _LARGE = 1 << 21  # number of values of a piece above which several threads encode it
-_STREAM_STRIDE = (
-    0x9E3779B97F4A7C15  # stride between random streams; odd and large, so that pieces of two streams never collide
-)
+_STREAM_STRIDE = 0x9E3779B97F4A7C15  # stride between random streams; odd and large, so that pieces never collide
 
 
 @dataclass
@@ -65,6 +63,7 @@ class Reduction:
     # Functions that decode the result into `x`, called after all ranks have succeeded; None: decode at once. Deferring
     # is faster for large tensors with small frames than decoding to other memory and copying the result.
     deferred: list[Callable[[], None]] | None = None
+    whole: tuple[int, Records | None] | None = None  # number of values and segments of the tensor, if `x` is a window
 
     on_device = False  # True in DeviceReduction, whose values lie on a GPU
     memory = HOST  # memory (host or GPU) of values and residuals
@@ -102,7 +101,8 @@ class Reduction:
 
     def narrowed(self, piece: Piece, x: Values, out: Values) -> "Reduction":
         """Return the reduction of a piece of the tensor, with the values `x`, the memory `out`, and no residuals."""
-        return replace(self, x=x, segments=piece.segments, bound_spec=self._bound_to(piece), out=out, deferred=None)
+        state, whole = self._bound_to(piece), (self.n, self.segments)
+        return replace(self, x=x, segments=piece.segments, bound_spec=state, out=out, deferred=None, whole=whole)
 
     # Encoding
 
