@@ -1,5 +1,8 @@
 """Collectives of tensors on a GPU, compared with those of tensors in host memory."""
 
+import torch
+import torch.distributed as dist
+
 import codec
 import codec.torch
 from support.collective_values import tensor_bytes
@@ -28,3 +31,27 @@ def compare(put, call, x, **kwargs):
     assert found[0] == found[1], found
     assert tensor_bytes(host(there)) == tensor_bytes(here)
     return found[0]
+
+
+class _BucketOnGpu:
+    """Bucket of DistributedDataParallel with its gradients on a GPU."""
+
+    def __init__(self, bucket, buffer):
+        self._bucket, self._buffer = bucket, buffer
+
+    def __getattr__(self, name):
+        return getattr(self._bucket, name)
+
+    def buffer(self):
+        return self._buffer
+
+
+def register_on(model, hook, place):
+    """Register a hook whose buckets `place` moves to a GPU."""
+
+    def reduce(hook, bucket):
+        future = hook.reduce(_BucketOnGpu(bucket, place(bucket.buffer())))
+        return future.then(lambda done: host(done.value()))
+
+    reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    model.register_comm_hook(hook, reduce)

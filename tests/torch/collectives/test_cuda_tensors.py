@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import codec
 import codec.torch
@@ -20,7 +19,7 @@ from codec.torch.transport import streams
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import DeviceTensor, gpu, host, on_device
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
-from support.gpu_collectives import SHAPE, compare, how, outcome
+from support.gpu_collectives import SHAPE, compare, how, outcome, register_on
 from support.gpu_traffic import counted_gpu
 from support.specs import LOSSLESS, LOSSY, TOPKS, TRUNCATES
 from support.tensors import ADAMW
@@ -239,30 +238,6 @@ def test_residuals_stay_on_the_gpu(pair):
     assert pair.run(_residual_copies) == [0, 0]
 
 
-class _BucketOnGpu:
-    """Bucket of DistributedDataParallel with its gradients on a GPU."""
-
-    def __init__(self, bucket, buffer):
-        self._bucket, self._buffer = bucket, buffer
-
-    def __getattr__(self, name):
-        return getattr(self._bucket, name)
-
-    def buffer(self):
-        return self._buffer
-
-
-def _register(model, hook, place):
-    """Register a hook whose buckets `place` moves to a GPU."""
-
-    def reduce(hook, bucket):
-        future = hook.reduce(_BucketOnGpu(bucket, place(bucket.buffer())))
-        return future.then(lambda done: host(done.value()))
-
-    reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    model.register_comm_hook(hook, reduce)
-
-
 def _by_kind(name, parameter):
     """Policy with different specs for biases and norms than for matrices."""
     if parameter.dim() > 1:
@@ -279,7 +254,7 @@ def _train(rank, size, kind, name, feedback, choose=None):
             model = wrapped()
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
             hook = codec.torch.ddp_hook(spec, optimizer=optimizer, feedback=feedback, policy=policy, options=how())
-            _register(model, hook, place)
+            register_on(model, hook, place)
             train(model, optimizer, rank, 3 if NIGHTLY else 2)
             assert place is torch.clone or hook.stats().scratch_nbytes > 0
             found.append((parameter_bytes(model), hook_state_bytes(hook) if feedback else b""))
@@ -313,7 +288,7 @@ def _launched_by_parts(rank, size):
             torch.manual_seed(0)
             net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
             model = torch.nn.parallel.DistributedDataParallel(net)  # all layers are in one bucket
-            _register(model, codec.torch.ddp_hook(codec.Quantize(4), policy=policy, options=how()), on_device)
+            register_on(model, codec.torch.ddp_hook(codec.Quantize(4), policy=policy, options=how()), on_device)
             for _ in range(3):
                 traffic.clear()
                 device.launched.clear()
