@@ -328,7 +328,7 @@ class Reducer:
             whole = [self._prepare(bucket, i, part, step) for i, part in enumerate(parts)]
             if self.state.residuals is not None:
                 self.state.residuals.flush_moved(whole, parts, collective.levels)
-        within = Within(collective, whole)
+        within = Within(collective, whole, item)
         windows = await within.scatter()
         with self.state.changed_by(step):
             each = zip(windows, parts, map(within.window, whole), strict=True)

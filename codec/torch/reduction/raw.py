@@ -187,10 +187,12 @@ class Within:
         Collective that reduces the tensors.
     whole : sequence of Reduction
         The tensors, without residuals.
+    item : int, str or None
+        Item that must be equal on all ranks, as for :func:`codec.torch.reduction.execution.run_several`.
     """
 
-    def __init__(self, collective: Collective, whole: Sequence[Reduction]) -> None:
-        self._collective, self._members = collective, collective.levels.within
+    def __init__(self, collective: Collective, whole: Sequence[Reduction], item: int | str | None = None) -> None:
+        self._collective, self._members, self._item = collective, collective.levels.within, item
         self._flat = collective.levels.flat
         self._whole = whole
         self._on_host = whole if self._flat else [r.on_host() for r in whole]
@@ -241,6 +243,8 @@ class Within:
         """Begin a part of the collective among the ranks of this machine."""
         sizes = ", ".join(f"{r.n} of {r.dtype}" for r in self._whole)
         fields = {"collective": f"{name} within a machine", "values": sizes, "levels": str(self._collective.levels)}
+        if self._item is not None:
+            fields["step"] = str(self._item)
         return self._collective.part(hash64(*fields.items()), fields, self._members)
 
     def _request(self, part: CollectivePart, r: Reduction) -> dict[int, tuple[Array, Receive]]:
