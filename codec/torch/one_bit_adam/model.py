@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, StateError
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.policy import names_of
-from codec.torch.group.levels import group_of
+from codec.torch.group.levels import all_ranks, group_of
 
 logger = logging.getLogger("codec.torch")
 
@@ -28,9 +29,11 @@ class Model:
     shards: Any = None  # process group among whose ranks FSDP2 shards the parameters; None: not sharded
 
     def group(self, group: Any) -> Any:
-        """Return `group`; for None, the group of the DistributedDataParallel, or of all ranks."""
+        """Return the group of an argument; for None, that of the DistributedDataParallel, or of all ranks."""
         ddp: Any = self.ddp  # torch does not type its attributes
-        return group_of(group) if group is not None or ddp is None else ddp.process_group
+        if group is None and ddp is not None:
+            return ddp.process_group
+        return group_of(group if self.shards is None else _replicas(group, self.shards))
 
     def lacks(self, p: torch.Tensor) -> bool:
         """Return True if a parameter that requires a gradient is missing here, and no DDP averages its gradient."""
@@ -125,13 +128,33 @@ def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
             "differ between shards: call fully_shard with the same mesh for all, or requires_grad_(False)"
         )
     shards = mesh.get_group()
-    if group is None or len({*dist.get_process_group_ranks(shards)} & {*dist.get_process_group_ranks(group)}) > 1:
+    ranks = dist.get_process_group_ranks(shards)
+    if group is not None and len({*ranks} & {*dist.get_process_group_ranks(all_ranks(_replicas(group, shards)))}) < 2:
+        return shards
+    if len(ranks) == dist.get_world_size():
         raise ArgumentError(
-            "FSDP2 shards this model, and OneBitAdam averages between its replicas: pass "
-            'register(model, group=mesh.get_group("replicate")). With one replica, use torch.optim.AdamW and '
-            "codec.torch.FsdpReduceScatter"
+            f"FSDP2 shards this model over all {len(ranks)} ranks, and OneBitAdam averages between its replicas, of "
+            'which there is one: shard it within each machine, fully_shard(model, mesh=mesh["shard"]), and pass '
+            "register(model, group=mesh); or use torch.optim.AdamW, FsdpReduceScatter(group=mesh) and "
+            "FsdpAllGather(group=mesh)"
         )
-    return shards
+    raise ArgumentError(
+        "FSDP2 shards this model, and OneBitAdam averages between its replicas: pass register(model, group=mesh) with "
+        'the mesh of replicas and shards, or group=mesh.get_group("replicate")'
+    )
+
+
+def _replicas(group: Any, shards: Any) -> Any:
+    """Return the first level of an argument ``group=`` whose second level are the ranks of a replica's shards."""
+    levels: tuple[Any, ...] = ()
+    if isinstance(group, DeviceMesh) and group.ndim == 2 and group.get_coordinate() is not None:
+        levels = group.get_group(0), group.get_group(1)
+    elif isinstance(group, tuple):
+        levels = cast(tuple[Any, ...], group)
+    if len(levels) != 2 or not isinstance(levels[1], dist.ProcessGroup):
+        return cast(Any, group)
+    within, ranks = map(dist.get_process_group_ranks, (levels[1], shards))
+    return levels[0] if within == ranks else cast(Any, group)
 
 
 def _report(others: Mapping[str, torch.Tensor], ddp: DistributedDataParallel) -> None:

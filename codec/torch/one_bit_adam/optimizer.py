@@ -179,9 +179,9 @@ class OneBitAdam(torch.optim.Adam):
             Largest norm of each rank's gradient, over all parameters of the model. If the norm is larger, the gradient
             is scaled down, as by ``clip_grad_norm_``, before it is averaged or added to the momentum. Buckets of a
             DistributedDataParallel are then sent only at the end of the backward pass. Default: no clipping.
-        group : ProcessGroup, optional
-            Ranks to average over; for an FSDP2 model, the ranks that hold the same shard. Default: the group of the
-            DistributedDataParallel, or all ranks.
+        group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+            Ranks to average over, as for :func:`all_reduce`; for an FSDP2 model, the ranks that hold the same shard, or
+            the mesh of replicas and shards. Default: the group of the DistributedDataParallel, or all ranks.
         options : CallOptions, optional
             ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`ddp_hook`.
 
