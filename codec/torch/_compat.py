@@ -4,6 +4,7 @@ This module supports torch 2.9 and later. Functions of ``torch.distributed`` hav
 ``ProcessGroup`` have the prefix ``group_``.
 """
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -168,10 +169,7 @@ def fsdp_shards(module: Any) -> list[tuple[tuple[int, ...], bool]]:
     Parameters are in the order in which FSDP2 concatenates them for collectives. The list is empty if `module` is
     None, or if this version of torch lacks the private names.
     """
-    state = module._get_fsdp_state() if module is not None else None
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # older torch
-        groups = [getattr(state, "_fsdp_param_group", None)]
+    groups = _fsdp_groups(module)
     if len(groups) != 1:
         return []
     parameters = getattr(groups[0], "fsdp_params", [])
@@ -179,6 +177,40 @@ def fsdp_shards(module: Any) -> list[tuple[tuple[int, ...], bool]]:
         return [(tuple(p.padded_sharded_param_size), p.sharded_param.requires_grad) for p in parameters]
     except AttributeError:
         return []
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters of an FSDP2 module; if `module` is None, a list of None."""
+    state = module._get_fsdp_state() if module is not None else None
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [getattr(state, "_fsdp_param_group", None)] if groups is None else groups  # None: older torch
+
+
+def leave_replicas_to_hook(module: Any) -> bool:
+    """Make an HSDP module skip its own all-reduce between replicas, which its all-reduce hook then does.
+
+    Parameters keep their mesh of two dimensions. Return False, and change nothing, if the module is not one of HSDP, or
+    if this version of torch lacks the private names.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+    except ImportError:
+        return False
+    for group in filter(None, _fsdp_groups(module)):
+        info: Any = getattr(group, "mesh_info", None)
+        if not isinstance(info, HSDPMeshInfo):
+            if info is None or info.mesh.ndim == 1:  # with two dimensions, an earlier call has changed the module
+                return False
+            continue
+        given: dict[str, Any] = {each.name: getattr(info, each.name) for each in dataclasses.fields(info) if each.init}
+        given["replicate_mesh_dim"] = None
+        alone: Any = FSDPMeshInfo(**given)
+        if hasattr(info, "reduce_scatter_process_group"):  # torch 2.13
+            alone.reduce_scatter_process_group = info.reduce_scatter_process_group
+        if group.post_forward_mesh_info is info:
+            group.post_forward_mesh_info = alone
+        group.mesh_info = alone
+    return True
 
 
 _PIPELINING_TESTED = "2.13 to 2.15"  # versions of torch with which codec.torch.pipelining is tested

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions
 from codec.specs import Lossless, Preset, Spec
+from codec.torch._compat import leave_replicas_to_hook
 from codec.torch.feedback.pair import owned_values
 from codec.torch.fsdp.base import GradientCollective, modules_of
 from codec.torch.fsdp.layout import gradient_segments
@@ -25,16 +26,16 @@ from codec.torch.transport.levels import Levels
 class FsdpAllReduce(GradientCollective):
     """Compressed all-reduce of FSDP2's gradients between replicas (HSDP), usually over a slow link.
 
-    Pass ``fully_shard`` a mesh that has only the sharding dimension. After each reduce-scatter, FSDP2 calls this
-    object, which all-reduces this rank's shard over `group`, the ranks with the same shard in all replicas. As in HSDP,
-    all replicas must start with the same parameters.
+    After each reduce-scatter, FSDP2 calls this object, which all-reduces this rank's shard over `group`, the ranks with
+    the same shard in all replicas. Pass ``fully_shard`` a mesh that has only the sharding dimension, or the mesh of two
+    dimensions of HSDP, whose all-reduce this object replaces. All replicas must start with the same parameters.
 
     Parameters
     ----------
     spec : Spec or str
         Codec, or name of a preset, for the gradients. Default: lossless.
-    group : ProcessGroup
-        Group of the replicas, ``mesh.get_group("replicate")``.
+    group : ProcessGroup, DeviceMesh or pair of ProcessGroup
+        Ranks that hold the same shard, ``mesh["replicate"]``; in two levels as for :func:`all_reduce`.
     op : {"mean", "avg", "sum"} or ReduceOp
         Reduction over the replicas. FSDP2 averages gradients, so the default is "mean"; use "sum" together with FSDP2's
         ``set_gradient_divide_factor``.
@@ -93,19 +94,21 @@ class FsdpAllReduce(GradientCollective):
         Raises
         ------
         ArgumentError
-            The model has no FSDP2 module, or the mesh passed to ``fully_shard`` also has the replica dimension.
+            The model has no FSDP2 module, or `group` has the ranks of the shards.
         """
         from torch.distributed.tensor import DTensor
 
         modules = modules_of(model)
         mine = set(dist.get_process_group_ranks(all_ranks(self._group)))
-        for p in model.parameters():
-            groups = p.device_mesh.get_all_groups() if isinstance(p, DTensor) else []
-            if len(mine) > 1 and any(set(dist.get_process_group_ranks(g)) == mine for g in groups):
-                raise ArgumentError(
-                    "the mesh of fully_shard must not have the dimension of replicas: use "
-                    'fully_shard(mesh=mesh["shard"])'
-                )
+        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        replicated = len(mine) > 1 and any(set(dist.get_process_group_ranks(group)) == mine for group in groups)
+        if replicated and not all([leave_replicas_to_hook(module) for module in modules.values()]):
+            raise ArgumentError(
+                "FSDP2 itself reduces gradients over the ranks of group=, which hold different shards, or this version "
+                "of torch does not let codec replace the all-reduce of HSDP: pass the group of replicas, and "
+                'fully_shard(mesh=mesh["shard"])'
+            )
         for name, module in modules.items():
             module.set_all_reduce_hook(functools.partial(self.all_reduce, name, module=module))
         self._names = list(modules)

@@ -89,16 +89,17 @@ def _replicated(rank, size, how):
         comm = codec.torch.FsdpReduceScatter().register(net)
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        shard(net, mesh["shard"])
-        spec, feedback = (codec.Lossless(), False) if how == "lossless" else (COARSE, True)
-        comm = codec.torch.FsdpAllReduce(spec, group=mesh.get_group("replicate"), feedback=feedback).register(net)
+        shard(net, mesh if how == "HSDP" else mesh["shard"])
+        spec, feedback = (COARSE, True) if how == "lossy" else (codec.Lossless(), False)
+        comm = codec.torch.FsdpAllReduce(spec, group=mesh["replicate"], feedback=feedback).register(net)
+        comm.register(net)  # again, with no effect
     losses = train(net, rank, range(4))
     return whole(net), comm.stats(), losses
 
 
 def test_replicas_reduce_gradients_as_frames():
     plain = run_ranks(4, _replicated, "plain")[0][0]
-    for how in ("lossless", "backend", "lossy"):
+    for how in ("lossless", "HSDP", "backend", "lossy"):
         results = run_ranks(4, _replicated, how)
         for parameters, stats, _ in results:
             for p, first, want in zip(parameters, results[0][0], plain, strict=True):
@@ -264,10 +265,8 @@ def _wrong_uses(rank, size):
         codec.torch.FsdpAllReduce(COARSE, group=None, op="max")
     with pytest.raises(codec.SpecError, match="not a spec"):
         codec.torch.FsdpAllReduce("float8", group=None)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    replicated = shard(small_model(), mesh)
-    with pytest.raises(codec.ArgumentError, match=r'mesh\["shard"\]'):
-        codec.torch.FsdpAllReduce(COARSE, group=mesh.get_group("replicate")).register(replicated)
+    with pytest.raises(codec.ArgumentError, match=r'different shards.*mesh\["shard"\]'):
+        codec.torch.FsdpAllReduce(COARSE, group=None).register(net)
     net.set_custom_reduce_scatter(codec.torch.FsdpReduceScatter(COARSE, feedback=True))
     for module in net:
         if isinstance(module, nn.Linear):
