@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import codec
 import codec.torch
 from support.ddp_training import change_error, net, parameter_bytes, wrapped
-from support.one_bit_adam import FREEZE, OPTIONS, STEPS, loss_of, optimizer_of, plain, take_steps
+from support.one_bit_adam import FREEZE, OPTIONS, STEPS, loss_of, optimizer_of, plain, residuals_of, take_steps
 from support.ranks import run_ranks
 
 ZERO_ONE = {"freeze_step": codec.torch.VarianceSchedule(FREEZE, refreshes=1, max_interval=2)}
@@ -86,24 +86,42 @@ def test_resumed_training_is_the_uninterrupted_one_to_the_bit():
     run_ranks(4, _resumed)
 
 
-def _moved(rank, size):
-    """Train flat, then in two levels, then flat, from state to state; also flat all the time. Return both ends."""
+def effect(state):
+    """Return the effect of the residuals of momenta of all ranks on the next mean, by parameter."""
+    ranks, found = residuals_of(state), {}
+    for hooks in ranks.values():
+        momenta = hooks["momenta"]
+        for role, factor in (("worker", momenta["within"] / len(ranks)), ("server", 1)):
+            for key, values in momenta[role].items():
+                name, _, where = key.rpartition("[")
+                if where.endswith("]"):
+                    begin, end = map(int, where[:-1].split(":"))
+                    found.setdefault(name, torch.zeros(64 * 64))[begin:end] += factor * values
+    return torch.cat([found[name] for name in sorted(found)])
+
+
+def _moved(rank, size, live):
+    """Train flat, then in two levels, then flat, from state to state, or by register(); and flat all the time."""
     ends, steps = [], ((0, FREEZE + 2), (FREEZE + 2, FREEZE + 4), (FREEZE + 4, STEPS))
-    for groups in ((None, None, None), (None, machines(), None)):
-        state = None
+    for groups in ((None, None, None), (None, machines(), dist.group.WORLD)):
+        model, optimizer = registered(None, net)
         for (first, last), group in zip(steps, groups, strict=True):
-            model, optimizer = registered(group)
-            if state is not None:
-                model.module.load_state_dict(state[0])
-                optimizer.load_state_dict(state[1])
+            if group is not None:
+                before = optimizer.state_dict(gather=True)
+                if live:
+                    optimizer.register(model, group=group, options=OPTIONS)
+                else:
+                    model, optimizer = registered(group, lambda model=model: model)
+                    optimizer.load_state_dict(copy.deepcopy(before))
+                torch.testing.assert_close(effect(optimizer.state_dict(gather=True)), effect(before))
             take_steps(model, optimizer, rank, first, last)
-            state = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
         ends.append((_joined(model.parameters()), parameter_bytes(model)))
     return ends
 
 
-def test_states_are_loaded_in_other_levels():
-    results = run_ranks(4, _moved)
+@pytest.mark.parametrize("live", [False, True])
+def test_residuals_move_between_flat_groups_and_two_levels(live):
+    results = run_ranks(4, _moved, live)
     for (flat, _), (moved, data) in results:
         assert data == results[0][1][1]
         assert change_error(moved, flat, _joined(net().parameters())) < 0.5
