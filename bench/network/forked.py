@@ -45,6 +45,7 @@ def run(
     work: Callable[[int, Any, Emit], None],
     *,
     network: netns.Network | None = None,
+    each: int = 1,
     timeout: float = 600,
 ) -> list[list[dict[str, Any]]]:
     """Run work(rank, store, emit) in one process for each rank, and return the rows that each has emitted.
@@ -57,6 +58,8 @@ def run(
         Function of the rank, of the store, whose host is rank 0, and of a function that sends a row to the parent.
     network : Network, optional
         Namespaces of the ranks; by default, all ranks use the loopback interface.
+    each : int
+        Number of consecutive ranks in each namespace.
     timeout : float
         Seconds until all ranks must have ended.
 
@@ -79,7 +82,8 @@ def run(
                 if not pid:
                     for inherited in (*pids, ours):
                         os.close(inherited)
-                    _child(rank, ranks, port, work, network, theirs)
+                    namespace = None if network is None else (network.names[rank // each], network.environment(0))
+                    _child(rank, ranks, port, work, namespace, theirs)
                 os.close(theirs)
                 pids[ours] = pid
                 selector.register(ours, selectors.EVENT_READ, rank)
@@ -108,9 +112,9 @@ def run(
 
 
 def _child(
-    rank: int, ranks: int, port: int, work: Callable[..., None], network: netns.Network | None, pipe: int
+    rank: int, ranks: int, port: int, work: Callable[..., None], namespace: tuple[str, dict[str, str]] | None, pipe: int
 ) -> None:
-    """Run the work of a rank, and end the process."""
+    """Run the work of a rank, and end the process. `namespace`: name and environment variables."""
     status, file = 1, os.fdopen(pipe, "w")
 
     def emit(row: dict[str, Any]) -> None:
@@ -120,9 +124,10 @@ def _child(
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, too, and kills the ranks
-        if network is not None:
-            enter(network.names[rank])
-        where = {"MASTER_ADDR": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"} if network is None else network.environment(rank)
+        where = {"MASTER_ADDR": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+        if namespace is not None:
+            name, where = namespace
+            enter(name)
         os.environ.update({**where, "RANK": str(rank), "WORLD_SIZE": str(ranks)})
         import torch.distributed as dist
 

@@ -201,7 +201,7 @@ def mesh_calls(connections: int, turns: int) -> Row:
             posted = time.thread_time()
             mesh.end(number)
             ended = time.thread_time()
-            mesh.rtt()
+            mesh.rtt(range(1, 1 + connections))
             spent["post"] += (posted - start) / connections
             spent["end"] += ended - posted
             spent["rtt"] += time.thread_time() - ended
