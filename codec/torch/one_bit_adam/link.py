@@ -184,8 +184,9 @@ class AdamLink:
         return hooks
 
     def attach(self) -> None:
-        """Register the communication hook of the DistributedDataParallel, if there is one."""
+        """Register the communication hook of the DistributedDataParallel, or take over the replicas of HSDP."""
         if self.model.ddp is None:
+            self.model.take_replicas()
             return
         settings = self.settings
         clips = settings.max_grad_norm is not None

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, StateError
+from codec.torch._compat import leave_replicas_to_hook
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.policy import names_of
 from codec.torch.group.levels import all_ranks, group_of
@@ -34,6 +35,22 @@ class Model:
         if group is None and ddp is not None:
             return ddp.process_group
         return group_of(group if self.shards is None else _replicas(group, self.shards))
+
+    def take_replicas(self) -> None:
+        """If FSDP2 averages gradients over the replicas of this model itself (HSDP), make it leave this to step().
+
+        Raises
+        ------
+        ArgumentError
+            The second dimension of the mesh is not that of replicas, or this version of torch does not support this.
+        """
+        mesh = None if self.shards is None else cast(Any, next(iter(self.names))).device_mesh
+        if mesh is None or mesh.ndim == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule  # imported here because it takes one second
+
+        if not all([leave_replicas_to_hook(m) for m in self.module.modules() if isinstance(m, FSDPModule)]):
+            raise _wrong_mesh(mesh)
 
     def lacks(self, p: torch.Tensor) -> bool:
         """Return True if a parameter that requires a gradient is missing here, and no DDP averages its gradient."""
@@ -117,19 +134,18 @@ def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
     mesh = next((m for m in meshes.values() if m is not None), None)
     if mesh is None:
         return None
-    if mesh.ndim != 1:
-        raise ArgumentError(
-            f"the mesh of the parameters must have the dimension of shards only, got {mesh.ndim} dimensions: use "
-            'fully_shard(model, mesh=mesh["shard"])'
-        )
+    if mesh.ndim > 2:
+        raise _wrong_mesh(mesh)
     if others := [name for p, name in names.items() if meshes[p] != mesh]:
         raise ArgumentError(
             f"FSDP2 does not shard {', '.join(others[:5])} over the mesh of the other parameters, so that gradients "
             "differ between shards: call fully_shard with the same mesh for all, or requires_grad_(False)"
         )
-    shards = mesh.get_group()
+    shards = mesh.get_group(mesh.ndim - 1)
     ranks = dist.get_process_group_ranks(shards)
-    if group is not None and len({*ranks} & {*dist.get_process_group_ranks(all_ranks(_replicas(group, shards)))}) < 2:
+    replicas = [] if group is None else dist.get_process_group_ranks(all_ranks(_replicas(group, shards)))
+    known = mesh.ndim == 1 or replicas == dist.get_process_group_ranks(mesh.get_group(0))
+    if replicas and known and len({*ranks} & {*replicas}) < 2:
         return shards
     if len(ranks) == dist.get_world_size():
         raise ArgumentError(
@@ -141,6 +157,14 @@ def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
     raise ArgumentError(
         "FSDP2 shards this model, and OneBitAdam averages between its replicas: pass register(model, group=mesh) with "
         'the mesh of replicas and shards, or group=mesh.get_group("replicate")'
+    )
+
+
+def _wrong_mesh(mesh: DeviceMesh) -> ArgumentError:
+    return ArgumentError(
+        f"the mesh of the parameters has {mesh.ndim} dimensions, but must have that of shards, or those of replicas "
+        "and shards if codec can replace the all-reduce of HSDP in this version of torch: use fully_shard(model, "
+        'mesh=mesh["shard"])'
     )
 
 

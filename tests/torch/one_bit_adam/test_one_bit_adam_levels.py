@@ -179,13 +179,12 @@ def _sharded(rank, size):
     """Train with shards within machines and replicas between them, given by the whole mesh, a pair or one group."""
     mesh, found = machines(), []
     pair = mesh.get_group("replicate"), mesh.get_group("shard")
-    for group in (mesh, pair, pair[0]):
-        model = fully_shard(net(), mesh=mesh["shard"])
+    for group, sharded in ((mesh, mesh["shard"]), (pair, mesh["shard"]), (pair[0], mesh["shard"]), (mesh, mesh)):
+        model = fully_shard(net(), mesh=sharded)
         optimizer = optimizer_of(model).register(model, group=group, options=OPTIONS)
         take_steps(model, optimizer, rank, 0, STEPS)
         found.append(torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert all(torch.equal(each, found[0]) for each in found)
     deep = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("machine", "rank", "shard"))
     model = fully_shard(net(), mesh=deep["shard"])
     optimizer = optimizer_of(model, **LOSSLESS).register(model, group=deep["machine", "rank"], options=OPTIONS)

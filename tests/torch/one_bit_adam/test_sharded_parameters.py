@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import codec
@@ -244,11 +245,13 @@ def _refused(rank, size):
         optimizer.register(model)
     with pytest.raises(codec.StateError, match="before the first step"):
         optimizer.step()
-    over_both = Planes(["even"])
-    fully_shard(over_both, mesh=mesh)
-    both = codec.torch.OneBitAdam(over_both.parameters(), freeze_step=1)
+    tensors = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
+    column = nn.Sequential(nn.Linear(8, 8))
+    parallelize_module(column, tensors["tensor"], {"0": ColwiseParallel()})
+    fully_shard(column, mesh=tensors["shard"])
+    of_both = codec.torch.OneBitAdam(column.parameters(), freeze_step=1)
     with pytest.raises(codec.ArgumentError, match='mesh=mesh\\["shard"\\]'):
-        both.register(over_both, group=mesh.get_group("replicate"))
+        of_both.register(column, group=tensors)
     ranks = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     partly = Planes(["even", "vector"])
     fully_shard(partly, mesh=ranks["shard"], ignored_params={partly.planes["vector"]})
