@@ -1,6 +1,9 @@
 """FSDP2 whose shards are on several machines: plain values within a machine, frames between machines."""
 
 import copy
+import os
+import signal
+import time
 
 import pytest
 import torch
@@ -169,6 +172,22 @@ def test_error_on_one_rank_is_an_error_on_all_and_changes_nothing():
     assert [name for name, _ in results] == ["PeerError", "ArgumentError", "PeerError", "PeerError"]
     assert all(torch.equal(parameters, results[0][1]) for _, parameters in results)
     assert results[0][1].isfinite().all()
+
+
+def _lost(rank, size):
+    net, *_ = registered(machines_of(size))
+    net(batch(rank)).square().mean().backward()
+    loss = net(batch(rank)).square().mean()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(codec.PeerError):
+        loss.backward()
+    return time.monotonic() - begin
+
+
+def test_killed_rank_raises_on_all_ranks_of_all_machines():
+    assert max(run_ranks(4, _lost, killed=(3,), limit=60)[:3]) < 15  # seconds; the group's timeout is 30 minutes
 
 
 def _resumed(rank, size):
