@@ -17,7 +17,7 @@ from codec.specs import Lossless, SpecLike
 from codec.tensors.segments import pack
 from codec.tensors.view import mark_written
 from codec.torch.feedback.feedback import Feedback
-from codec.torch.feedback.turn import FeedbackTurn, named, spec_or_default
+from codec.torch.feedback.turn import FeedbackTurn, spec_or_default
 from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.levels import all_ranks
 from codec.torch.group.work import Work
@@ -143,13 +143,11 @@ def all_reduce(
                 )
                 check_request(requested, r.spec, r.op, feedback=isinstance(feedback, Feedback))
                 _prepare_output(r, values, out, settings)
-                if isinstance(feedback, Feedback):
-                    turn.begin(r, named(tensor, (0, r.n)))
+                turn.begin(r, tensor)
                 return r
 
             def feed(r: Reduction, algorithm: Algorithm, window: tuple[int, int]) -> None:
-                if isinstance(feedback, Feedback):
-                    turn.feed(r, named(tensor, window), algorithm)
+                turn.feed(r, tensor, window, algorithm)
 
             def store(result: Values, r: Reduction) -> None:
                 _store(result, r, unwrapped(tensor)[0], out)
@@ -273,9 +271,8 @@ def reduce_scatter(
                 check_sizes(values, comm.channel.size, output)
                 r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
                 check_output(output, output.dtype, output.numel())
-                if isinstance(feedback, Feedback):
-                    turn.begin(r, named(tensor, (0, r.n)))
-                    turn.feed(r, named(tensor, (0, r.n)), REDUCE_SCATTER)
+                turn.begin(r, tensor)
+                turn.feed(r, tensor, (0, r.n), REDUCE_SCATTER)
                 return r
 
             def store(result: Values, r: Reduction) -> None:

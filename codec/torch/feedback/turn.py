@@ -51,16 +51,19 @@ class FeedbackTurn:
         if self._after is not None:
             self._after.complete()
 
-    def begin(self, r: Reduction, layout: Layout) -> None:
-        """Begin to change the residuals of a tensor; see :meth:`Feedback.begin`. Nothing without a Feedback."""
+    def begin(self, whole: Reduction, tensor: Any) -> None:
+        """Begin to change the residuals of a tensor, if there is a Feedback; see :meth:`Feedback.begin`."""
         if self._feedback is not None:
-            self._change = self._feedback.begin(r, layout, self._channel, self._levels)
+            layout = _named(tensor, (0, whole.n))
+            self._change = self._feedback.begin(whole, layout, self._channel, self._levels)
 
-    def feed(self, r: Reduction, layout: Layout, algorithm: Algorithm) -> None:
-        """Make the encoder of a reduction add the residuals, after :meth:`begin`; see :meth:`Feedback.feed`."""
-        if self._feedback is not None:
-            assert self._change is not None
-            self._feedback.feed(self._change, r, layout, algorithm)
+    def feed(self, r: Reduction, tensor: Any, window: tuple[int, int], algorithm: Algorithm) -> None:
+        """Make the encoder of the values [begin, end) = `window` of the tensor add the residuals, after :meth:`begin`.
+
+        See :meth:`Feedback.feed`.
+        """
+        if self._feedback is not None and self._change is not None:
+            self._feedback.feed(self._change, r, _named(tensor, window), algorithm)
 
     def commit(self) -> None:
         """Commit the new residuals. Call this after all ranks have succeeded."""
@@ -89,7 +92,7 @@ def spec_or_default(spec: SpecLike | None, feedback: Any) -> SpecLike:
     return Lossless() if spec is None else spec
 
 
-def named(tensor: Any, window: tuple[int, int]) -> Layout:
+def _named(tensor: Any, window: tuple[int, int]) -> Layout:
     """Return the ranges of parameters whose values, in this order, are the values [begin, end) = `window` of `tensor`.
 
     Raises

@@ -13,7 +13,7 @@ from codec.specs import Spec
 from codec.torch.collectives.agreed import agreed
 from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.feedback.feedback import Feedback
-from codec.torch.feedback.turn import FeedbackTurn, named
+from codec.torch.feedback.turn import FeedbackTurn
 from codec.torch.group.communicator import Communicator, communicator_of, group_stats, start
 from codec.torch.group.levels import group_of
 from codec.torch.group.work import Work
@@ -116,9 +116,8 @@ class Ranks:
                     r = reduction_of(values, term.spec, "mean", term.stream, segments=segments, settings=options)
                     check_request(requested, r.spec, r.op, feedback=term.feedback is not None)
                     algorithm = SENDERS if term.algorithm == "senders" else choose(requested, r, comm.channel)
-                    if term.feedback is not None:
-                        turn.begin(r, named(term.values, (0, r.n)))
-                        turn.feed(r, named(term.values, (0, r.n)), algorithm)
+                    turn.begin(r, term.values)
+                    turn.feed(r, term.values, (0, r.n), algorithm)
                     planned.append((r, algorithm))
                 results = await run_several(collective, requested, planned, item)
                 for r, _ in planned:

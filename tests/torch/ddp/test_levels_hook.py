@@ -1,8 +1,5 @@
 """DDP hooks over two levels: they train as over a flat group, for all models and loops that the flat hook supports."""
 
-import os
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch.ddp import lifetime
 from support import flatcall
 from support.ddp_training import (
     ENCODE_ALL,
@@ -289,96 +285,6 @@ def test_loops_and_arguments_over_two_levels():
     run_ranks(4, _looped)
 
 
-def _groups(rank, size):
-    """Meshes of all shapes, pairs of groups, and torch's own way to register a hook."""
-    want = None
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
-    groups = {
-        "flat": None,
-        "mesh": mesh,
-        "pair": (mesh.get_group(0), mesh.get_group(1)),
-        "one machine": init_device_mesh("cpu", (1, 4)),
-        "one rank a machine": init_device_mesh("cpu", (4, 1)),
-        "one dimension": init_device_mesh("cpu", (4,)),
-    }
-    levels = dict.fromkeys(groups, "4 ranks") | dict.fromkeys(("mesh", "pair"), "2 x 2 ranks")
-    for name, group in groups.items():
-        model = DistributedDataParallel(small_net())
-        hook = codec.torch.ddp_hook(codec.Lossless(), group=group)
-        model.register_comm_hook(None, hook)  # as frameworks do
-        grads = torch.cat([g.flatten() for g in take_step(model, rank, small_forward)])
-        want = grads if want is None else want
-        torch.testing.assert_close(grads, want)
-        assert hook.stats().levels == levels[name], name
-    # register() replaces the group of ddp_hook()
-    model = DistributedDataParallel(small_net())
-    hook = codec.torch.ddp_hook(group=mesh).register(model, group=groups["one dimension"])
-    assert hook.stats().levels == "4 ranks"
-    for wrong, match in (
-        ("mesh", "group must be"),
-        ((mesh.get_group(0), 3), "two process groups"),
-        ((mesh.get_group(0), groups["one machine"].get_group(1)), "groups of 2 and 4 ranks, but there are 4"),
-        (init_device_mesh("cpu", (2, 2, 1)), "3 dimensions"),
-    ):
-        with pytest.raises(codec.ArgumentError, match=match):
-            codec.torch.ddp_hook(group=wrong).register(DistributedDataParallel(small_net()))
-
-
-def test_every_form_of_group():
-    run_ranks(4, _groups)
-
-
-def _differ(rank, size, call):
-    """Rank 3 has other levels than the others."""
-    mesh = mesh_of()
-    pair = mesh.get_group(0), mesh.get_group(1)
-    group = mesh if rank < 3 else pair[::-1] if call == "swapped" else None
-    model = DistributedDataParallel(small_net())
-    codec.torch.ddp_hook(codec.Lossless(), group=group).register(model)
-    begin = {
-        "hook": lambda: take_step(model, rank, small_forward),
-        "swapped": lambda: take_step(model, rank, small_forward),
-        "all_reduce": lambda: codec.torch.all_reduce(torch.ones(1000), group=group),
-    }[call]
-    with pytest.raises(codec.PeerError) as e:
-        begin()
-    return str(e.value)
-
-
-@pytest.mark.parametrize("call", ["hook", "swapped", "all_reduce"])
-def test_levels_that_differ_are_an_error_that_names_the_rank(call):
-    for text in run_ranks(4, _differ, call, timeout=5):
-        if call == "swapped":
-            assert re.match(r"(the ranks \[2, 3\] have different|rank \d has other) levels", text), text
-        else:
-            assert "the first collective over 2 x 2 ranks (group=)" in text, text
-
-
-def _slice(rank, size):
-    """Four of eight ranks, a slice of a mesh of three dimensions, average the gradients of their replica."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "tp"))["a", "b"]
-    flat = mesh._flatten().get_group()
-    found = []
-    for group in (None, mesh):
-        model = DistributedDataParallel(small_net(), process_group=flat)
-        hook = codec.torch.ddp_hook(codec.Lossless(), group=group).register(model)
-        found.append(torch.cat([g.flatten() for g in take_step(model, rank, small_forward)]))
-    assert hook.stats().levels == "2 x 2 ranks"
-    torch.testing.assert_close(*found)
-    x = torch.full((10,), float(rank))
-    codec.torch.all_reduce(x, op="sum", group=mesh)
-    model = DistributedDataParallel(small_net(), process_group=flat)
-    outside = dist.new_group([0, 1])
-    if rank > 1:
-        with pytest.raises(codec.ArgumentError, match="not in the group"):
-            codec.torch.ddp_hook(group=outside).register(model)
-    return x[0].item()
-
-
-def test_slice_of_a_mesh_reduces_over_its_ranks_only():
-    assert run_ranks(8, _slice) == [12.0, 16.0] * 4
-
-
 def _wide(rank, size):
     _trained(rank, size)
 
@@ -386,35 +292,3 @@ def _wide(rank, size):
 @pytest.mark.nightly
 def test_training_over_machines_of_four_ranks():
     run_ranks(8, _wide)
-
-
-def _advised(rank, size, environment):
-    """Register a flat hook and one in two levels under variables of torchrun; return the log and the statistics."""
-    logged, before = [], {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    lifetime._log_once.cache_clear()
-    lifetime.logger.setLevel("INFO")
-    lifetime.logger.info = lambda text, *args: logged.append(text % args)
-    try:
-        advice = []
-        for group in (None, None, mesh_of()):
-            hook = codec.torch.ddp_hook(group=group).register(DistributedDataParallel(small_net()))
-            advice.append(hook.stats().advice)
-    finally:
-        del lifetime.logger.info
-        lifetime.logger.setLevel("NOTSET")
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return logged, advice
-
-
-def test_flat_hook_of_several_machines_proposes_two_levels_once():
-    results = run_ranks(4, _advised, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
-    for rank, (logged, (first, second, leveled)) in enumerate(results):
-        assert 'pass group=torch.distributed.init_device_mesh("cpu", (2, 2))' in first
-        assert (second, leveled) == (first, "")
-        assert logged == ([first] if rank == 0 else [])
-    for world, local in (("4", "4"), ("4", "1"), ("4", "3"), ("8", "2"), ("4", ""), ("x", "2"), ("4", "0")):
-        for logged, advice in run_ranks(4, _advised, {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local}):
-            assert logged == []
-            assert advice == [""] * 3
