@@ -51,11 +51,11 @@ def ddp_hook(
         a :class:`codec.optimizers.Formula`. Wrappers of Accelerate and Lightning are removed.
     feedback : bool or float, optional
         Error feedback: each rank adds the encoding errors of its frames, the residuals, to its gradients of the next
-        step. A rank that encodes sums does the same with them. Residuals take 8 bytes per value on each rank. Training
-        converges if the codec is a contraction (:attr:`codec.Spec.contraction`). A number below 1, such as 0.95, is the
-        decay of the residuals, by which they are multiplied before they are added. Default: True for
-        :class:`codec.Sign` and :class:`codec.TopK`, which converge badly without error feedback, and for
-        :class:`codec.Truncate` with ``guard="feedback"``; else False.
+        step. A rank that encodes sums does the same with them. Residuals take 8 bytes per value on each rank; in two
+        levels, 8 bytes divided by the number of ranks of a machine. Training converges if the codec is a contraction
+        (:attr:`codec.Spec.contraction`). A number below 1, such as 0.95, is the decay of the residuals, by which they
+        are multiplied before they are added. Default: True for :class:`codec.Sign` and :class:`codec.TopK`, which
+        converge badly without error feedback, and for :class:`codec.Truncate` with ``guard="feedback"``; else False.
     policy : Policy or callable
         Specs of parameters. policy(name, parameter) returns a spec, the name of a preset, or None to let the rules of
         :class:`Policy` decide. The rules return `spec`, except for small and uneven parameters. Default: the rules

@@ -47,7 +47,8 @@ class Feedback:
     errors of the new frames. A rank that encodes sums, as in a two-shot all-reduce, does the same with the sums of its
     slice. Over many collectives, the results then add up to the exact sums, up to the current residuals. Residuals
     change only if the collective succeeds on all ranks. They take 4 bytes per value, 4 more per value of this rank's
-    slice, and as much again for the copies that a collective in flight changes.
+    slice, and as much again for the copies that a collective in flight changes. In two levels, a rank has residuals
+    only of the part that it reduces with other machines.
 
     Residuals belong to parameter names and ranges, not to buckets. Name the parameters of a bucket by
     ``codec.view(tensor, segments={name: shape, ...})``, and give different tensors different names. A tensor without
