@@ -59,8 +59,6 @@ def place_in(entries: Mapping[str, Any]) -> ResidualOwner:
     rank, world_size, within = entries["rank"], entries["world_size"], entries["within"] or 1
     if not 0 <= rank < world_size and (rank, world_size) != (UNKNOWN, UNKNOWN):
         raise StateError(f"the state is damaged: it names rank {rank} of {world_size} ranks")
-    if world_size != UNKNOWN and world_size % within:
-        raise StateError(f"the state is damaged: it names {world_size} ranks on machines of {within}")
     return ResidualOwner(rank, world_size, within)
 
 
