@@ -1,7 +1,6 @@
 """Uncompressed values: an all-reduce, for links that are faster than encoding, and the reduction within a machine."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from codec.torch.reduction.partition import Piece, cut, sent, windows
 from codec.torch.transport.collective import Collective, CollectivePart
 from codec.torch.transport.levels import Members
 from codec.torch.transport.messages import Array
+from codec.torch.transport.rooms import Rooms
 
 _CHUNK_NBYTES = 3 << 18  # bytes of a chunk
 _TILE = 1 << 16  # number of values that are summed and divided at a time, so that they stay in the cache
@@ -25,7 +25,7 @@ async def two_shot(part: CollectivePart, r: Reduction) -> Array:
     # use the slices of encoded collectives, since residuals of sums belong to slices
     slices = cut(x.size, size, x.itemsize, r.segments, _CHUNK_NBYTES, r.weights)
     result = r.result(part, x.size)
-    rooms = _Rooms(part, max(piece.n for piece in slices[me]), x.dtype)
+    rooms = Rooms(part, max(piece.n for piece in slices[me]), x.dtype)
     if r.residual is not None:
         x = np.empty_like(x)
         with part.clock.during("encode_s"):
@@ -57,39 +57,6 @@ async def two_shot(part: CollectivePart, r: Reduction) -> Array:
     await part.sent()
     part.counters.round_trips += 1
     return result
-
-
-class _Rooms:
-    """Buffers for the terms of two chunks from all other ranks.
-
-    Chunk c + 2 is received into the buffers of chunk c, once chunk c has been summed. So all data in flight fit into
-    the CPU caches, which matters because CPUs are the bottleneck for uncompressed values.
-
-    Parameters
-    ----------
-    part : CollectivePart
-        Part of the collective.
-    n : int
-        Maximum number of values of a chunk.
-    dtype : dtype
-        Dtype of the values.
-    """
-
-    def __init__(self, part: CollectivePart, n: int, dtype: Any) -> None:
-        self._part = part
-        nbytes = n * np.dtype(dtype).itemsize
-        part.arena.reserve(part.arena.nbytes_of([nbytes] * 2 * len(part.others)))
-        self._rooms = [{o: part.arena.allocate(nbytes).view(dtype) for o in part.others} for _ in range(2)]
-
-    def receive(self, c: int, n: int) -> dict[int, tuple[Array, Receive]]:
-        """Request the terms of chunk `c`, `n` values each, from all other ranks."""
-        rooms = {o: room[:n] for o, room in self._rooms[c % 2].items()}
-        return {o: (room, self._part.receive_values(room, o)) for o, room in rooms.items()}
-
-    async def values(self, room: Array, receive: Receive) -> Array:
-        """Wait for the values that :meth:`receive` has requested, and return them."""
-        await self._part.frame(receive)
-        return room
 
 
 def check_finite(r: Reduction, x: Array) -> None:
