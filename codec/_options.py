@@ -5,8 +5,11 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, get_args
 
+from codec._c.traits import needs_base
 from codec.arguments import check_timeout, shown, truth, whole
-from codec.errors import ArgumentError, EngineError
+from codec.errors import ArgumentError, EngineError, SpecError
+from codec.presets import resolve
+from codec.specs import Preset, Sign, Spec, TopK, Truncate
 
 Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
 
@@ -28,6 +31,7 @@ class CallOptions:
     verify_first: bool | None = None
     algorithm: Algorithm | None = None
     timeout: timedelta | None = None
+    within: Spec | Literal["bfloat16"] | None = None
     nontemporal: bool = False  # decode with non-temporal stores; collectives set it for pieces of a large result
 
     def __enter__(self) -> "CallOptions":
@@ -65,11 +69,12 @@ def options(
     verify_first: bool | None = None,
     algorithm: Algorithm | None = None,
     timeout: float | timedelta | None = None,
+    within: Spec | Preset | Literal["bfloat16"] | None = None,
 ) -> CallOptions:
     """Return settings for one call, passed as ``options=``, or for all calls inside a ``with`` block.
 
-    No setting changes a byte of a frame, or a decoded value. Only `algorithm` changes results, and only those of
-    collectives: it decides in which order values are added, and whether sums are encoded.
+    No setting changes a byte of a frame, or a decoded value. Only `algorithm` and `within` change results, and only
+    those of collectives: they decide in which order values are added, and which of them are encoded.
 
     Contexts nest: a setting that is None is inherited from the context around it, and a call's ``options=`` override
     those of its context. A context applies to the thread, or the asyncio task, that has entered it.
@@ -91,6 +96,11 @@ def options(
     timeout : float or datetime.timedelta, optional
         Longest time, in seconds or as a timedelta from 1 ms to 10 years, for which calls of :mod:`codec.torch` wait for
         another rank. Default: the timeout of the process group. Other calls ignore it.
+    within : Spec, str or None, optional
+        Codec, or the name of a preset, in which all-reduces of :mod:`codec.torch` over two levels send values within a
+        machine, before and after frames are sent between machines; such as ``Float8()`` with ``Quantize(4)`` between
+        machines. "bfloat16": float32 values are rounded to bfloat16. There is no error feedback for these errors.
+        Tensors of up to 64 KiB stay uncompressed. Default: all tensors do. Other calls ignore it.
 
     Returns
     -------
@@ -101,6 +111,8 @@ def options(
     ------
     ArgumentError
         A setting has another type or is out of range, or there is no such algorithm.
+    SpecError
+        `within` is no spec, needs error feedback (:class:`Sign`, :class:`TopK`), an optimizer or a base.
     EngineError
         There is no such engine. If the engine cannot be used on this machine, the calls raise EngineError.
 
@@ -121,6 +133,7 @@ def options(
         None if verify_first is None else truth("verify_first", verify_first),
         None if algorithm is None else check_algorithm(algorithm),
         check_timeout(timeout),
+        None if within is None else _check_within(within),
     )
 
 
@@ -129,6 +142,23 @@ def check_algorithm(algorithm: Any) -> Algorithm:
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ArgumentError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {shown(algorithm)}")
     return algorithm
+
+
+def _check_within(within: Any) -> Spec | Literal["bfloat16"]:
+    """Return the argument `within` with a spec in place of a preset's name."""
+    if isinstance(within, str) and within == "bfloat16":
+        return "bfloat16"
+    spec, bound_spec = resolve(within)
+    problem = None
+    if isinstance(spec, Sign | TopK) or (isinstance(spec, Truncate) and spec.guard == "feedback"):
+        problem = "needs error feedback, which values within a machine do not have"
+    elif bound_spec is not None or (isinstance(spec, Truncate) and spec.fixed_level is None):
+        problem = "needs an optimizer's state, which differs from step to step"
+    elif needs_base(spec):
+        problem = "needs a base, which all-reduces do not have"
+    if problem is not None:
+        raise SpecError(f'within={shown(within)} {problem}: pass another spec, such as Float8(), or "bfloat16"')
+    return spec
 
 
 def settings_of(given: CallOptions | None) -> CallOptions:

@@ -11,10 +11,10 @@ import codec
 LAYERS = [
     {"errors", "readable", "_ownership"},
     {"arguments"},
-    {"specs", "_options"},
+    {"specs"},
     {"_c"},
     {"tensors", "presets"},
-    {"spec_text", "spec_config", "_call"},
+    {"spec_text", "spec_config", "_call", "_options"},
     {"optimizers", "inspection"},
     {"engines"},
     {"codebook", "explain"},

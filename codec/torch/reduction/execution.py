@@ -184,8 +184,8 @@ async def _run(
     if not algorithm.defers:
         r.deferred = None
     fields = signed(r, algorithm.name, requested) | agreed(item)
-    if not collective.levels.flat:
-        fields["levels"] = str(collective.levels)
+    if requested:
+        fields |= collective.levels.signed(r.settings.within)
     try:
         result = await algorithm.run(collective.part(hash64(*fields.items()), fields, members), r)
         if isinstance(r, DeviceReduction) and algorithm.joins:

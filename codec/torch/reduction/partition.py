@@ -123,6 +123,44 @@ def sent(slices: Sequence[Sequence[Piece]]) -> list[dict[int, Piece]]:
     return [{c: piece for c, piece in enumerate(pieces) if piece.n or not n} for pieces in slices]
 
 
+class SentPiece(NamedTuple):
+    """Piece of one of several tensors whose pieces are sent together."""
+
+    tensor: int
+    piece: Piece
+    number: int  # number of the piece among those of its tensor
+
+
+def messages(slices: Sequence[list[list[Piece]]], itemsizes: Sequence[int], nbytes: int) -> list[list[list[SentPiece]]]:
+    """Return the messages with the slice of each rank of several tensors, as the pieces in each message.
+
+    Consecutive pieces of at most `nbytes` bytes together are in one message, since small messages take as long as empty
+    ones.
+
+    Parameters
+    ----------
+    slices : sequence
+        Pieces by tensor and rank, as :func:`cut` returns them.
+    itemsizes : sequence of int
+        Bytes of a value of each tensor; 0: each piece of the tensor is a message.
+    nbytes : int
+        Maximum bytes of a message with several pieces.
+    """
+    found: list[list[list[SentPiece]]] = [[] for _ in slices[0]]
+    room = [0] * len(found)  # bytes that fit into the last message
+    for i, (each, itemsize) in enumerate(zip(slices, itemsizes, strict=True)):
+        for rank, pieces in enumerate(sent(each)):
+            for c, piece in pieces.items():
+                item, needed = SentPiece(i, piece, rank * len(each[rank]) + c), piece.n * itemsize
+                if found[rank] and itemsize and needed <= room[rank]:
+                    found[rank][-1].append(item)
+                    room[rank] -= needed
+                else:
+                    found[rank].append([item])
+                    room[rank] = nbytes - needed if itemsize else -1
+    return found
+
+
 def _chunks(nbytes: float, chunk_nbytes: int) -> int:
     """Return the number of chunks of a slice; at least two unless the slice is small, so that phases overlap."""
     return max(2 if nbytes > CHUNK_NBYTES else 1, min(_MOST, round(nbytes / chunk_nbytes)))

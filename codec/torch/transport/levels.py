@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from codec import PeerError
 
@@ -105,6 +106,10 @@ class Levels:
     def flattened(self) -> "Levels":
         """Return the levels of the same ranks as a flat group."""
         return self if self.flat else Levels(self.all.size, self.all.rank)
+
+    def signed(self, within: Any) -> dict[str, str]:
+        """Return the properties that must be equal on all ranks, by name; `within` is the option, unused if flat."""
+        return {} if self.flat else {"levels": str(self), "within": str(within or "uncompressed")}
 
     def tree(self) -> tuple[int | None, list[int], int]:
         """Return the parent of this rank in the tree by which ranks agree, None for the root; its children; its depth.
