@@ -224,7 +224,7 @@ class Reducer:
 
     async def _begin_step(self, comm: Communicator, collective: Collective, step: Step) -> None:
         """Agree with all ranks on the hook's state if ranks may differ, and choose between frames and raw."""
-        step.before = comm.channel.counters.copy()
+        step.before = comm.channel.totals()
         await self.state.synchronize(collective, step)
         step.timing = self.state.begin_timing(self.algorithm, comm.channel)
         await step.timing.wait()
@@ -252,7 +252,7 @@ class Reducer:
         except BaseException as e:
             self.state.fail(step, number, e, collective)
         trips += collective.counters.round_trips - before
-        self.state.stats.add_step(step.total(comm.channel.counters, trips), sum(len(run.members) for run in step.runs))
+        self.state.stats.add_step(step.total(comm.channel.totals(), trips), sum(len(run.members) for run in step.runs))
         if timing is not None:
             timing.end()
         if outcome.error is not None:

@@ -89,6 +89,14 @@ class Channel:
         waited = self.counters.wire_s  # counted by :meth:`Counters.add_wait`
         self.counters.add(ended.counters)
         self.counters.wire_s = waited
+        self._count_cpu_time()
+
+    def totals(self) -> Counters:
+        """Return a copy of the totals, with CPU time until now. Call this in the thread that runs collectives."""
+        self._count_cpu_time()
+        return self.counters.copy()
+
+    def _count_cpu_time(self) -> None:
         self.counters.cpu_s = time.thread_time() + self.mesh.cpu_seconds()
 
     @property

@@ -43,6 +43,7 @@ def _lossless(rank, size, views):
     assert stats.steps == 6
     assert stats.buckets > 5 * 8, stats
     assert 0 < stats.sent_nbytes < stats.raw_nbytes * 2 * (size - 1)
+    assert 0 < stats.cpu_s <= codec.torch.group_stats().cpu_s
 
 
 @pytest.mark.parametrize(("size", "views"), [(2, False), (3, False), (3, True)])
