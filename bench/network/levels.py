@@ -13,8 +13,9 @@ fp16        torch's fp16_compress_hook over Gloo
 flat        ddp_hook("small"), each rank to each other rank
 ring        ddp_hook(Quantize(4), feedback=False) with algorithm="ring"
 levels      ddp_hook("small") with group=mesh: plain sums within a machine, frames between machines
+local       LocalSteps(every=5, group=mesh): DistributedDataParallel within a machine, 4 bits between machines
 
-step ms     milliseconds of a step on the slowest rank: median over steps
+step ms     milliseconds of a step on the slowest rank: median over steps (local: mean)
 least       the least of the same milliseconds, which other load of the computer raises least
 CPU ms      milliseconds of CPU time of a rank in a step: mean over ranks
 leaves kB   kilobytes that a machine sends to others in a step, headers included: maximum over machines
@@ -41,9 +42,9 @@ from typing import Any
 import forked
 import netns
 
-METHODS = ("float32", "fp16", "flat", "ring", "levels")
-BLOCK = 3  # number of consecutive steps of a method
-WARMUP = 3  # untimed steps of a method: DistributedDataParallel rebuilds its buckets after the first step
+METHODS = ("float32", "fp16", "flat", "ring", "levels", "local")
+BLOCK = EVERY = 5  # consecutive steps of a method; LocalSteps synchronizes at the end of each block
+WARMUP = 5  # untimed steps of a method: DistributedDataParallel rebuilds its buckets after the first step
 QUIET = 0.3  # seconds until queues are empty, before the bytes of a link are read
 
 Cell = dict[str, Any]
@@ -63,19 +64,23 @@ class Training:
         for weight in net.parameters():
             nn.init.orthogonal_(weight)  # gives gradients of all layers the same magnitude
         each = -(-layers // plan["buckets"]) * self.width**2 * 4
-        self.model = DistributedDataParallel(net, bucket_cap_mb=each / 2**20)
+        group = mesh.get_group("within") if method == "local" else None
+        self.model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=each / 2**20)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         self.generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+        self.local: Any = None
         self.register(method, mesh)
 
     def register(self, method: str, mesh: Any) -> None:
-        """Register the communication hook of a method with the model."""
+        """Register the communication hook of a method with the model, or create its LocalSteps."""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         import codec
         import codec.torch
 
-        if method == "fp16":
+        if method == "local":
+            self.local = codec.torch.LocalSteps(self.model.module, self.optimizer, every=EVERY, group=mesh)
+        elif method == "fp16":
             self.model.register_comm_hook(None, fp16_compress_hook)
         elif method == "ring":
             how = codec.options(algorithm="ring")
@@ -92,6 +97,8 @@ class Training:
         self.optimizer.zero_grad()
         self.loss(self.generator).backward()
         self.optimizer.step()
+        if self.local is not None:
+            self.local.step()
         return time.perf_counter() - begin
 
     def loss(self, generator: Any) -> Any:
@@ -163,12 +170,15 @@ def rows_of(plan: Cell, buckets: int, mesh: Any) -> list[Cell]:
     rows: list[Cell] = []
     for method, found in measured(trainings, plan["steps"]).items():
         training, steps = trainings[method], plan["steps"]
+        if training.local is not None:
+            training.local.finish()
         digest = training.digest()
         most = torch.tensor([found["nbytes"], digest, -digest], dtype=torch.int64)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         cpu = torch.tensor(found["cpu"], dtype=torch.float64)
         dist.all_reduce(cpu)
-        row = {"buckets": buckets, "method": method, "step": statistics.median(found["steps"]), "steps": found["steps"]}
+        usual = statistics.mean if method == "local" else statistics.median  # local: one of 5 steps communicates
+        row = {"buckets": buckets, "method": method, "step": usual(found["steps"]), "steps": found["steps"]}
         row |= {"cpu": float(cpu) / dist.get_world_size() / steps, "nbytes": int(most[0]) / steps}
         row |= {"loss": training.held_out_loss(), "equal": int(most[1]) == -int(most[2])}
         rows.append({k: plan[k] for k in ("machines", "ranks", "link")} | row)
@@ -227,7 +237,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=["100mbit,20"], help="rate and round-trip time (100mbit,20)")
     parser.add_argument("--buckets", nargs="+", type=int, default=[1], help="buckets of a step (1)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=9, help="timed steps of each method (9)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each method, rounded up to 5 (10)")
     parser.add_argument("--width", type=int, default=128, help="width of a layer (128)")
     parser.add_argument("--layers", type=int, default=50, help="number of layers (50: 819,200 values with width 128)")
     parser.add_argument("--timeout", type=float, default=900, help="maximum seconds of a network (900)")
@@ -236,6 +246,7 @@ def main() -> None:
     for link in args.links:
         if len(link.split(",")) != 2:
             parser.error(f"--links: {link}: a link is a rate and a round-trip time in milliseconds, such as 100mbit,20")
+    args.steps = -(-args.steps // BLOCK) * BLOCK
     settings = {k: getattr(args, k) for k in ("buckets", "methods", "steps", "width", "layers")}
     os.environ.update(OMP_NUM_THREADS="1", CODEC_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
     importlib.import_module("codec.torch")  # before ranks are forked, which need not import it again
