@@ -4,7 +4,6 @@
 >>> torch.distributed.init_process_group("codec")  # doctest: +SKIP
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -203,7 +202,7 @@ class ProcessGroup(_Base):
         """Return a Work with get_future() for a reduce-scatter over Gloo; Gloo's Work does not support it."""
         if self._waiting is None:
             self._waiting = Worker("codec, Gloo's reduce-scatters")
-            weakref.finalize(self, self._waiting.stop)
+            self._waiting.end_with(self)
 
         def wait() -> list[torch.Tensor]:
             work.wait()

@@ -1,6 +1,5 @@
 """Ctrl-C in a collective raises KeyboardInterrupt on that rank and PeerError on others; no tensor is half written."""
 
-import gc
 import os
 import select
 import signal
@@ -133,7 +132,6 @@ def test_ctrl_c_while_connecting_raises_keyboard_interrupt():
 
 def _train_interrupted(rank, size, point):
     """Interrupt a training step; return the error's name or None, the seconds, and the states before and after."""
-    gc.collect()  # communicators of former groups: an interrupt during their finalizers would be lost
     before, raised = rank_loss.current_training().state(), None
     line = communicator.communicator_of(rank_loss.current_training().model.process_group)
     begin = time.monotonic()

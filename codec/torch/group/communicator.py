@@ -40,7 +40,7 @@ class Communicator:
 
     def __init__(self, group: Any, timeout: Timeout | None) -> None:
         self.worker = worker = Worker(f"codec, rank {group.rank()}")
-        weakref.finalize(self, worker.stop)
+        worker.end_with(self)
         # Create the channel in the worker, so that Ctrl-C can interrupt this thread while it waits.
         levels = group.levels if isinstance(group, LeveledGroup) else None
         channel: Channel = worker.submit(lambda: Channel(all_ranks(group), timeout, levels)).result()

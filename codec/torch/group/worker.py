@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -26,6 +27,31 @@ _FORKED = (
 # Item of the queue: a new task or one whose wait has ended; callbacks that have run or wait for a collective; an event
 # to set when no callbacks are left; _WAKE: a wait or callback may have timed out; _END: end the thread.
 _Item = Task | Batch | threading.Event | str
+
+
+class _Thread(threading.Thread):
+    """Thread of a worker."""
+
+    _clock = 0  # id of the CPU-time clock; 0: not started
+
+    def run(self) -> None:
+        """Run the target."""
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        super().run()
+
+    def wait(self) -> None:
+        """Wait for the end of the thread as long as it computes. It may wait for peers, which may never answer."""
+        used = None
+        while self.is_alive() and self is not threading.current_thread() and used != (now := self._cpu_seconds()):
+            used = now
+            self.join(_STOP_INTERVAL)
+
+    def _cpu_seconds(self) -> float:
+        """Return the CPU time that the thread has used, in seconds; 0 before its start and after its end."""
+        try:
+            return time.clock_gettime(self._clock) if self._clock else 0.0
+        except OSError:
+            return 0.0
 
 
 class Worker:
@@ -67,11 +93,12 @@ class Worker:
         self._waiting: set[Task] = set()  # tasks whose coroutine waits
         self._in_order: deque[Work] = deque()  # handles whose callbacks have not run, in the order of submission
         self._next = 0  # number of the next collective
-        self._clock = 0  # id of the thread's CPU-time clock
         self._callbacks = CallbackQueue(f"{name}, callbacks", self._queue.put)
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._owner: weakref.ref[Any] | None = None
+        self._thread = _Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         _workers.add(self)
+        _threads.add(self._thread)
 
     def submit(self, function: Callable[[], Any]) -> Work:
         """Submit a function that is not a collective. It runs after all tasks submitted before, and before later ones.
@@ -141,38 +168,30 @@ class Worker:
         if batch is not None and batch.owner is self:
             self._queue.put(batch)
 
-    def stop(self) -> None:
-        """End the thread after all tasks submitted before.
+    def end_with(self, owner: object) -> None:
+        """End the thread after `owner` is freed, and all tasks submitted before.
 
-        Wait as long as the thread computes, since a process that exits while a thread returns from C++ code is
-        aborted. Do not wait if the thread itself waits for peers, which may never answer.
+        The garbage collector may free the owner in any thread, also inside of a call that Ctrl-C should interrupt, and
+        Python drops a KeyboardInterrupt in a finalizer. So the callback is one call of C code, which does not wait.
         """
+        put: Callable[..., Any] = self._queue.put  # ignores the weak reference, which it receives as `block`
+        self._owner = weakref.ref(owner, partial(put, _END))
+
+    def end(self) -> None:
+        """End the thread after all tasks submitted before, without waiting for its end."""
         self._queue.put(_END)
-        if self.forked or threading.current_thread() is self._thread:
-            return
-        used = None
-        while self._thread.is_alive() and used != (now := self._cpu_seconds()):
-            used = now
-            self._thread.join(_STOP_INTERVAL)
 
     def after_fork(self) -> None:
         """In a forked child, mark this worker as unusable, since the child has no thread to run collectives."""
         self.forked = True
 
-    def _cpu_seconds(self) -> float:
-        """Return the CPU time that the thread has used, in seconds; 0 before its start and after its end."""
-        try:
-            return time.clock_gettime(self._clock) if self._clock else 0.0
-        except OSError:
-            return 0.0
-
     # The thread
 
     def _serve(self) -> None:
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         while self._turn(self._next_item()):
             pass
         self._callbacks.stop()
+        self.on_timeout = lambda: None  # frees the channel in this thread, which Ctrl-C does not interrupt
 
     def _turn(self, item: _Item) -> bool:
         """Handle an item of the queue, and begin the tasks that may begin; return False for _END."""
@@ -264,6 +283,18 @@ class Worker:
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_threads: "weakref.WeakSet[_Thread]" = weakref.WeakSet()  # of all workers, also of those that were freed
+
+
+def _stop_all() -> None:
+    """End all threads, since a process that exits while a thread returns from C++ code is aborted."""
+    for worker in list(_workers):
+        worker.end()
+    for thread in list(_threads):
+        thread.wait()
+
+
+weakref.finalize(Worker, _stop_all)  # not by atexit: runs after all later finalizers, such as those that abort NCCL
 
 
 def _after_fork() -> None:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -209,7 +208,7 @@ class _Calls:
         with self._lock:
             if async_op and self._worker is None:
                 self._worker = Worker(self._name)
-                weakref.finalize(self, self._worker.stop)
+                self._worker.end_with(self)
             worker = self._worker
         if worker is None:
             return call()

@@ -243,7 +243,7 @@ def test_task_that_waits_for_no_rank_has_no_deadline():
 def worker():
     worker = Worker("test")
     yield worker
-    worker.stop()
+    worker.end()
 
 
 def test_coroutines_in_flight_end_in_any_order_and_their_callbacks_run_in_that_of_submission(worker):
