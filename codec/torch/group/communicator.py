@@ -3,7 +3,6 @@
 import os
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from codec.torch.network.version import hash64
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
-from codec.torch.transport.levels import Levels
+from codec.torch.transport.levels import Levels, Members
 from codec.torch.transport.nccl import rank_is_usable, uses_nccl
 
 T = TypeVar("T")
@@ -165,7 +164,9 @@ async def _check_levels(collective: Collective, levels: Levels) -> None:
     """Raise PeerError if the ranks of a machine, or those at one place of all machines, do not agree on their level."""
     mine = [levels.within.rank, hash64(levels.within.ranks), hash64(levels.between.ranks)]
     fields = {"collective": f"the first collective over {levels} (group=)"}
-    found = await collective.part(hash64("levels"), fields).gather(mine)
+    connected = Members(sorted([levels.all.rank, *levels.peers]), levels.all.rank)
+    gathered = await collective.part(hash64("levels"), fields, connected).gather(mine)
+    found = dict(zip(connected.ranks, gathered, strict=True))
     for members, at in ((levels.within, 1), (levels.between, 2)):
         for rank in members.ranks:
             if found[rank][at] != mine[at] or (at == 2 and found[rank][0] != mine[0]):
@@ -173,9 +174,6 @@ async def _check_levels(collective: Collective, levels: Levels) -> None:
                     f"rank {rank} has other levels than this rank, whose machine has the ranks {levels.within.ranks} "
                     f"and which sends frames to the ranks {levels.between.ranks}: pass the same group= on all ranks"
                 )
-        count = Counter(each[at] for each in found)
-        if odd := [rank for rank, each in enumerate(found) if count[each[at]] != members.size]:
-            raise PeerError(f"the ranks {odd} have different levels: pass the same group= on all ranks")
 
 
 def close_communicator(group: Any, *, cancel: bool) -> None:
