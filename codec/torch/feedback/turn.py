@@ -1,6 +1,6 @@
 """Error feedback in one collective: checks of ``feedback=``, and new residuals until all ranks have succeeded."""
 
-from typing import Any
+from typing import Any, cast
 
 from codec import ArgumentError
 from codec.arguments import shown
@@ -52,7 +52,7 @@ class FeedbackTurn:
             self._after.complete()
 
     def begin(self, whole: Reduction, tensor: Any) -> None:
-        """Begin to change the residuals of a tensor, if there is a Feedback; see :meth:`Feedback.begin`."""
+        """Begin to change the residuals of a tensor, or layout, if there is a Feedback; see :meth:`Feedback.begin`."""
         if self._feedback is not None:
             layout = _named(tensor, (0, whole.n))
             self._change = self._feedback.begin(whole, layout, self._channel, self._levels)
@@ -100,6 +100,8 @@ def _named(tensor: Any, window: tuple[int, int]) -> Layout:
     ArgumentError
         The segments of a view have names, but do not cover all its values.
     """
+    if isinstance(tensor, tuple):
+        return tuple(cut(cast(Layout, tensor), *window))
     if not isinstance(tensor, View) or tensor.names is None:
         return (("", *window),)
     layout, n = layout_of_view(tensor), int(tensor.tensor.numel())

@@ -53,8 +53,10 @@ _leveled_groups: "weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...
 )
 
 
-def group_of(group: Any) -> Any:
+def group_of(group: Any, *, one_site: bool = False) -> Any:
     """Return the ProcessGroup or LeveledGroup that an argument ``group=`` names; NON_MEMBER unchanged.
+
+    The ranks of a single machine are a flat group, unless `one_site`: then they hold copies or shards of one replica.
 
     Raises
     ------
@@ -70,14 +72,14 @@ def group_of(group: Any) -> Any:
     if group is None:
         return world
     if isinstance(group, DeviceMesh):
-        return _of_mesh(group, world)
+        return _of_mesh(group, world, one_site)
     given = cast(tuple[Any, ...], group) if isinstance(group, tuple) else (group,)
     if len(given) == 2:
-        return _of_pair(given[0], given[1], world)
+        return _of_pair(given[0], given[1], world, one_site)
     raise ArgumentError(f"group must be {_ACCEPTED}, got {shown(cast(Any, group))}")
 
 
-def _of_mesh(mesh: DeviceMesh, world: Any) -> Any:
+def _of_mesh(mesh: DeviceMesh, world: Any, one_site: bool) -> Any:
     """Return the group of a mesh whose first dimension is between machines, and whose second is within them."""
     if mesh.get_coordinate() is None:
         return NON_MEMBER
@@ -91,13 +93,13 @@ def _of_mesh(mesh: DeviceMesh, world: Any) -> Any:
     between, within = mesh.get_group(0), mesh.get_group(1)
     if within.size() == 1:
         return between
-    if between.size() == 1:
+    if between.size() == 1 and not one_site:
         return within
     whole = world if mesh.size() == world.size() else mesh._flatten().get_group()  # pyright: ignore[reportPrivateUsage]
     return _leveled(whole, between, within)
 
 
-def _of_pair(between: Any, within: Any, world: Any) -> Any:
+def _of_pair(between: Any, within: Any, world: Any, one_site: bool) -> Any:
     """Return the group of all ranks, of which those of `within` are on this rank's machine."""
     if not isinstance(between, dist.ProcessGroup) or not isinstance(within, dist.ProcessGroup):
         raise ArgumentError(
@@ -110,7 +112,7 @@ def _of_pair(between: Any, within: Any, world: Any) -> Any:
         )
     if within.size() == 1:
         return between
-    return within if between.size() == 1 else _leveled(world, between, within)
+    return within if between.size() == 1 and not one_site else _leveled(world, between, within)
 
 
 def _leveled(whole: Any, between: Any, within: Any) -> LeveledGroup:

@@ -18,6 +18,7 @@ from codec.torch.local_steps.settings import Every, LocalSettings
 from codec.torch.local_steps.stats import LocalStats
 from codec.torch.local_steps.synchronizer import Synchronizer
 from codec.torch.local_steps.training import Training
+from codec.torch.replicas.holders import sites_group
 from codec.torch.replicas.ranks import Ranks
 
 _log = logging.getLogger("codec.torch")
@@ -115,7 +116,7 @@ class LocalSteps(Training):
         group: Any = None,
     ) -> None:
         options = settings_of(None)
-        ranks = Ranks(group, options)
+        ranks = Ranks(sites_group(group, model), options)
         try:
             settings = LocalSettings.of(every, spec, warmup, fragments, delay, options)
             state = Synchronizer(settings, model, optimizer, outer)
@@ -284,19 +285,24 @@ class LocalSteps(Training):
         >>> local = codec.torch.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> local.change_group(torch.distributed.new_group([0]))
         """
-        ranks, state = Ranks(group, self._options), self._state
+        state = self._state
+        ranks = Ranks(sites_group(group, state.module), self._options)
         try:
             self._check_open()
             with suppress(CodecError):  # the synchronization in flight has failed on all ranks, and is dropped
                 state.land(self._ranks)
             if self._steps < self._settings.warmup:
                 state.reset()
-            moved = state.moved_residuals(ranks)
+            moved = state.moved_residuals(self._ranks, ranks)
         except Exception as e:
             ranks.fail(e)
             raise
-        if not self._join(ranks):
-            state.feedback = moved
+        former, state.feedback = (state.feedback, state.holders), moved
+        try:
+            self._join(ranks)
+        except BaseException:
+            state.feedback, state.holders = former
+            raise
         ranks.traffic = self._ranks.traffic
         self._ranks = ranks
 
@@ -318,10 +324,10 @@ class LocalSteps(Training):
             steps=self._steps,
             synchronizations=state.rounds,
             failed_synchronizations=state.failed,
-            values=sum(f.n for f in state.fragments),
+            values=state.share(),
             residual_norm=sum(x * x for x in norms.values()) ** 0.5,
             agreement=state.agreement,
-            world_size=self._ranks.size,
+            world_size=self._ranks.sites,
         )
 
     def state_dict(self) -> dict[str, Any]:

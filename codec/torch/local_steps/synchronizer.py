@@ -74,7 +74,7 @@ class Synchronizer(Replica):
         some, averaged = [self.fragments[i] for i in numbers], self.buffers if buffers else {}
         if not some and not averaged:
             return
-        changes = Changes(some, self.masters(), averaged)
+        changes = Changes(some, self.masters(), averaged, self.holders)
         error, former, length = self._error(changes, step), 0, self.schedule.length
         if outer and some and self.schedule.ends(step):
             former = length
@@ -95,6 +95,7 @@ class Synchronizer(Replica):
 
     def _error(self, changes: Changes, step: int) -> ArgumentError | None:
         """Return the reason why changes cannot be sent; None if they can be sent."""
+        model.reshard(self.module)
         if text := model.change_of(self.module, self.parameters):
             return ArgumentError(text)
         return changes.error(step)
@@ -111,7 +112,7 @@ class Synchronizer(Replica):
     ) -> Flight:
         """Start to compute the mean of changes; if `exact`, lossless, with the residuals added."""
         if exact and self.feedback is not None and error is None:
-            changes.add_residuals(self.feedback, ranks.size)
+            changes.add_residuals(self.feedback, ranks.sites)
         if exact:
             terms = changes.terms(Lossless(), None, 0, "")
         else:
@@ -173,6 +174,7 @@ class Synchronizer(Replica):
         if pending.outer is None and self.outer is not None:  # the next step of the outer optimizer begins here
             for f in pending.fragments:
                 f.bases = f.bases or [a.detach().clone() for a in f.anchors]
+        model.reshard(self.module)
         try:
             pending.move_anchors()
             pending.write(self.masters())
@@ -201,7 +203,7 @@ class Synchronizer(Replica):
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             if some or self.buffers:
-                changes = Changes(some, self.masters(), self.buffers)
+                changes = Changes(some, self.masters(), self.buffers, self.holders)
                 feedback = None if exact else copy.copy(self.feedback)  # its residuals are dropped with it
                 item = f"synchronization {self.rounds}"
                 ranks.wait(self._begin(ranks, changes, feedback, self._error(changes, step), item, exact=exact))
@@ -216,6 +218,7 @@ class Synchronizer(Replica):
                     x.copy_(mean)
             yield
         finally:
+            model.reshard(self.module)
             for x, values in own:
                 x.copy_(values)
 

@@ -35,7 +35,7 @@ class Training:
         self._agreed = False  # True: the ranks are known to have equal arguments and positions
         self._join(ranks)
         self._ranks = ranks
-        self._warmup = Warmup(state.parameters, state.optimizers, settings.warmup_spec)
+        self._warmup = Warmup(state, settings.warmup_spec)
         self._handles = [
             *(listen(each.register_step_pre_hook, self._before_step) for each in state.optimizers),
             *(listen(each.register_step_post_hook, state.after_step) for each in state.optimizers),

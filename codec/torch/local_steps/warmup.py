@@ -1,17 +1,22 @@
 """Warm-up of LocalSteps: ranks average their gradients before each step of the optimizer."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from codec import ArgumentError, CodecError, PeerError, Status, view
 from codec.specs import Spec
+from codec.torch._compat import local
+from codec.torch.local_steps.replica import Replica
+from codec.torch.replicas.changes import with_checksum
 from codec.torch.replicas.fragment import split
+from codec.torch.replicas.holders import Holders, like
 from codec.torch.replicas.model import Parameters, parameters_of
 from codec.torch.replicas.ranks import MeanTerm, Ranks
+from codec.torch.replicas.windows import Region
 
 _Register = Callable[[Callable[..., None]], Any]
 
@@ -35,6 +40,13 @@ def listen(register: _Register, call: Callable[[torch.optim.Optimizer, tuple[Any
     return register(hook)
 
 
+class Turn(NamedTuple):
+    """Place of a mean of gradients in the warm-up."""
+
+    step: int  # number of steps so far, which is the number of the random stream that the codec rounds with
+    optimizer: int
+
+
 class Warmup:
     """Averages the gradients of each optimizer before its step.
 
@@ -44,16 +56,14 @@ class Warmup:
 
     Parameters
     ----------
-    parameters : dict of str to Parameter
-        Synchronized parameters by name.
-    optimizers : sequence of Optimizer
-        Their optimizers.
+    state : Replica
+        Synchronized parameters, their optimizers, and ranks of this site that have the same gradients.
     spec : Spec
         Codec of the gradients.
     """
 
-    def __init__(self, parameters: Parameters, optimizers: Sequence[torch.optim.Optimizer], spec: Spec) -> None:
-        self._parameters, self._optimizers, self._spec = parameters, optimizers, spec
+    def __init__(self, state: Replica, spec: Spec) -> None:
+        self._state, self._spec = state, spec
         self._averaged, self._skipped = set[int](), set[int]()  # numbers of optimizers in the current step
 
     def before_step(self, ranks: Ranks, step: int, optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
@@ -68,9 +78,9 @@ class Warmup:
         PeerError
             Another rank has raised one of these errors, or is lost. Gradients are unchanged.
         """
-        turn = next(i for i, each in enumerate(self._optimizers) if each is optimizer)
+        turn = next(i for i, each in enumerate(self._state.optimizers) if each is optimizer)
         mine = set(parameters_of(optimizer))
-        some = {name: p for name, p in self._parameters.items() if p in mine}
+        some = {name: p for name, p in self._state.parameters.items() if p in mine}
         error = error_of(optimizer, arguments)
         while turn not in self._skipped:
             if self._average(ranks, some, step, turn, error):
@@ -82,7 +92,7 @@ class Warmup:
 
     def end_step(self, ranks: Ranks, step: int) -> None:
         """Wait for the ranks that average gradients of an optimizer whose step this rank has skipped."""
-        end = len(self._optimizers)
+        end = len(self._state.optimizers)
         while len(self._averaged | self._skipped) < end and end not in self._skipped:
             self._average(ranks, {}, step, end, SkippedStep("the optimizer has taken no step"))
         self._averaged.clear()
@@ -97,7 +107,7 @@ class Warmup:
         again, and those that have an error report it.
         """
         try:
-            average_gradients(parameters, ranks, self._spec, error, step, turn)
+            average_gradients(parameters, self._state.holders, ranks, self._spec, error, Turn(step, turn))
         except (CodecError, SkippedStep) as e:
             if isinstance(e, PeerError) and not ranks.connected:
                 raise
@@ -134,35 +144,43 @@ def error_of(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> Argu
 
 @torch.no_grad()
 def average_gradients(
-    parameters: Parameters, ranks: Ranks, spec: Spec, error: Exception | None, step: int, turn: int
+    parameters: Parameters, holders: Holders, ranks: Ranks, spec: Spec, error: Exception | None, item: Turn
 ) -> None:
-    """Replace the gradients of optimizer number `turn` by their means over all ranks, unless this rank has an `error`.
+    """Replace the gradients of an optimizer by their means over all sites, unless this rank has an `error`.
 
-    A gradient that is None counts as zeros. It stays None if the mean is zero everywhere. `step`, the number of steps
-    so far, is the number of the random stream that the codec rounds with. After an error gradients are unchanged.
+    A gradient that is None counts as zeros. It stays None if the mean is zero everywhere. After an error gradients are
+    unchanged.
     """
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    ordered = [(held, [name for name in parameters if name in held.names]) for held in holders.groups]
+    shapes = {name: tuple(local(parameters[name]).shape) for _, names in ordered for name in names}
     device = next(iter(parameters.values())).device if parameters else None
     flat = torch.zeros(sum(map(prod, shapes.values())), dtype=torch.float32, device=device)
-    parts = split(flat, shapes.values())
+    parts = dict(zip(shapes, split(flat, shapes.values()), strict=True))
     error = error or _gather(parameters, parts)
-    terms = [] if error else [MeanTerm(view(flat, segments=shapes), spec, stream=step)]
-    ranks.wait(ranks.begin(terms, error, f"gradients of optimizer {turn} in step {step}"))
-    for p, part in zip(parameters.values(), parts, strict=True):
+    regions: list[Region] = []
+    end = 0
+    for held, names in ordered:
+        begin, end = end, end + sum(parts[name].numel() for name in names)
+        region = Region(begin, end, held.holders)
+        regions.append(region if holders.flat else with_checksum(flat, region))
+    terms = [] if error else [MeanTerm(view(flat, segments=shapes), spec, stream=item.step, regions=regions)]
+    ranks.wait(ranks.begin(terms, error, f"gradients of optimizer {item.optimizer} in step {item.step}"))
+    for name, part in parts.items():
+        p = parameters[name]
         if p.grad is not None:
-            p.grad.copy_(part)
+            local(p.grad).copy_(part)
         elif bool(part.any()):
-            p.grad = part.to(p.dtype, copy=True)
+            p.grad = like(part.to(p.dtype, copy=True), p)
 
 
-def _gather(parameters: Parameters, parts: Sequence[torch.Tensor]) -> ArgumentError | None:
+def _gather(parameters: Parameters, parts: Mapping[str, torch.Tensor]) -> ArgumentError | None:
     """Copy gradients to the parts of a flat tensor; return the error of a gradient that cannot be sent, or None."""
-    for (name, p), part in zip(parameters.items(), parts, strict=True):
-        if p.grad is None:
+    for name, part in parts.items():
+        if (grad := parameters[name].grad) is None:
             continue
-        if p.grad.layout != torch.strided:
+        if local(grad).layout != torch.strided:
             return ArgumentError(f"the gradient of {name!r} is sparse: warmup= needs dense gradients")
-        part.copy_(p.grad)
+        part.copy_(local(grad))
         if not (bool(part.sum().isfinite()) or bool(part.isfinite().all())):
             return ArgumentError(
                 f"the gradient of {name!r} holds NaN or Inf: no gradient was changed", Status.NONFINITE

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from codec import ArgumentError
+from codec.torch._compat import local
 from codec.torch.replicas.model import Masters, Parameters
 
 
@@ -17,18 +18,19 @@ class ParameterRows:
     """Parameter, or some of its rows, that belongs to one fragment: a piece of the fragment."""
 
     name: str  # name of the parameter, followed by "[begin:end]" if the piece has only these rows
+    whole: str  # name of the parameter
     parameter: torch.nn.Parameter
     rows: slice | None = None  # None: the whole parameter
     exact: bool = False  # True: the changes are sent lossless
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the part of `x`, a tensor with the shape of the parameter, that belongs to this piece."""
+        """Return the part of `x`, a tensor with the shape of the parameter on this rank, that belongs to this piece."""
         return x if self.rows is None else x[self.rows]
 
     @property
     def values(self) -> torch.Tensor:
         """Current values, which share the memory of the parameter."""
-        return self.of(self.parameter.detach())
+        return self.of(local(self.parameter).detach())
 
     def copies(self, masters: Masters) -> list[torch.Tensor]:
         """Return the parts of the parameter's copies that belong to this piece."""
@@ -117,6 +119,7 @@ def _anchor_of(piece: ParameterRows) -> torch.Tensor:
 def cut(parameters: Parameters, exact: Iterable[torch.nn.Parameter], count: int) -> list[Fragment]:
     """Split a model's parameters, in their order, into `count` fragments with about equal numbers of values.
 
+    Of a DTensor, each fragment has values of this rank's shard. On a rank without any values, fragments are empty.
     Parameters of two or more dimensions may be divided between rows. Each boundary is the one that is nearest to a
     multiple of 1 / `count` of all values.
 
@@ -135,12 +138,15 @@ def cut(parameters: Parameters, exact: Iterable[torch.nn.Parameter], count: int)
         The parameters have too few rows.
     """
     lossless = set(exact)
-    rows = {name: len(p) if p.dim() > 1 else 1 for name, p in parameters.items()}
-    if (most := sum(rows.values())) < count:
+    shards = {name: local(p) for name, p in parameters.items()}
+    rows = {name: (len(x) if x.dim() > 1 else 1) if x.numel() else 0 for name, x in shards.items()}
+    if not (most := sum(rows.values())):
+        return [Fragment([]) for _ in range(count)]
+    if most < count:
         raise ArgumentError(f"fragments={count} cannot be made of {most} rows of parameters: use fewer fragments")
     counts = list(rows.values())
     # Number of values up to the end of each row, of all parameters one after the other
-    values = np.repeat([p.numel() // n for p, n in zip(parameters.values(), counts, strict=True)], counts).cumsum()
+    values = np.repeat([x.numel() // (n or 1) for x, n in zip(shards.values(), counts, strict=True)], counts).cumsum()
     ends = [0]
     for k in range(1, count):
         nearest = int(np.abs(values - values[-1] * k / count).argmin()) + 1
@@ -155,7 +161,7 @@ def cut(parameters: Parameters, exact: Iterable[torch.nn.Parameter], count: int)
                 continue
             whole = b - a == n
             label = name if whole else f"{name}[{a}:{b}]"
-            pieces.append(ParameterRows(label, p, None if whole else slice(a, b), p in lossless))
+            pieces.append(ParameterRows(label, name, p, None if whole else slice(a, b), p in lossless))
         first += n
     return [Fragment(pieces) for pieces in fragments]
 

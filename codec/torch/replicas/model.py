@@ -5,6 +5,7 @@ computes its steps from such a copy overwrites the parameter with the rounded co
 the copies, too.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from torch.nn.parameter import is_lazy
 from codec import ArgumentError
 from codec.arguments import shown
 from codec.optimizers.from_torch import unwrapped
+from codec.torch._compat import local
+from codec.torch.replicas.holders import is_sharded
 
 Parameters = dict[str, torch.nn.Parameter]
 Masters = Mapping[torch.nn.Parameter, Sequence[torch.Tensor]]  # copies by parameter, the most precise one first
@@ -32,8 +35,8 @@ def module_of(model: Any) -> torch.nn.Module:
     if isinstance(model, DistributedDataParallel):
         raise ArgumentError(
             "model must not be a DistributedDataParallel, which averages gradients in every step: pass the module "
-            "itself. To average gradients within each host and parameters between hosts, pass model.module, and as "
-            "group= one rank of each group of DistributedDataParallel"
+            "itself. To average gradients within each site and parameters between sites, pass model.module, and as "
+            "group= a DeviceMesh of two dimensions, between sites and within them"
         )
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -84,14 +87,11 @@ def trainable(
     if not named:
         raise ArgumentError("the model has no parameter that requires a gradient: there is nothing to synchronize")
     for name, p in named.items():
-        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
+        x = local(p)
+        if x.is_complex() or x.layout != torch.strided or x.is_meta:
             raise ArgumentError(
-                f"parameter {name!r} is sharded (DTensor), but LocalSteps needs whole parameters on each rank"
-            )
-        if p.is_complex() or p.layout != torch.strided or p.is_meta:
-            raise ArgumentError(
-                f"parameter {name!r} must be dense and real, and not on meta, got {p.dtype} of layout {p.layout} on "
-                f"{p.device}"
+                f"parameter {name!r} must be dense and real, and not on meta, got {x.dtype} of layout {x.layout} on "
+                f"{x.device}"
             )
     mine = {p for each in optimizers for p in parameters_of(each) if p.requires_grad}
     if others := [tuple(p.shape) for p in mine - set(module.parameters())]:
@@ -120,23 +120,38 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return, by name, the parameters and buffers of a module whose values ranks can send to each other.
 
-    These are dense tensors with memory of their own. Tied parameters appear once.
+    These are dense tensors with memory of their own, or shards of DTensors. Tied parameters appear once.
     """
-    every: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: x.detach() for name, x in every.items() if _has_values(x)}
+    every = every_tensor(module).items()
+    return {name: local(x).detach() for name, x in every if _has_values(local(x)) and x.numel()}
+
+
+def every_tensor(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers of a module by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _has_values(x: torch.Tensor) -> bool:
-    sharded = any(kind.__name__ == "DTensor" for kind in type(x).__mro__)
-    if sharded or x.layout != torch.strided or x.is_meta or x.is_quantized or is_lazy(x):
+    if x.layout != torch.strided or x.is_meta or x.is_quantized or is_lazy(x):
         return False
-    return x.numel() > 0 and all(stride or size == 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+    return all(stride or size <= 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def averaged_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that are averaged: float32, bfloat16 and float16 buffers in the module's state dict."""
     kinds, saved = (torch.float32, torch.bfloat16, torch.float16), module.state_dict().keys()
-    return {name: b for name, b in module.named_buffers() if name in saved and b.dtype in kinds and b.numel()}
+    named = {name: b for name, b in module.named_buffers() if name in saved and not is_sharded(b)}
+    return {name: b for name, b in named.items() if b.dtype in kinds and b.numel()}
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Free the whole parameters that FSDP2 has gathered and kept, which later calls would use instead of the shards."""
+    if "torch.distributed.fsdp" in sys.modules:  # slow to import
+        from torch.distributed.fsdp import FSDPModule
+
+        for m in module.modules():
+            if isinstance(m, FSDPModule):
+                m.reshard()
 
 
 def change_of(module: torch.nn.Module, known: Mapping[str, torch.nn.Parameter]) -> str:
@@ -167,9 +182,9 @@ def masters_of(parameters: Iterable[torch.nn.Parameter], optimizers: Sequence[to
         for p in some:
             for key, x in optimizer.state.get(p, {}).items():
                 if isinstance(x, torch.Tensor) and x.shape == p.shape:
-                    entries.setdefault(str(key), []).append((p, x))
+                    entries.setdefault(str(key), []).append((p, local(x)))
         for pairs in entries.values():
-            if all(_is_copy(x, p) for p, x in pairs) and any(bool(p.any()) for p, _ in pairs):
+            if all(_is_copy(x, local(p)) for p, x in pairs) and any(bool(local(p).any()) for p, _ in pairs):
                 for p, x in pairs:
                     found.setdefault(p, []).append(x.detach())
     return {p: sorted(copies, key=lambda x: torch.finfo(x.dtype).eps) for p, copies in found.items()}

@@ -1,15 +1,16 @@
 """Convert the residuals of a Feedback to another number of ranks, or add them to the values of an exact mean."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from codec.stateful.checkpoint import ROLES, load
-from codec.stateful.ranges import Range, pieces
+from codec.stateful.checkpoint import ROLES, load, save
+from codec.stateful.ranges import Range, gather, pieces
 from codec.stateful.schema import signed
 from codec.torch._compat import from_numpy
-from codec.torch.feedback.checkpoint import UNKNOWN
+from codec.torch.feedback.checkpoint import UNKNOWN, ResidualOwner, of_tensors, parse
+from codec.torch.feedback.checkpoint import save as save_feedback
 from codec.torch.feedback.feedback import Feedback
 
 
@@ -20,10 +21,10 @@ def ranges(state: Mapping[str, Any]) -> Iterator[tuple[str, Range, torch.Tensor]
             yield role, r, from_numpy(values)
 
 
-def moved(feedback: Feedback, rank: int, size: int, *, by_senders: bool = False) -> Feedback:
+def moved(feedback: Feedback, rank: int, size: int, factor: float) -> Feedback:
     """Return a Feedback with the residuals of this rank, converted to another group.
 
-    In a mean over N ranks, a worker's residual counts 1 / N. For a new group of M ranks it is multiplied by M / N, so
+    In a mean over N sites, a worker's residual counts 1 / N. For a new group of M sites it is multiplied by M / N, so
     that its effect on the parameters stays the same. Residuals of encoded sums are errors of the mean itself, and stay
     unchanged.
 
@@ -33,15 +34,48 @@ def moved(feedback: Feedback, rank: int, size: int, *, by_senders: bool = False)
         Residuals of the old group. This object is not changed.
     rank, size : int
         Number of this rank in the new group, and number of ranks there.
-    by_senders : bool
-        True: means are those over the ranks that sent a value, in which a residual does not count 1 / N, and so stays
-        unchanged.
+    factor : float
+        M / N; 1 for means over the ranks that sent a value, in which a residual does not count 1 / N.
     """
     state, found = feedback.state_dict(), Feedback(feedback.spec, decay=feedback.decay)
     if state["world_size"] != UNKNOWN:
-        factor = 1.0 if by_senders else size / state["world_size"]
         worker = {name: x * factor if isinstance(x, torch.Tensor) else x for name, x in state["worker"].items()}
         found.load_state_dict(signed(state | {"rank": rank, "world_size": size, "worker": worker}))
+    return found
+
+
+def are_within(state: Mapping[str, Any], windows: Iterable[Range]) -> bool:
+    """Return True if all residuals in a Feedback's state belong to values in some ranges."""
+    inside = {name: (start, stop) for name, start, stop in windows}
+    held = (r for _, r, _ in ranges(state))
+    return all(n in inside and inside[n][0] <= start and stop <= inside[n][1] for n, start, stop in held)
+
+
+def gathered(
+    feedback: Feedback, states: Sequence[Mapping[str, Any]], windows: Sequence[Range], place: tuple[int, int]
+) -> Feedback:
+    """Return a Feedback with the sum of the residuals in the states of several ranks, for the values in some ranges.
+
+    Parameters
+    ----------
+    feedback : Feedback
+        Feedback of this rank, which is not changed.
+    states : sequence of dict
+        States of the Feedbacks of the ranks of a site.
+    windows : sequence of Range
+        The ranges.
+    place : (int, int)
+        Number of this rank, and number of ranks.
+    """
+    found, layout = Feedback(feedback.spec, decay=feedback.decay), tuple(windows)
+    parsed = [parse(state) for state in states]
+    parts: dict[str, Any] = {}
+    for role in ROLES:
+        total = gather({}, layout)
+        for _, _, each in parsed:
+            total += gather(load(each[role])[1], layout)
+        parts[role] = of_tensors(save(role, {layout: total}))
+    found.load_state_dict(save_feedback(ResidualOwner(*place), next((op for _, op, _ in parsed if op), ""), parts))
     return found
 
 

@@ -16,28 +16,36 @@ from codec.torch.transport.messages import Array
 _BATCH_NBYTES = 1 << 26  # bytes after which a message with tensors ends
 
 
-def send_tensors(
-    ranks: Ranks, source: int, receivers: Sequence[int], tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Send tensors from rank `source` to `receivers`. All ranks must pass tensors of the same shapes and dtypes.
+def send_tensors(ranks: Ranks, sources: Mapping[int, int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Send tensors to each rank that has an item in `sources`, from the rank that the item names.
+
+    All ranks pass the same `sources`. A rank and its source have tensors of the same shapes and dtypes.
 
     Returns
     -------
     list of tensor
-        On a receiver: copies of the tensors of `source`, in host memory. On other ranks: `tensors`.
+        On a receiver: copies of the tensors of its source, in host memory. On other ranks: `tensors`.
     """
     found: list[torch.Tensor] = []
-    for batch in _batches(tensors):
-        data = b"".join(_bytes_of(x).data for x in batch) if ranks.rank == source else b""
-        theirs = ranks.send(data, source, receivers)
-        if ranks.rank not in receivers:
+    batches = _batches(tensors)
+    counts = ranks.agreed("a transfer", {}, [len(batches)])  # shards of ranks may have different sizes
+    batches += [[] for _ in range(max(count for [count] in counts) - len(batches))]
+    for batch in batches:
+        data = b"".join(_bytes_of(x).data for x in batch) if ranks.rank in sources.values() else b""
+        theirs = ranks.send(data, sources)
+        if ranks.rank not in sources:
             continue
         sizes = [x.nbytes for x in batch]
         if len(theirs) != sum(sizes):
-            raise FrameError(f"rank {source} has sent {len(theirs)} bytes of parameters, but {sum(sizes)} are expected")
+            raise FrameError(
+                f"rank {sources[ranks.rank]} has sent {len(theirs)} bytes of parameters, but {sum(sizes)} are expected"
+            )
+        if not theirs:
+            found += [x.detach().to("cpu", copy=True) for x in batch]
+            continue
         parts = split(torch.frombuffer(bytearray(theirs), dtype=torch.uint8), [(n,) for n in sizes])
         found += [part.clone().view(x.dtype).view(x.shape) for x, part in zip(batch, parts, strict=True)]
-    return found if ranks.rank in receivers else list(tensors)
+    return found if ranks.rank in sources else list(tensors)
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -53,19 +61,29 @@ def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return batches
 
 
-def send_state(ranks: Ranks, source: int, receivers: Sequence[int], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Send the state dict of an optimizer from rank `source` to `receivers`; on other ranks, return `state`."""
+def send_state(ranks: Ranks, sources: Mapping[int, int], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Send the state dict of an optimizer, as :func:`send_tensors` sends tensors; on other ranks, return `state`."""
+    data = ranks.send(_saved(state), sources)
+    return _loaded(data, sources[ranks.rank]) if ranks.rank in sources else dict(state)
+
+
+def exchange_states(ranks: Ranks, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Send a state to all ranks of this site, and return the states of all of them; all ranks call this."""
+    site = ranks.levels.within.ranks
+    return [_loaded(data, rank) for rank, data in zip(site, ranks.exchange(_saved(state)), strict=True)]
+
+
+def _saved(state: Mapping[str, Any]) -> bytes:
     file = io.BytesIO()
     torch.save(dict(state), file)
-    data = ranks.send(file.getvalue(), source, receivers)
-    if ranks.rank not in receivers:
-        return dict(state)
+    return file.getvalue()
+
+
+def _loaded(data: bytes, source: int) -> dict[str, Any]:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as e:  # torch does not document which errors damaged files raise
-        raise StateError(
-            f"the state of the outer optimizer that rank {source} has sent cannot be read: {shown(e)}"
-        ) from e
+        raise StateError(f"a state that rank {source} has sent cannot be read: {shown(e)}") from e
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:

@@ -268,7 +268,8 @@ class CollectivePart:
         self.ranks, self.rank, self.size, self.others = members.ranks, members.rank, members.size, members.others
         self.arena, self.clock, self.device = collective.arena, collective.clock, collective.device
         self.counters = collective.counters
-        self._local = members is collective.levels.within  # True: messages stay within this machine
+        # True: messages stay within this machine
+        self._local = set(members.ranks) <= set(collective.levels.within.ranks)
         self._sent = defaultdict[int, int](int)  # number of messages sent to each rank
         self._received = defaultdict[int, int](int)  # number of messages requested from each rank
         self._sends: list[Wait] = []
