@@ -35,8 +35,8 @@ class LocalSteps(Training):
     All ranks must create this object together, with the same arguments. Ranks whose parameters or buffers differ then
     adopt those of rank 0, and log a warning. Only parameters that require gradients are synchronized later, and
     buffers. Timeout, engine, threads and algorithm of the collectives are set by the ``with codec.options(...)`` blocks
-    around the constructor. By default, the algorithm is "all_gather" for two ranks, and "two_shot" for more. For
-    :class:`codec.TopK`, by default, all ranks gather the frames, and the sum of a value's changes is divided by the
+    around the constructor. By default, the algorithm is "all_gather" for two ranks or sites, and "two_shot" for more.
+    For :class:`codec.TopK`, by default, all ranks gather the frames, and the sum of a value's changes is divided by the
     number of ranks whose frame has a change of this value. If the options name an algorithm, it is divided by the
     number of all ranks.
 
@@ -48,7 +48,8 @@ class LocalSteps(Training):
     ----------
     model : torch.nn.Module
         The module, or the return value of ``torch.compile`` for it; a DistributedDataParallel is not supported. Its
-        parameters may have any real floating-point dtype, be tied, be frozen, or have no gradients.
+        parameters may have any real floating-point dtype, be tied, be frozen, have no gradients, or be sharded by
+        FSDP2.
     optimizer : torch.optim.Optimizer or list of Optimizer
         Optimizer of the module, or all of them, or their wrappers by Accelerate or Lightning. LocalSteps never calls
         their ``step``. If their states contain copies of parameters in float32, synchronizations set these, too.
@@ -77,8 +78,9 @@ class LocalSteps(Training):
         the mean change, such as ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. Its steps
         must be bit-identical on all ranks. Default: the mean change is added to the parameters. With `fragments`, the
         list has the rows of a divided parameter as several parameters.
-    group : ProcessGroup, optional
-        Ranks that train together. Default: all ranks.
+    group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+        Ranks that train together. Default: all ranks. With several ranks a site, which average gradients in each step:
+        a DeviceMesh of two dimensions, between sites and within them, or the groups (between, within).
 
     Raises
     ------
@@ -269,7 +271,7 @@ class LocalSteps(Training):
 
         Parameters
         ----------
-        group : ProcessGroup, optional
+        group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
             The new group. Default: all ranks.
 
         Raises

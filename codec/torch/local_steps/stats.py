@@ -19,7 +19,7 @@ class LocalStats(Counters):
     failed_synchronizations : int
         Number of synchronizations that failed.
     values : int
-        Number of values of all synchronized parameters.
+        Number of values of all synchronized parameters, divided by the number of ranks of this site that hold them.
     residual_norm : float
         Euclidean norm of this rank's residuals; 0 without error feedback.
     agreement : float
@@ -27,7 +27,7 @@ class LocalStats(Counters):
         if all ranks have the same changes, and 1 / sqrt(N) if those of N ranks are unrelated. NaN before the first
         synchronization.
     world_size : int
-        Number of ranks.
+        Number of ranks; of sites, if a site has several ranks.
 
     Examples
     --------
