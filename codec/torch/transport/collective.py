@@ -24,6 +24,7 @@ from codec.torch.transport.messages import (
     difference,
     nearest,
     numbers_nbytes,
+    other_difference,
     pack_fields,
     pack_numbers,
     status_of,
@@ -217,10 +218,9 @@ class Collective:
     async def explain(self, refused: Refused, part: int) -> PeerError:
         """Return the PeerError to raise here for another rank's abort, or for its message with another signature.
 
-        `part` is the number of the part in which this rank waited for the message.
+        `part` is the number of the part in which this rank waited.
         """
-        source, seen = refused.source, set[int]()
-        own = list(self._fields.values())
+        source, seen, own = refused.source, set[int](), list(self._fields.values())
         while True:
             if refused.body is None and not self._aborted:
                 self._abort(Cause(DIFFERS, source, pack_fields(self._fields.get(part, {}))))
@@ -238,8 +238,10 @@ class Collective:
                 self._abort(Cause(DIFFERS, source, pack_fields(mine)))
             seen.add(source)
             equal = any(theirs == unpack_fields(pack_fields(fields)) for fields in own)
-            if not equal or cause.rank in seen or cause.rank not in self.mesh.progress:
+            if not equal or cause.rank in seen or cause.rank == self.rank:
                 return difference(source, theirs, mine)
+            if cause.rank not in self.mesh.progress:  # in two levels, not all ranks are connected
+                return other_difference(cause.rank, source, theirs)
             source = cause.rank  # `source` has this rank's arguments: ask the rank that it refused
 
 
@@ -327,10 +329,7 @@ class CollectivePart:
         return receive
 
     async def frame(self, receive: Receive) -> Array:
-        """Wait for a message and return its bytes.
-
-        Raises FrameError if the message is too long, and PeerError if its rank has failed, is lost, or is too late.
-        """
+        """Wait for a message; raise FrameError if it is too long, PeerError if its rank has failed or is too late."""
         await self._wait(receive)
         if not self._local:
             self.counters.received_nbytes += receive.message.nbytes

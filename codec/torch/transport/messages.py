@@ -138,6 +138,14 @@ def difference(rank: int, theirs: Fields, mine: Fields) -> PeerError:
     )
 
 
+def other_difference(rank: int, other: int, fields: Fields) -> PeerError:
+    """Return the PeerError to raise here, because `rank` has other arguments than `other`, which has those of here."""
+    return PeerError(
+        f"rank {rank} has passed other arguments than rank {other} and this rank, which have begun {_named(fields)}; "
+        "nothing was changed"
+    )
+
+
 def _named(fields: Fields) -> str:
     """Return the name of a collective, with its step if ranks must agree on one."""
     name, step = fields.get("collective", "another collective"), fields.get("step")

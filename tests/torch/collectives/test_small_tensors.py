@@ -12,6 +12,7 @@ from codec.torch.group import communicator
 from codec.torch.reduction import execution
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.partition import cut, sent
+from codec.torch.transport.levels import Levels
 from support.ranks import RankPool
 
 SIZE = 4
@@ -28,7 +29,7 @@ def four():
 
 def chosen(nbytes, size):
     r = Reduction(np.zeros(nbytes // 4, np.float32), "float32", SPEC, "sum", 0)
-    channel = SimpleNamespace(size=size, device=SimpleNamespace(connected=False))
+    channel = SimpleNamespace(levels=Levels(size, 0), device=SimpleNamespace(connected=False))
     return execution.choose("auto", r, channel).name
 
 
