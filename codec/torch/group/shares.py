@@ -11,6 +11,7 @@ UNITS = 64  # sum of the weights of all ranks
 _FIRST = 4  # steps before the first measurement, whose connections are still slow
 _MOST_RANKS = 64  # maximum number of ranks of which each reports its rate to all others
 _LEAST_BUSY = 0.02  # seconds of sending that a measurement needs, since the kernel's clock has ticks of up to 4 ms
+_LITTLE = 0.1  # share of the bytes of the link's busiest connection below which a connection may be left out
 _LEAST_GAIN = 0.1  # share of the time of a step's messages that new slices must save
 
 Weights = tuple[int, ...]
@@ -88,15 +89,19 @@ def rate_of(before: Sequence[ConnectionInfo], now: Sequence[ConnectionInfo], ste
 
     The connections send at the same time, so that the rate of the link is the sum of their rates. A round trip of each
     step is subtracted from the time in which a connection was busy: until the first acknowledgement, it sends nothing.
+    Connections that carried little are left out if they were too short to be measured: two ranks without slices send
+    each other no frames.
     """
     rate = 0.0
     if len(before) != len(now):
         return 0
+    most = max(last.acked_nbytes - was.acked_nbytes for was, last in zip(before, now, strict=True))
     for was, last in zip(before, now, strict=True):
-        busy = last.busy - was.busy
-        if busy < _LEAST_BUSY:
+        nbytes, busy = last.acked_nbytes - was.acked_nbytes, last.busy - was.busy
+        if busy >= _LEAST_BUSY:
+            rate += nbytes / max(busy / 2, busy - steps * last.rtt)
+        elif nbytes > _LITTLE * most:
             return 0
-        rate += (last.acked_nbytes - was.acked_nbytes) / max(busy / 2, busy - steps * last.rtt)
     return round(rate)
 
 

@@ -1,13 +1,17 @@
 """Slices by the rates of links: weights, and when they change."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from codec.torch.ddp.step import StepState
 from codec.torch.group.shares import PERIOD, UNITS, LinkShares, rate_of, weights_for
 from codec.torch.network.info import ConnectionInfo
 from codec.torch.reduction.partition import cut
+from codec.torch.transport.levels import Levels
 
 MBIT = 125_000
 
@@ -62,7 +66,66 @@ def test_rate_is_the_sum_of_concurrent_connections():
     before = [ConnectionInfo(0.01, 0, 0.0), ConnectionInfo(0.01, 1000, 1.0)]
     now = [ConnectionInfo(0.01, 500_000, 0.6), ConnectionInfo(0.01, 1_001_000, 2.1)]
     assert rate_of(before, now, 10) == round(500_000 / 0.5 + 1_000_000 / 1.0)
-    assert rate_of(before, [now[0], before[1]], 10) == 0
+
+
+def test_rank_without_a_slice_is_measured_beside_another_one():
+    """Two such ranks send each other no frames, only what belongs to agreements."""
+    before = [ConnectionInfo(1e-4, 0, 0.0)] * 3
+    busy = [ConnectionInfo(1e-4, 500_000, 0.5)] * 2
+    rate = rate_of(before, [*busy, ConnectionInfo(1e-4, 400, 0.001)], 11)
+    assert rate == rate_of(before[:2], busy, 11) > 1_900_000
+    assert rate_of(before, [*busy, ConnectionInfo(1e-4, 100_000, 0.001)], 11) == 0
+    assert rate_of(before, [ConnectionInfo(1e-4, 0, 0.0)] * 3, 11) == 0
+
+
+def channel_of(size, within=1, *, on_gpus=False):
+    """Return a channel of rank 0 whose connections have sent 1 MB/s each."""
+    count = iter(range(2))
+
+    def connections(peers):
+        at = next(count)
+        return [ConnectionInfo(0.001, at * 1_000_000, at * 1.0) for _ in peers]
+
+    levels = Levels(size, 0, range(0, size, within), range(within))
+    mesh = SimpleNamespace(connections=connections)
+    peers = tuple(levels.between.ranks[o] for o in levels.between.others)
+    device = SimpleNamespace(connected=on_gpus)
+    return SimpleNamespace(size=size, levels=levels, mesh=mesh, peers=peers, device=device)
+
+
+@pytest.mark.parametrize(
+    ("size", "within", "n"), [(2, 1, 0), (3, 1, 3), (64, 1, 64), (65, 1, 0), (130, 2, 0), (4, 2, 0)]
+)
+def test_ranks_report_rates_of_3_to_64_links(size, within, n):
+    shares, channel = LinkShares(), channel_of(size, within)
+    for _ in range(PERIOD - 1):
+        shares.begin(channel)
+        assert shares.report(channel) == []
+        shares.learn([])
+    shares.begin(channel)
+    rates = shares.report(channel)
+    assert len(rates) == n
+    assert rates[1:] == [0] * (n - 1)
+    assert n == 0 or rates[0] == pytest.approx((n - 1) * 1e6, rel=0.02)
+
+
+def test_slices_are_equal_again_when_ranks_compare_their_states():
+    shares, uneven = LinkShares(), [20 * MBIT] * 3 + [5 * MBIT]
+    assert changes(shares, uneven)
+    shares.learn([])
+    shares.reset()
+    assert shares.weights is None
+    assert shares.moved()
+    shares.reset()
+    assert not shares.moved(), "the second comparison changes nothing"
+    assert changes(shares, uneven), "a period after the comparison, ranks report again"
+
+
+@pytest.mark.parametrize(("algorithm", "on_gpus"), [("auto", False), ("auto", True), ("two_shot", False)])
+def test_slices_stay_equal_between_gpus_and_with_a_named_algorithm(algorithm, on_gpus):
+    state = StepState(SimpleNamespace(auto=None, feedback=False), None)
+    timing = state.begin_timing(algorithm, channel_of(4, on_gpus=on_gpus))
+    assert (timing.shares is state.shares) == (algorithm == "auto" and not on_gpus)
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 64), min_size=1, max_size=9).filter(any))
