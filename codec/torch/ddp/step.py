@@ -198,7 +198,8 @@ class StepState:
         auto: Tuner | None = self._plan.auto
         tuner = Tuner() if channel.size == 1 else auto or (self.fallback if algorithm == "auto" else Tuner())
         timing = tuner.begin(channel)
-        timing.shares = self.shares if algorithm == "auto" else None
+        # NCCL's slots all have the size of the largest slice, and its connections have no statistics.
+        timing.shares = self.shares if algorithm == "auto" and not channel.device.connected else None
         return timing
 
     def sample(self, bucket: Bucket) -> None:
