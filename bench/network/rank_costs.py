@@ -155,6 +155,22 @@ def steps(rank: int, store: Any, emit: Emit, ranks: int, plan: Row) -> None:
             emit(row | more | {"verdicts": 1})
 
 
+def uneven(rank: int, store: Any, emit: Emit, ranks: int, plan: Row) -> None:
+    """Train with "small" and ``algorithm="auto"``, whose slices follow the rates of links after step 16."""
+    quiet()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
+    for buckets in plan["buckets"]:
+        training = latency.Training("small, auto", plan | {"width": WIDTH, "batch": 4}, buckets)
+        times = [time.perf_counter()]
+        for _ in range(40):
+            training.step()
+            times.append(time.perf_counter())
+        took = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+        row = {"before_ms": statistics.median(took[:15]), "after_ms": statistics.median(took[24:])}
+        emit(row | {"buckets": training.buckets(), "weights": training.hook.reducer.state.shares.weights})
+        dist.barrier()
+
+
 def calls(rank: int, store: Any, emit: Emit, ranks: int, plan: Row) -> None:
     """Reduce tensors of the size of buckets by all_reduce, with all buckets of a step in flight, without a model."""
     quiet()

@@ -16,8 +16,10 @@ create      seconds to connect a group over links with the round-trip time, and 
 links       step time over links with the rate and the round-trip time, with a slept computation, for regions.py --check
 loss        step time of two ranks with "small" in 7 buckets if a share of the packets is lost, with TCP's congestion
             controls reno and bbr
+uneven      step time of "small" while the last rank's link has a quarter of the rate: before and after slices follow
+            the rates of links
 
-The last three need root, iproute2 and TUN devices (bench/network/netns.py), and are skipped without.
+The last four need root, iproute2 and TUN devices (bench/network/netns.py), and are skipped without.
 
 frames      kB of frames that a rank sends in a step: mean over ranks
 headers     kB that its messages have besides these
@@ -47,7 +49,7 @@ import forked
 import growth
 import netns
 
-PARTS = ("steps", "calls", "auto", "mesh", "create", "links", "loss")
+PARTS = ("steps", "calls", "auto", "mesh", "create", "links", "loss", "uneven")
 RANKS, BUCKETS = (2, 4, 8, 16, 32, 64), (1, 7, 50)
 MOST_TRAINING = 16  # number of ranks above which models are left out
 METHODS = ("local", "float32", "small")
@@ -181,6 +183,20 @@ def loss(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def uneven(args: argparse.Namespace) -> list[Row]:
+    import rank_costs
+
+    plan = {"buckets": args.buckets, "layers": args.layers, "pause": 0}
+    slow = f"{(netns.bits(args.rate) or 1e9) / 4e3:.0f}kbit"
+    rows: list[Row] = []
+    for ranks in args.ranks:
+        if 3 <= ranks <= 8:
+            with netns.Network(ranks, args.rate, rtt=args.rtt) as network:
+                netns.shape(slow, "-n", network.names[-1])
+                rows += run("uneven", ranks, partial(rank_costs.uneven, ranks=ranks, plan=plan), network)
+    return [row | {"rate": args.rate, "slow": slow, "rtt": args.rtt} for row in rows]
+
+
 # Tables
 
 
@@ -224,6 +240,11 @@ def show(found: dict[str, list[Row]], terms: growth.Terms) -> None:
     for row in found.get("loss", []):
         where = f"loss {row['loss']:.1%}, round trip {row['rtt']:g} ms"
         print(f"2 ranks, {where}, {row['control']:5} {row['method']:8}: mean {row['mean_ms']:8,.0f} ms")
+    for row in found.get("uneven", []):
+        print(
+            f"{row['ranks']} ranks, {row['rate']}, one {row['slow']}, {row['rtt']:g} ms, {row['buckets']} buckets: "
+            f"{row['before_ms']:,.0f} ms in steps 1-15, {row['after_ms']:,.0f} in 25-40, slices {row['weights']}"
+        )
 
 
 def error(model: float, measured: float) -> str:
@@ -255,7 +276,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="of steps and links")
     parser.add_argument("--layers", type=int, default=50, help="layers of 128 x 128 values (50)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a row (5)")
-    parser.add_argument("--rate", default="20mbit", help="rate of links and loss (20mbit)")
+    parser.add_argument("--rate", default="20mbit", help="rate of links, loss and uneven (20mbit)")
     parser.add_argument("--rtt", type=float, default=100, help="milliseconds of a round trip (100)")
     parser.add_argument("--loss", type=float, default=0.01, help="share of lost packets (0.01)")
     parser.add_argument("--json", metavar="FILE", help="write rows and terms; parts of an earlier run are kept")
@@ -270,6 +291,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     parts = {"steps": steps, "calls": calls, "auto": auto, "mesh": mesh, "create": create, "links": links, "loss": loss}
+    parts["uneven"] = uneven
     found: dict[str, list[Row]] = {}
     file = Path(args.json) if args.json else None
     if file and file.exists():
@@ -277,7 +299,7 @@ def main() -> None:
     terms = growth.Terms()
     with netns.ending(__file__):
         for name in args.only:
-            if name in ("create", "links", "loss"):
+            if name in ("create", "links", "loss", "uneven"):
                 try:
                     netns.require()
                 except netns.NetworkError as e:
