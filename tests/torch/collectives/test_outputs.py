@@ -251,7 +251,7 @@ def _groups(rank, size):
             lambda bad=bad: codec.torch.all_to_all_bytes([b""] * size, group=bad),
             lambda bad=bad: communicator.communicator_of(bad),
         ):
-            with pytest.raises(codec.ArgumentError, match="group must be a ProcessGroup or None"):
+            with pytest.raises(codec.ArgumentError, match="group must be a ProcessGroup, a DeviceMesh"):
                 call()
 
 
