@@ -106,12 +106,12 @@ $(VENV)/test: $(VENV)/dependencies $(VENV)/package
 
 # Kernels of the Numba engine, which several lanes would compile at the same time, into the cache of the package.
 $(VENV)/kernels: $(VENV)/test
-	$(PY) -m codec warmup
+	$(VENV)/bin/codec warmup
 	touch $@
 
 # CUDA kernels compiled for the CPU, for which lanes would wait.
 cuda-on-cpu: $(VENV)/test
-	PYTHONPATH=tests $(PY) -c 'from support import cuda_c, device; device.build(); cuda_c.kernels()'
+	PYTHONPATH=tests $(PY) -P -c 'from support import cuda_c, device; device.build(); cuda_c.kernels()'
 .PHONY: cuda-on-cpu
 
 $(VENV)/docs: $(VENV)/tools pyproject.toml

@@ -2,10 +2,11 @@
 
 For ranks.py, which compares them with measurements, and regions.py, which simulates with them.
 
-A bucket of n values is cut into slices, one for each of N ranks. In the algorithm "two_shot", each rank sends the frame
-of each slice to the slice's owner, who sends the encoded sum to all others. At the end of a step, all ranks report to
-rank 0, which answers: the verdict. Each number that the library's protocol determines is computed in one function or
-constant of this module. Numbers are means over ranks.
+Small buckets are reduced together, as one. A bucket of n values is cut into slices, one for each of N ranks. In the
+algorithm "two_shot", each rank sends the frame of each slice to the slice's owner, who sends the encoded sum to all
+others. At the end of a step, all ranks report to rank 0, which answers: the verdict, in large groups along a tree. Each
+number that the library's protocol determines is computed in one function or constant of this module. Numbers are means
+over ranks.
 """
 
 import json
@@ -22,6 +23,8 @@ GRAIN = 1024  # slices of a tensor without rows begin at multiples of this numbe
 CHUNK_NBYTES = 1 << 22  # of float32 values; a larger slice is sent as several frames
 LARGE_NBYTES = 1 << 20  # slices above this have at least two chunks
 MOST_CHUNKS = 16
+JOINED_NBYTES = 1 << 17  # consecutive buckets are reduced together until they have this number of bytes for each rank
+TREE_RANKS = 64  # ranks from which the verdict travels along a tree of two levels
 AUTO_NBYTES = 1 << 17  # "auto" sends by all-gather up to this number of bytes / N
 CREATE_TRIPS = 5  # round trips until a group is connected: store, connections, hello
 OWN_DESCRIPTORS = 5  # open files of a group besides its connections: listener, epoll, pair that wakes the thread
@@ -88,11 +91,17 @@ def chunks(values: float, ranks: int) -> int:
     return max(2 if nbytes > LARGE_NBYTES else 1, min(MOST_CHUNKS, round(nbytes / CHUNK_NBYTES)))
 
 
+def runs(values: float, ranks: int, buckets: int = 1) -> int:
+    """Return the number of collectives that reduce `values` values in equal buckets: small buckets are joined."""
+    joined = math.ceil(JOINED_NBYTES * ranks / (4 * values / buckets))
+    return math.ceil(buckets / max(1, joined))
+
+
 def frames(values: float, ranks: int, buckets: int = 1, grain: int = GRAIN) -> float:
     """Return the number of frames that a rank sends for `values` values in equal buckets."""
-    of_bucket = values / buckets
-    every = slices(of_bucket, ranks, grain) * chunks(of_bucket, ranks)
-    return buckets * 2 * (ranks - 1) / ranks * every
+    count = runs(values, ranks, buckets)
+    every = slices(values / count, ranks, grain) * chunks(values / count, ranks)
+    return count * 2 * (ranks - 1) / ranks * every
 
 
 def messages(values: float, ranks: int, buckets: int = 1, grain: int = GRAIN, verdicts: int = 1) -> float:
@@ -114,7 +123,7 @@ def sent_nbytes(terms: Terms, values: float, ranks: int, buckets: int = 1, grain
 
 def round_trips(ranks: int) -> float:
     """Return the round trips for which a step waits: two messages that wait for others, and the verdict."""
-    return (0.0, 0.0, 1.5, 2.0)[min(ranks, 3)]
+    return (0.0, 0.0, 1.5, 2.0)[min(ranks, 3)] + (ranks >= TREE_RANKS)
 
 
 def cpu_seconds(terms: Terms, values: float, buckets: float, sent: float) -> float:

@@ -6,9 +6,7 @@ from typing import Any
 
 from codec import PeerError
 
-_TREE_FROM = (
-    64  # ranks from which the outcome of a collective is agreed by a tree, since rank 0 sends 2 (N - 1) messages
-)
+_TREE_FROM = 64  # ranks from which a flat group agrees by a tree: without one, rank 0 has 2 (N - 1) messages
 
 
 class Members:
@@ -111,6 +109,13 @@ class Levels:
         """Return the properties that must be equal on all ranks, by name; `within` is the option, unused if flat."""
         return {} if self.flat else {"levels": str(self), "within": str(within or "uncompressed")}
 
+    @property
+    def round_trips(self) -> float:
+        """Round trips between machines of an agreement; two ranks report to each other."""
+        if self.all.size < 3:
+            return 0.5 * (self.all.size - 1)
+        return 2.0 if self.flat and self.all.size >= _TREE_FROM else 1.0
+
     def tree(self) -> tuple[int | None, list[int], int]:
         """Return the parent of this rank in the tree by which ranks agree, None for the root; its children; its depth.
 
@@ -127,7 +132,7 @@ class Levels:
                 leaders, block = self.all.ranks[::each], self.all.ranks[begin : begin + each]
         me = self.all.rank
         if me != block[0]:
-            return block[0], [], 1 + (block[0] != leaders[0])
+            return block[0], [], 1 + (block[0] != leaders[0] if self.flat else self.between.rank > 0)
         if me != leaders[0]:
             return leaders[0], list(block[1:]), 1
         return None, [*leaders[1:], *block[1:]], 0
