@@ -99,9 +99,9 @@ def runs(values: float, ranks: int, buckets: int = 1) -> int:
 
 def frames(values: float, ranks: int, buckets: int = 1, grain: int = GRAIN) -> float:
     """Return the number of frames that a rank sends for `values` values in equal buckets."""
-    count = runs(values, ranks, buckets)
-    every = slices(values / count, ranks, grain) * chunks(values / count, ranks)
-    return count * 2 * (ranks - 1) / ranks * every
+    of_bucket = values / buckets
+    every = slices(of_bucket, ranks, grain) * chunks(of_bucket, ranks)
+    return buckets * 2 * (ranks - 1) / ranks * every
 
 
 def messages(values: float, ranks: int, buckets: int = 1, grain: int = GRAIN, verdicts: int = 1) -> float:
@@ -187,7 +187,7 @@ def fit(rows: Sequence[Row], defaults: Terms | None = None) -> Terms:
     sized = [row for row in rows if row.get("frame_nbytes")]
     if len(sized) >= LEAST_ROWS:
         both = [2 * (row["ranks"] - 1) / row["ranks"] * row["values"] / 8 for row in sized]
-        count = [frames(row["values"], row["ranks"], row["buckets"], row["grain"]) for row in sized]
+        count = [frames(r["values"], r["ranks"], r.get("joined", r["buckets"]), r["grain"]) for r in sized]
         found |= zip(
             ("bits", "frame_nbytes"),
             _least_squares([both, count], [row["frame_nbytes"] for row in sized]),
@@ -198,7 +198,7 @@ def fit(rows: Sequence[Row], defaults: Terms | None = None) -> Terms:
 
 def fitted(terms: Terms, row: Row) -> Row:
     """Return what the formulas say for a measured row: messages, bytes of frames, and CPU seconds."""
-    what = row["values"], row["ranks"], row["buckets"], row["grain"]
+    what = row["values"], row["ranks"], row.get("joined", row["buckets"]), row["grain"]
     sent = messages(*what, verdicts=row["verdicts"])
     return {
         "messages": sent,

@@ -152,7 +152,8 @@ def steps(rank: int, store: Any, emit: Emit, ranks: int, plan: Row) -> None:
             if training.hook:  # the group's counter adds up the round trips of buckets that are in flight together
                 row["trips"] = (training.hook.stats().round_trips - before) / plan["steps"]
             more = {"method": method, "buckets": training.buckets(), "values": training.values, "grain": WIDTH}
-            emit(row | more | {"verdicts": 1})
+            runs = growth.joined(training.values, ranks, training.buckets())
+            emit(row | more | {"verdicts": 1, "joined": runs})
 
 
 def uneven(rank: int, store: Any, emit: Emit, ranks: int, plan: Row) -> None:

@@ -34,6 +34,12 @@ def test_ranks_without_values_send_no_sums():
     assert growth.messages(15_000, 64, verdicts=0) == pytest.approx(2 * 63 * 15 / 64)
 
 
+def test_small_buckets_are_joined_up_to_128_kib_a_slice():
+    assert growth.joined(2**15 * 8, 4, 8) == 2  # 128 KiB each: four of them are 512 KiB
+    assert growth.joined(2**15 * 9, 4, 9) == 3
+    assert growth.joined(2**17 * 8, 4, 8) == 8  # 512 KiB each
+
+
 def test_slices_are_sent_in_chunks():
     assert growth.chunks(2**18 * 4, 4) == 1  # a slice of 1 MiB
     assert growth.chunks(2**20 * 16, 4) == 4  # 16 MiB
@@ -119,7 +125,7 @@ def test_measured_ranks_send_the_messages_of_the_formula(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())["parts"]
     [row] = found["steps"]
-    assert (row["ranks"], row["buckets"], row["values"]) == (3, 2, 2 * 128**2)
+    assert (row["ranks"], row["buckets"], row["joined"], row["values"]) == (3, 2, 1, 2 * 128**2)
     assert row["messages"] == pytest.approx(growth.fitted(growth.Terms(), row)["messages"])
     assert row["trips"] == growth.round_trips(3)
     headers = row["sent_nbytes"] - row["frame_nbytes"]
