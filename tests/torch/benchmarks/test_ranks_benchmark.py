@@ -34,12 +34,6 @@ def test_ranks_without_values_send_no_sums():
     assert growth.messages(15_000, 64, verdicts=0) == pytest.approx(2 * 63 * 15 / 64)
 
 
-def test_small_buckets_are_joined_up_to_128_kib_a_slice():
-    assert growth.joined(2**15 * 8, 4, 8) == 2  # 128 KiB each: four of them are 512 KiB
-    assert growth.joined(2**15 * 9, 4, 9) == 3
-    assert growth.joined(2**17 * 8, 4, 8) == 8  # 512 KiB each
-
-
 def test_slices_are_sent_in_chunks():
     assert growth.chunks(2**18 * 4, 4) == 1  # a slice of 1 MiB
     assert growth.chunks(2**20 * 16, 4) == 4  # 16 MiB
