@@ -155,16 +155,18 @@ def float32(job: Job, sites: Sites, terms: Terms) -> Cost:
 
 def two_shot(job: Job, sites: Sites, terms: Terms) -> Cost:
     n, all_ranks = job.values, sites.ranks
-    sent = growth.sent_nbytes(terms, n, all_ranks, job.buckets)
+    runs = growth.runs(n, all_ranks, job.buckets)
+    sent = growth.sent_nbytes(terms, n, all_ranks, runs)
     far = sites.each * sent * (all_ranks - sites.each) / max(1, all_ranks - 1)
-    messages = growth.messages(n, all_ranks, job.buckets)
+    messages = growth.messages(n, all_ranks, runs)
     cpu = growth.cpu_seconds(terms, n, job.buckets, messages)
     return Cost(far, sent, growth.round_trips(all_ranks) * sites.farthest, cpu)
 
 
 def ring(job: Job, sites: Sites, terms: Terms) -> Cost:
-    sent = growth.sent_nbytes(terms, job.values, sites.ranks, job.buckets)
-    messages = growth.messages(job.values, sites.ranks, job.buckets)
+    runs = growth.runs(job.values, sites.ranks, job.buckets)
+    sent = growth.sent_nbytes(terms, job.values, sites.ranks, runs)
+    messages = growth.messages(job.values, sites.ranks, runs)
     cpu = growth.cpu_seconds(terms, RING_VALUES * job.values, job.buckets, messages)
     return Cost(sent, sent, sites.ring_wait() + sites.farthest, cpu)
 
@@ -183,9 +185,11 @@ def two_levels(job: Job, sites: Sites, terms: Terms) -> Cost:
     if sites.regions == 1:
         inner = max(i for i in range(1, math.isqrt(sites.ranks) + 1) if not sites.ranks % i)
     groups = sites.ranks // inner
-    sent = growth.sent_nbytes(terms, job.values / inner, groups, job.buckets)  # the frames of one P-th of a bucket
-    messages = growth.messages(job.values / inner, groups, job.buckets)
-    cpu = growth.cpu_seconds(terms, job.values / inner, job.buckets, messages)
+    n = job.values / inner  # a rank sends frames of one P-th of a bucket
+    runs = growth.runs(n, groups, job.buckets)
+    sent = growth.sent_nbytes(terms, n, groups, runs)
+    messages = growth.messages(n, groups, runs)
+    cpu = growth.cpu_seconds(terms, n, job.buckets, messages)
     waits = growth.round_trips(groups) * sites.farthest
     return Cost(inner * sent, sent, waits, cpu, _inner(job, sites, terms, inner))
 
