@@ -1,11 +1,12 @@
 """Settings of calls: engine, threads and validation; algorithm and timeout of collectives."""
 
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, get_args
 
 from codec._c.traits import needs_base
+from codec._secret import Secret, secret_of
 from codec.arguments import check_timeout, shown, truth, whole
 from codec.errors import ArgumentError, EngineError, SpecError
 from codec.presets import resolve
@@ -32,6 +33,7 @@ class CallOptions:
     algorithm: Algorithm | None = None
     timeout: timedelta | None = None
     within: Spec | Literal["bfloat16"] | None = None
+    secret: Secret | None = field(default=None, repr=False)
     nontemporal: bool = False  # decode with non-temporal stores; collectives set it for pieces of a large result
 
     def __enter__(self) -> "CallOptions":
@@ -70,6 +72,7 @@ def options(
     algorithm: Algorithm | None = None,
     timeout: float | timedelta | None = None,
     within: Spec | Preset | Literal["bfloat16"] | None = None,
+    secret: bytes | str | None = None,
 ) -> CallOptions:
     """Return settings for one call, passed as ``options=``, or for all calls inside a ``with`` block.
 
@@ -101,6 +104,10 @@ def options(
         machine, before and after frames are sent between machines; such as ``Float8()`` with ``Quantize(4)`` between
         machines. "bfloat16": float32 values are rounded to bfloat16. There is no error feedback for these errors.
         Tensors of up to 64 KiB stay uncompressed. Default: all tensors do. Other calls ignore it.
+    secret : bytes or str, optional
+        Secret of 16 bytes or more, equal on all ranks, for the first call of :mod:`codec.torch` that uses a group: all
+        TCP connections of the group prove it. Messages are not encrypted. Default: that of the file
+        ``CODEC_SECRET_FILE``, or ``CODEC_SECRET``; if none is set, connections are not authenticated.
 
     Returns
     -------
@@ -134,6 +141,7 @@ def options(
         None if algorithm is None else check_algorithm(algorithm),
         check_timeout(timeout),
         None if within is None else _check_within(within),
+        None if secret is None else secret_of(secret),
     )
 
 

@@ -10,7 +10,7 @@ import codec
 # locates the compiled package, is below all layers.
 LAYERS = [
     {"errors", "readable", "_ownership"},
-    {"arguments"},
+    {"arguments", "_secret"},
     {"specs"},
     {"_c"},
     {"tensors", "presets"},
