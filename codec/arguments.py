@@ -10,6 +10,8 @@ from codec.errors import ArgumentError
 
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo overflows above 10 years
 
+Timeout = float | timedelta  # float: seconds
+
 MAX_RANKS = 1 << 20  # maximum number of ranks of a group
 
 _MAX_SHOWN = 120  # maximum number of characters of a value in a message

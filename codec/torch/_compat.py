@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 from codec import EngineError
+from codec.arguments import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 
 
 def _first(owner: Any, *names: str) -> Any:
@@ -260,3 +262,27 @@ def _no_stage_name(name: str) -> str:
         f"torch {torch.__version__} has no PipelineStage.{name}: codec.torch.pipelining is tested with torch "
         f"{_PIPELINING_TESTED}"
     )
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return the timeout of a group, limited to the range of the option ``timeout=``."""
+    timeout = dist.distributed_c10d.default_pg_timeout
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout = options._timeout
+            break
+    return min(max(timeout, SHORTEST_TIMEOUT), LONGEST_TIMEOUT)
+
+
+def group_identity(group: Any) -> str:
+    """Return the name and the global ranks of a group as text, which is equal on all of its ranks.
+
+    torch uses the name as prefix of the group's keys in the store, so it differs between groups of a job. A group that
+    was made without torch.distributed has no name.
+    """
+    try:
+        name, ranks = group.group_name, dist.get_process_group_ranks(group)
+    except (RuntimeError, KeyError, ValueError):
+        name, ranks = "", list(range(group.size()))
+    return repr((str(name), ranks))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from codec.engines.cuda import devices as engine_devices
+from codec.torch._compat import timeout_of
 from codec.torch.group import communicator
-from codec.torch.network.timeouts import timeout_of
 from codec.torch.transport import nccl, streams
 from support.device import Emulated, build
 

@@ -19,7 +19,7 @@ TIMEOUT = 3  # timeout of the group in seconds
 OURS, THEIRS = 19_456, 20_544  # number of values in the slices of rank 0 and rank 1
 HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, size of the body in bytes
 HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
-ADDRESS = struct.Struct("<q16sH")  # hash of the version, token, port; followed by the host name
+ADDRESS = struct.Struct("<q16sHB")  # hash of the version, token, port, flags; followed by the host name
 DATA, ABORT = range(2)
 LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # status codes in abort messages
 TAG = -2
@@ -40,7 +40,7 @@ class FakeRank:
         store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
         self.signature, self._indices = 0, {}
         if rank:
-            version, token, port = ADDRESS.unpack_from(store.get("0"))
+            version, token, port, _ = ADDRESS.unpack_from(store.get("0"))
             host = store.get("0")[ADDRESS.size :].decode()
             self.sock = socket.create_connection((host, port), timeout=2 * TIMEOUT)
             self.sock.sendall(HELLO.pack(b"CDPH", token, version, rank, TAG))
@@ -48,7 +48,7 @@ class FakeRank:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(2 * TIMEOUT)
             token = os.urandom(16)
-            mine = ADDRESS.pack(protocol_hash(), token, server.getsockname()[1]) + b"127.0.0.1"
+            mine = ADDRESS.pack(protocol_hash(), token, server.getsockname()[1], 0) + b"127.0.0.1"
             store.set("0", mine)
             self.sock = server.accept()[0]
             self.sock.settimeout(2 * TIMEOUT)

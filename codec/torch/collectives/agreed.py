@@ -50,7 +50,7 @@ def agreed(
         return found
 
     try:
-        return start(name, group, settings_of(options).timeout, False, work) or []
+        return start(name, group, settings_of(options), False, work) or []
     except CodecError as e:
         if error is None or e is error:
             raise

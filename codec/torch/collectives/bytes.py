@@ -50,7 +50,7 @@ def all_to_all_bytes(frames: Sequence[Any], *, group: Any = None, options: CallO
     [b'bytes for rank 0']
     """
     settings = settings_of(options)
-    return start("exchange", all_ranks(group), settings.timeout, False, lambda _, c: _exchange(c, frames)) or []
+    return start("exchange", all_ranks(group), settings, False, lambda _, c: _exchange(c, frames)) or []
 
 
 async def _exchange(collective: Collective, frames: Sequence[Any]) -> list[bytes]:

@@ -168,7 +168,7 @@ def _begin(
 ) -> Work | None:
     """Run work(comm, collective) in the thread of the group; return its handle if `async_op`, else None."""
     # One line: an interrupt between two lines would be an error on this rank alone, after all ranks have succeeded.
-    return started if isinstance(started := start(name, group, settings.timeout, async_op, work), Work) else None
+    return started if isinstance(started := start(name, group, settings, async_op, work), Work) else None
 
 
 def _prepare_output(r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None, settings: CallOptions) -> None:

@@ -133,8 +133,8 @@ def _exchanged(
         return output
 
     # One line: an interrupt between two lines would be an error on this rank alone, after all ranks have succeeded.
-    name, ranks, limit = "all_to_all_rows", all_ranks(group), settings.timeout
-    return x.new_empty((0, *x.shape[1:])) if (found := start(name, ranks, limit, False, work)) is None else found
+    name, ranks, how = "all_to_all_rows", all_ranks(group), settings
+    return x.new_empty((0, *x.shape[1:])) if (found := start(name, ranks, how, False, work)) is None else found
 
 
 async def _rows_of(

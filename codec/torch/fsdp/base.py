@@ -110,7 +110,7 @@ class ModuleCollective:
             self._count(counters, round(tensor.nbytes * copies(comm.channel.levels)))
             return [output]
 
-        started = start(name, group, self._settings.timeout, async_op, counted)
+        started = start(name, group, self._settings, async_op, counted)
         return started if isinstance(started, Work) else None
 
     def _count_plain(self) -> None:

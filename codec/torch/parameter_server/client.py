@@ -62,8 +62,9 @@ class ParameterClient:
     """
 
     def __init__(self, servers: Sequence[int], *, group: Any = None, options: CallOptions | None = None) -> None:
-        timeout = check_timeout(settings_of(options).timeout)
-        endpoint = endpoint_for(group, timeout)
+        settings = settings_of(options)
+        timeout = check_timeout(settings.timeout)
+        endpoint = endpoint_for(group, timeout, settings.secret)
         ranks = check_ranks("servers", servers, endpoint, member=False)
         self._lock = threading.RLock()
         self._session = Session(endpoint, ranks, (timeout or endpoint.timeout).total_seconds())

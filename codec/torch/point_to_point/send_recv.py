@@ -12,7 +12,7 @@ from codec.torch.group.communicator import warn_non_member
 from codec.torch.group.levels import all_ranks
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
-from codec.torch.network.endpoint import Endpoint, endpoint_of
+from codec.torch.network.endpoint import Endpoint, endpoint_of, use_secret
 from codec.torch.network.info import ConnectionInfo
 from codec.torch.network.tcp import PeerConnection
 
@@ -291,11 +291,13 @@ class _Route:
 
 def _route(call: str, name: str, peer: Any, group: Any, tag: Any, options: CallOptions | None) -> _Route | None:
     """Check the arguments of a call, and return its route; None if this rank is not in the group."""
-    timeout = check_timeout(settings_of(options).timeout)
+    settings = settings_of(options)
+    timeout = check_timeout(settings.timeout)
     tag = whole("tag", tag, 0, (1 << 31) - 1)
     key = all_ranks(group)
     if warn_non_member(key, call):
         return None
+    use_secret(key, settings.secret)
     endpoint = endpoint_of(key, None if timeout is None else timeout.total_seconds())
     peer = whole(name, peer, 0, endpoint.size - 1)
     if peer == endpoint.rank:

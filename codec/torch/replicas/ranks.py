@@ -161,7 +161,7 @@ class Ranks:
             return []
 
         before = group_stats(self.group)
-        return Flight(start("LocalSteps", self.group, options.timeout, True, work), before)
+        return Flight(start("LocalSteps", self.group, options, True, work), before)
 
     def wait(self, flight: Flight) -> None:
         """Wait for means that :meth:`begin` has started.

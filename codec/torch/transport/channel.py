@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from codec import PeerError
-from codec.arguments import check_timeout
+from codec.arguments import Timeout, check_timeout
+from codec.torch._compat import timeout_of
 from codec.torch.network.connect import connect
-from codec.torch.network.timeouts import Timeout, timeout_of
 from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from codec import PeerError
+from codec.torch._compat import timeout_of
 from codec.torch.network.mesh import CLOSED, Mesh
 from codec.torch.network.store import own_store
-from codec.torch.network.timeouts import timeout_of
 from codec.torch.transport.buffers import ScratchCounter
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.streams import engine_is_usable, logger, passed_by_gpu

@@ -17,7 +17,7 @@ from codec.torch.network import endpoint as endpoints
 from codec.torch.network import sockets, store
 from codec.torch.network.connect import connect
 from codec.torch.network.endpoint import endpoint_of
-from support.meshes import SECONDS, until
+from support.meshes import SECONDS, Group, until
 
 
 class RecordingStore(dist.Store):
@@ -38,27 +38,6 @@ class RecordingStore(dist.Store):
     def multi_get(self, keys):
         self.requests.append("multi_get")
         return [self.values[key] for key in keys]
-
-
-class Group(dist.ProcessGroup):
-    """Process group that only has a store."""
-
-    def __init__(self, rank, size, base):
-        super().__init__(rank, size)
-        self._place, self._base = (rank, size), base
-
-    def rank(self):
-        return self._place[0]
-
-    def size(self):
-        return self._place[1]
-
-    def get_group_store(self):
-        return self._base
-
-    @property
-    def _device_types(self):
-        return []
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +100,7 @@ def test_rank_that_does_not_answer_is_named_after_the_timeout(monkeypatch):
     one = endpoint_of(groups[1])
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as filler:
         filler.connect(full.getsockname())  # the queue of the port is full, so that it answers no one
-        one._addresses[0] = bytes(16), full.getsockname()[1], "127.0.0.1"
+        one._addresses[0] = endpoints.PeerAddress(bytes(16), full.getsockname()[1], "127.0.0.1")
         begin = time.monotonic()
         with pytest.raises(codec.PeerError, match=r"rank 0 cannot be reached at .*, port .*: timed out"):
             one.connect([0], 0, 0.3)
@@ -173,7 +152,7 @@ def test_hard_limit_of_open_files_is_named(monkeypatch):
 def test_error_of_a_port_without_descriptors_names_the_limit(monkeypatch):
     zero, one = (endpoint_of(Group(rank, 2, dist.HashStore())) for rank in range(2))
     error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    one._addresses[0] = bytes(16), 1, "127.0.0.1"
+    one._addresses[0] = endpoints.PeerAddress(bytes(16), 1, "127.0.0.1")
     zero._listener.failure = sockets.reason(error)
     with pytest.raises(codec.PeerError, match=r"rank 1 has not connected within the timeout: .*RLIMIT_NOFILE"):
         zero.accept(1, 0, 0.01)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch.network import endpoint
+from codec.torch.network import endpoint, handshake
 from codec.torch.network.version import protocol_hash
 from support.point_to_point import SOON, connection, raw, within
 
@@ -36,14 +36,14 @@ def test_send_without_receiver_closes_its_connection_only(ranks):
     ranks.run(_stuck_sender)
 
 
-def hello(peer, tag, *, token=None, version=None, rank=None, magic=endpoint.HELLO_MAGIC):
+def hello(peer, tag, *, token=None, version=None, rank=None, magic=handshake.HELLO_MAGIC):
     """Return a socket connected to a rank's port, and the bytes of a connection's first message (hello)."""
     mine = endpoint.endpoint_of(dist.group.WORLD)
     mine._read_addresses([peer], time.monotonic() + SOON)
-    true_token, port, host = mine._addresses[peer]
+    true_token, port, host, _ = mine._addresses[peer]
     sock = socket.create_connection((host, port))
     version = protocol_hash() if version is None else version
-    return sock, endpoint.HELLO.pack(magic, token or true_token, version, mine.rank if rank is None else rank, tag)
+    return sock, handshake.HELLO.pack(magic, token or true_token, version, mine.rank if rank is None else rank, tag)
 
 
 HOSTILE = {

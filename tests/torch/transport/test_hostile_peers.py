@@ -310,10 +310,10 @@ def test_wrong_message_of_rank_0_is_an_error(ranks):
 
 
 ADDRESSES = {
-    "another version": ADDRESS.pack(12345, bytes(16), 1) + b"127.0.0.1",
+    "another version": ADDRESS.pack(12345, bytes(16), 1, 0) + b"127.0.0.1",
     "too short": b"1234",
-    "host that is no text": ADDRESS.pack(protocol_hash(), bytes(16), 1) + b"\xff",
-    "port that is closed": ADDRESS.pack(protocol_hash(), bytes(16), 1) + b"127.0.0.1",
+    "host that is no text": ADDRESS.pack(protocol_hash(), bytes(16), 1, 0) + b"\xff",
+    "port that is closed": ADDRESS.pack(protocol_hash(), bytes(16), 1, 0) + b"127.0.0.1",
 }
 
 

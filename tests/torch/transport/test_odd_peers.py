@@ -71,7 +71,7 @@ def _with_strangers(rank, size):
         assert torch.equal(reduced, values())
         return
     store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
-    version, token, port = ADDRESS.unpack_from(store.get("0"))
+    version, token, port, _ = ADDRESS.unpack_from(store.get("0"))
     host = store.get("0")[ADDRESS.size :].decode()
     hellos = [
         HELLO.pack(b"CDPH", bytes(16), version, 1, TAG),
