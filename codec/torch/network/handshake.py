@@ -1,4 +1,4 @@
-"""Handshake of a new connection, on both sides: hello and proofs of the secret (docs/spec/protocol.md, section 2.2)."""
+"""Handshake of a new connection, on both sides: hello and proofs (docs/spec/protocol.md, sections 2.2 and 2.3)."""
 
 import logging
 import os
@@ -210,9 +210,7 @@ class Listener:
                     elif (complete := self._read(sock, strangers[sock])) is not None:
                         stranger = strangers[sock]
                         forget(sock)
-                        if complete and stranger.key is not None:
-                            self._file(stranger.key, PeerConnection(sock, stranger.key[0]))
-                        else:
+                        if not complete or stranger.key is None or not self._file(stranger.key, sock):
                             sock.close()
                 now = time.monotonic()
                 for sock, stranger in list(strangers.items()):
@@ -318,12 +316,17 @@ class Listener:
             last = "" if self._warnings < _MOST_WARNINGS else "; further ones are not logged"
             logger.warning("rank %d has refused %s%s", self._rank, self.refusal, last)
 
-    def _file(self, key: Key, connection: PeerConnection) -> None:
+    def _file(self, key: Key, sock: socket.socket) -> bool:
+        """Queue a connection for :meth:`take`; return False if it must be closed."""
+        try:
+            connection = PeerConnection(sock, key[0])
+        except OSError:  # the peer has just broken it, which must not end this thread
+            return False
         with self.arrival:
             tags = sum(rank == key[0] for rank, _ in self._waiting)
             waiting = self._waiting.setdefault(key, deque()) if key in self._waiting or tags < _MOST_TAGS else None
             if waiting is None or len(waiting) >= _MOST_WAITING:
-                connection.close()
-                return
+                return False
             waiting.append(connection)
             self.arrival.notify_all()
+        return True

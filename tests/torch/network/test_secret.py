@@ -232,6 +232,22 @@ def test_port_scanners_are_closed_without_a_line(served, caplog):
     assert waiting(zero) == {}
 
 
+def test_connection_that_breaks_after_its_proof_does_not_end_the_listener(monkeypatch):
+    store, (zero, one) = endpoints(KEY, KEY)
+    made = handshake.PeerConnection
+
+    def broken(sock, peer):
+        monkeypatch.setattr(handshake, "PeerConnection", made)
+        raise OSError("the peer has reset the connection")
+
+    monkeypatch.setattr(handshake, "PeerConnection", broken)
+    sock, fields, _ = begun(store)
+    sock.sendall(fields.proof(KEY, CLIENT))
+    assert refused(sock)
+    assert waiting(zero) == {}
+    met(zero, one)
+
+
 def test_attacker_cannot_fill_the_log(caplog, monkeypatch):
     monkeypatch.setattr(handshake, "_MOST_WARNINGS", 3)
     store, (zero, _) = endpoints(KEY, KEY)

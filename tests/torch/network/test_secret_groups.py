@@ -102,6 +102,19 @@ def test_silent_port_is_an_error_at_the_timeout():
             one.connect([0], 3, 0.2)
 
 
+def test_nonces_of_a_client_are_new_for_each_connection():
+    store, seen = dist.HashStore(), set()
+    one = Endpoint(Group(1, 2, store), SECONDS, Secret(KEY))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        publish(store, 0, server.getsockname()[1])
+        for _ in range(3):
+            with pytest.raises(codec.PeerError):
+                one.connect([0], 3, 0.1)
+            with server.accept()[0] as sock:
+                seen.add(read(sock, 76)[44:])
+    assert len(seen) == 3
+
+
 def test_connection_passed_on_to_another_group_or_rank_is_refused():
     """An attacker writes the address of another group's rank 0 into the store of this group."""
     elsewhere, (other, _) = endpoints(KEY, KEY)
