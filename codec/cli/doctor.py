@@ -7,8 +7,10 @@ from typing import Any
 
 from codec._c import PACKAGE, pool
 from codec._c.library import isas
+from codec._secret import FILE_VARIABLE, VARIABLE, secret_of_environment
 from codec.cli.console import EXIT_CODES, add_json, print_entries
 from codec.engines import engines
+from codec.errors import ArgumentError
 
 _PACKAGES = {  # by distribution: the features that need it
     "numpy": "required",
@@ -32,6 +34,7 @@ _VARIABLES = (
     "CODEC_CUDA_LIBRARY",
     "CODEC_DDP",
     "CODEC_TCP_CONGESTION",
+    FILE_VARIABLE,  # never VARIABLE, whose value is the secret
 )
 
 
@@ -64,9 +67,20 @@ def run_doctor(args: argparse.Namespace) -> int:
         entries[f"engine {name}"] = "available" if why_not is None else f"not available: {why_not}"
     for name, use in _PACKAGES.items():
         entries[f"package {name}"] = _version(name) or f"not installed{f' ({use})' if use else ''}"
+    entries["connections"] = _connections()
     entries |= {f"${name}": os.environ[name] for name in _VARIABLES if name in os.environ}
     print_entries(args, entries)
     return 0
+
+
+def _connections() -> str:
+    """Return whether connections between ranks that inherit this environment are authenticated."""
+    try:
+        if secret_of_environment() is None:
+            return f"not authenticated, not encrypted (neither {FILE_VARIABLE} nor {VARIABLE} is set)"
+    except ArgumentError as e:
+        return f"not possible: {e}"
+    return f"authenticated by {FILE_VARIABLE if FILE_VARIABLE in os.environ else VARIABLE}, not encrypted"
 
 
 def _version(distribution: str) -> str | None:

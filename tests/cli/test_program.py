@@ -121,6 +121,22 @@ def test_doctor_tells_why_an_engine_is_missing(capsys):
         assert entries[f"engine {name}"] == ("available" if why_not is None else f"not available: {why_not}")
 
 
+def test_doctor_tells_whether_connections_are_authenticated_and_not_the_secret(monkeypatch, capsys):
+    def connections():
+        assert main(["doctor", "--json"]) == 0
+        out = capsys.readouterr().out
+        assert "0123456789" not in out
+        return json.loads(out)["connections"]
+
+    monkeypatch.delenv("CODEC_SECRET", raising=False)
+    monkeypatch.delenv("CODEC_SECRET_FILE", raising=False)
+    assert connections().startswith("not authenticated, not encrypted")
+    monkeypatch.setenv("CODEC_SECRET", "0123456789")
+    assert connections().startswith("not possible: CODEC_SECRET must have 16")
+    monkeypatch.setenv("CODEC_SECRET", "0123456789" * 2)
+    assert connections() == "authenticated by CODEC_SECRET, not encrypted"
+
+
 def test_bench_measures_presets_and_installed_compressors(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(program.bench, "_SECONDS", 0)
     np.savez(tmp_path / "x.npz", w=np.random.default_rng(0).standard_normal((50, 100)).astype(np.float32), n=np.int8(3))
