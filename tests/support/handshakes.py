@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from codec._secret import Secret
 from codec.torch.network.endpoint import Endpoint
+from codec.torch.network.handshake import HandshakeTerms
+from codec.torch.network.version import protocol_hash
 from support.meshes import SECONDS, Group
 
 HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
@@ -121,3 +123,22 @@ def met(zero, one, tag=5):
 
 def waiting(endpoint):
     return dict(endpoint._listener._waiting)
+
+
+def handshake_block():
+    """Return a handshake of two ranks with the secret `0123456789abcdef`, as written by hand and by codec."""
+    key = b"0123456789abcdef"
+    hand = Hand(bytes(range(16)), group_of("0", [0, 1]), 1, 0, -2, b"\1" * 32, b"\2" * 32)
+    mine = HandshakeTerms(hand.token, protocol_hash(), hand.group, 1, 0, -2, hand.client_nonce, hand.server_nonce)
+    proofs = [hand.proof(key, label) for label in (CLIENT, SERVER)]
+    assert proofs == [mine.proof(Secret(key), server=server) for server in (False, True)]
+    steps = {
+        "SHA-256 of ('0', [0, 1])": hand.group,
+        "hello of rank 1": hand.hello(),
+        "answer of rank 0": hand.server_nonce + proofs[1],
+        "proof of rank 1": proofs[0],
+    }
+    lines = []
+    for name, data in steps.items():
+        lines += [name, *(f"    {data[i : i + 32].hex()}" for i in range(0, len(data), 32))]
+    return "\n".join(lines)

@@ -42,6 +42,7 @@ from support.expected_messages import (
     text_of,
     values,
 )
+from support.handshakes import handshake_block
 from support.ranks import RankPool, run_ranks
 
 SPECIFICATION = Path(__file__).parents[3] / "docs/spec"
@@ -372,7 +373,7 @@ def example_block(ranks: RankPool) -> str:
 
 
 def blocks(ranks: RankPool) -> list[str]:
-    return [signatures_block(), partitions_block(), example_block(ranks)]
+    return [handshake_block(), signatures_block(), partitions_block(), example_block(ranks)]
 
 
 def test_specification_has_the_generated_blocks() -> None:
