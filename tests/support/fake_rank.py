@@ -13,13 +13,12 @@ import codec
 import codec.torch
 from codec.torch.network.version import protocol_hash
 from support import flatcall
+from support.handshakes import ADDRESS, CLIENT, HELLO, Hand, group_of
 
 N = 40_000
 TIMEOUT = 3  # timeout of the group in seconds
 OURS, THEIRS = 19_456, 20_544  # number of values in the slices of rank 0 and rank 1
 HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, size of the body in bytes
-HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
-ADDRESS = struct.Struct("<q16sHB")  # hash of the version, token, port, flags; followed by the host name
 DATA, ABORT = range(2)
 LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # status codes in abort messages
 TAG = -2
@@ -34,16 +33,30 @@ def header(body=b"", *, number=0, part=0, index=0, signature=0, kind=DATA, magic
 
 
 class FakeRank:
-    """Fake rank of a group of two: a test sends and reads each of its messages."""
+    """Fake rank of a group of two: a test sends and reads each of its messages.
 
-    def __init__(self, rank):
+    Parameters
+    ----------
+    rank : int
+        Number of the rank.
+    secret : bytes, optional
+        Secret that rank 1 proves.
+    """
+
+    def __init__(self, rank, secret=None):
         store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
         self.signature, self._indices = 0, {}
         if rank:
             version, token, port, _ = ADDRESS.unpack_from(store.get("0"))
             host = store.get("0")[ADDRESS.size :].decode()
             self.sock = socket.create_connection((host, port), timeout=2 * TIMEOUT)
-            self.sock.sendall(HELLO.pack(b"CDPH", token, version, rank, TAG))
+            if secret is None:
+                self.sock.sendall(HELLO.pack(b"CDPH", token, version, rank, TAG))
+            else:
+                hand = Hand(token, group_of(dist.group.WORLD.group_name, [0, 1]), rank, 0, TAG)
+                self.sock.sendall(hand.hello())
+                hand = hand._replace(server_nonce=self._take(64)[:32])
+                self.sock.sendall(hand.proof(secret, CLIENT))
             return
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(2 * TIMEOUT)
