@@ -1,9 +1,10 @@
-"""Threads of an update server: one for each connection, with limits on their number and on silent clients."""
+"""Threads of an update server: one for each connection, with limits on their number, their size and their time."""
 
 import os
 import re
 import socket
 import socketserver
+import ssl
 import sys
 import threading
 import time
@@ -11,9 +12,11 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
+from codec.weight_sync.credentials import BearerToken
 from codec.weight_sync.update import regular
 
 _NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot))")
@@ -21,6 +24,8 @@ _SEND_SECONDS = 60.0  # time without progress after which the server closes a co
 _REQUEST_SECONDS = 10.0  # time in which a client must send a complete request, on a new or on an idle connection
 _BUSY_SECONDS = 1.0  # the same, while other clients wait for a connection to end
 _POLL_SECONDS = 0.05
+_BLOCK = 1 << 16  # bytes that are encrypted at once, each within _SEND_SECONDS
+_REQUEST_NBYTES = 1 << 14  # maximum size of a request, with its headers
 CONNECTIONS = 64  # maximum number of connections that are served at a time
 
 
@@ -35,13 +40,25 @@ class Server(ThreadingHTTPServer):
         Address to listen on, as ``socket.getaddrinfo`` returns it.
     family : AddressFamily
         Family of `address`.
+    token : BearerToken, optional
+        Token that each request must have.
+    tls : SSLContext, optional
+        Context of encrypted connections. Default: connections are not encrypted.
     """
 
     daemon_threads = True
     request_queue_size = 1024  # clients that a trainer wakes at the same moment connect at once
 
-    def __init__(self, root: Path, address: Any, family: socket.AddressFamily) -> None:
+    def __init__(
+        self,
+        root: Path,
+        address: Any,
+        family: socket.AddressFamily,
+        token: BearerToken | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.root, self.family, self.address_family = root, family, family
+        self.token, self.tls = token, tls
         self._pid = os.getpid()
         self._free = threading.BoundedSemaphore(CONNECTIONS)
         self._lock = threading.Lock()
@@ -54,6 +71,18 @@ class Server(ThreadingHTTPServer):
         """Bind without looking up the name of the host, which can take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection. The thread of the connection does the TLS handshake."""
+        connection, address = super().get_request()
+        if self.tls is None:
+            return connection, address
+        try:
+            connection.getpeername()  # wrap_socket leaves sockets open that the client has reset
+            return self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+        except OSError:
+            connection.close()
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a new thread, once there are less than 64."""
@@ -104,8 +133,7 @@ class Server(ThreadingHTTPServer):
         with self._lock:
             late = [one for one, since in self._open.items() if since is not None and now - since > seconds]
         for connection in late:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _shut(connection)
 
     def stop(self) -> None:
         """Stop listening, and close all connections. In a forked process, only release the process's copies of them."""
@@ -116,9 +144,48 @@ class Server(ThreadingHTTPServer):
                 self.socket.shutdown(socket.SHUT_RDWR)  # also for children, which share the listening socket
             with self._lock:
                 for connection in self._open:
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
+                    _shut(connection)
         self.server_close()
+
+
+def _shut(connection: socket.socket) -> None:
+    """End a connection that another thread uses; that thread gets the end of the stream, or an OSError."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop the encryption
+
+
+class RequestLines:
+    """Lines of requests; a request of more than 16 KiB is an error.
+
+    Parameters
+    ----------
+    file : binary file
+        Bytes of a connection.
+
+    Attributes
+    ----------
+    left : int
+        Number of bytes that the current request may still have.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.left = file, _REQUEST_NBYTES
+
+    def readline(self, limit: int) -> bytes:
+        """Return the next line; raise RequestTooLongError if the request is too long."""
+        line = self._file.readline(min(limit, self.left + 1))
+        self.left -= len(line)
+        if self.left < 0:
+            raise RequestTooLongError
+        return line
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class RequestTooLongError(Exception):
+    """A request has more than 16 KiB."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -132,14 +199,43 @@ class Handler(BaseHTTPRequestHandler):
     def _updates(self) -> Server:
         return cast(Server, self.server)
 
+    def setup(self) -> None:
+        """Limit the size of requests."""
+        super().setup()
+        self._lines = RequestLines(cast(BinaryIO, self.rfile))
+        self.rfile = cast(Any, self._lines)
+
+    def handle(self) -> None:
+        """Do the TLS handshake, and answer requests."""
+        if isinstance(self.connection, ssl.SSLSocket):
+            with self._updates.awaiting_request(self.connection):
+                self.connection.do_handshake()
+        super().handle()
+
     def handle_one_request(self) -> None:
         """Read and answer a request."""
+        self._lines.left = _REQUEST_NBYTES
         with self._updates.awaiting_request(self.connection):
-            super().handle_one_request()
+            try:
+                super().handle_one_request()
+            except RequestTooLongError:
+                self.command, self.requestline, self.request_version = "", "", self.protocol_version
+                self.send_error(431)
 
     def do_GET(self) -> None:
         """Send ``head`` or the file of an update."""
         self._updates.received(self.connection)
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.send_error(400)  # and close the connection: the body must not be taken for a request
+            return
+        token = self._updates.token
+        if token is not None and not token.matches(self.headers.get("Authorization")):
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", "Bearer")
+            self.send_header("Content-Length", "0")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            return
         name = _NAMES.fullmatch(self.path)
         try:
             fd, nbytes = regular(self._updates.root / name[1]) if name else (-1, 0)
@@ -154,7 +250,21 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(nbytes))
             self.send_header("Cache-Control", "no-store")  # a later run may use the name again
             self.end_headers()
-            self.close_connection |= self.connection.sendfile(file, 0, nbytes or None) < nbytes
+            self.close_connection |= self._send(file, nbytes) < nbytes
+
+    def _send(self, file: BufferedReader, nbytes: int) -> int:
+        """Send `nbytes` bytes of a file; return the number of bytes that were sent, less if the file is shorter."""
+        if not isinstance(self.connection, ssl.SSLSocket):
+            return self.connection.sendfile(file, 0, nbytes or None)
+        sent, buffer = 0, memoryview(bytearray(_BLOCK))  # SSLSocket.sendfile sends blocks of 8 KiB
+        while n := file.readinto(buffer[: nbytes - sent]):
+            self.connection.sendall(buffer[:n])
+            sent += n
+        return sent
+
+    def version_string(self) -> str:
+        """Return the name of the server, without versions."""
+        return "codec"
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""

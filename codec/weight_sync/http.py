@@ -1,52 +1,80 @@
 """Download the files of a store over HTTP, on one connection."""
 
-import mmap
+import ipaddress
 import re
-import tempfile
+import socket
+import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from os import PathLike
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import urlsplit
 
-from codec.errors import ArgumentError, CodecError, FrameError, Status
+from codec.errors import ArgumentError, CodecError, FrameError
+from codec.weight_sync.temporary import copied
 
 if TYPE_CHECKING:
+    import mmap
+    import ssl
     from http.client import HTTPConnection, HTTPResponse
 
-_CHUNK = 1 << 20
-_SCHEMES = {"http": ("http", "https"), "https": ("https",)}  # by scheme of a URL: schemes to which it may redirect
-_REDIRECTS = (301, 302, 303, 307, 308)
-_MOST_REDIRECTS = 5
+Cafile = str | PathLike[str] | bool | None
 
 
 class Connection:
     """Connection to the server of a store, which is kept open between files.
 
-    Environment variables such as ``http_proxy`` are ignored: they name proxies for the internet, which cannot reach a
-    trainer, and whose answers would be taken for those of the trainer.
+    Redirects are not followed. Environment variables such as ``http_proxy`` are ignored: they name proxies for the
+    internet, which cannot reach a trainer, and whose answers would be taken for those of the trainer.
 
     Parameters
     ----------
     url : str
         URL of the store.
     seconds : float
-        Maximum time without new data.
+        Maximum time without new data, and for the header of a reply.
+    token, cafile : optional
+        As in :func:`codec.weight_sync.pull`.
 
     Raises
     ------
     ArgumentError
-        The URL is invalid.
+        The URL, the token or `cafile` is invalid, or the token would be sent unencrypted.
     """
 
-    def __init__(self, url: str, seconds: float) -> None:
+    def __init__(self, url: str, seconds: float, token: str | None = None, cafile: Cafile = None) -> None:
         self._url, self._seconds = url.rstrip("/"), seconds
-        self._open: dict[tuple[str, str], HTTPConnection] = {}
+        self._open: HTTPConnection | None = None
+        self._token, self._tls = None, None
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise ArgumentError("a URL must not hold a user or password, which errors would show: pass token=")
         with self._errors():
             parts = urlsplit(self._url)
-            if parts.scheme not in _SCHEMES or not parts.hostname or parts.query or parts.fragment:
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
                 raise ArgumentError(f"{url!r} is not the URL of a store, such as http://10.0.0.1:8000")
+            self._host, self._port, self._path = parts.hostname, parts.port, parts.path
+        if token is not None:
+            from codec.weight_sync.credentials import BearerToken
 
-    def read(self, name: str, most: int) -> mmap.mmap | bytes:
+            self._token = BearerToken(token)
+        if parts.scheme == "https":
+            self._tls = self._context(cafile)
+        elif cafile not in (None, False):
+            raise ArgumentError(f"cafile= is for https, but the URL is {url!r}")
+        elif token is not None and cafile is None and not _is_loopback(self._host):
+            raise ArgumentError(
+                f"the token would be readable on the way to {url!r}: use https, or pass cafile=False if only trusted "
+                "machines are on the way"
+            )
+
+    def _context(self, cafile: Cafile) -> "ssl.SSLContext":
+        from codec.weight_sync.credentials import client_context
+
+        if isinstance(cafile, bool):
+            raise ArgumentError(f"cafile must be a file of certificates for {self._url!r}, got {cafile}")
+        return client_context(cafile)
+
+    def read(self, name: str, most: int) -> "mmap.mmap | bytes":
         """Download a file to a temporary file, and map the temporary file to memory.
 
         Parameters
@@ -63,81 +91,78 @@ class Connection:
         FrameError
             The file is larger than `most`, or the connection ended before the end of the file.
         """
-        with self._errors():
-            reply = self._get(f"{self._url}/{name}")
-            with reply:
-                return self._body(reply, f"{self._url}/{name}", most)
+        url = f"{self._url}/{name}"
+        with self._errors(), self._get(name) as reply:
+            length = reply.headers.get("Content-Length")
+            if length is not None and not re.fullmatch(r"\d{1,18}", length):
+                raise ArgumentError(f"{url} cannot be read: its Content-Length is {length:.40}")
+            if length is not None and int(length) > most:
+                raise FrameError(f"{url} has {length} bytes, more than {most}")
+            return copied(reply.readinto, url, most, None if length is None else int(length))
 
-    def _body(self, reply: "HTTPResponse", url: str, most: int) -> mmap.mmap | bytes:
-        length = reply.headers.get("Content-Length")
-        if length is not None and not re.fullmatch(r"\d{1,18}", length):
-            raise ArgumentError(f"{url} cannot be read: its Content-Length is {length:.40}")
-        if length is not None and int(length) > most:
-            raise FrameError(f"{url} has {length} bytes, more than {most}")
-        size, buffer = 0, memoryview(bytearray(_CHUNK))
-        with _disk():
-            file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below; only its errors belong to _disk()
-        with file:
-            while n := reply.readinto(buffer):
-                size += n
-                if size > most:
-                    raise FrameError(f"{url} has more than {most} bytes")
-                with _disk():
-                    file.write(buffer[:n])
-            if length is not None and size < int(length):
-                message = f"{url} has {length} bytes, but the connection ended after {size}"
-                raise FrameError(message, Status.TRUNCATED, size, size, int(length))
-            with _disk():
-                file.flush()
-                return mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""
+    def _get(self, name: str) -> "HTTPResponse":
+        """Request a file, and return the reply, whose status is 200."""
+        url = f"{self._url}/{name}"
+        reply = self._request(f"{self._path}/{name}")
+        if reply.status == 200:
+            return reply
+        reply.close()
+        location = reply.headers.get("Location")
+        if reply.status == 404:
+            raise ArgumentError(
+                f"{url} does not exist: {self._url} is not a store of updates, or has deleted this old update"
+            )
+        if reply.status == 401:
+            has = "requires a token: pass token=" if self._token is None else "does not accept this token"
+            raise ArgumentError(f"{url} cannot be read: the server {has}")
+        if 300 <= reply.status < 400 and location is not None:
+            raise ArgumentError(
+                f"{url} cannot be read: it redirects to {location!r:.120}, which is not followed: pass the URL of the "
+                "server itself"
+            )
+        raise ArgumentError(f"{url} cannot be read: the server replied {reply.status} {reply.reason!r:.80}")
 
-    def _get(self, url: str) -> "HTTPResponse":
-        """Request a file, follow redirects, and return the reply, whose status is 200."""
-        for _ in range(_MOST_REDIRECTS + 1):
-            parts = urlsplit(url)
-            reply = self._request(parts)
-            if reply.status == 200:
-                return reply
-            location = reply.headers.get("Location")
-            self._drop(parts)  # the body of the reply was not read
-            if reply.status == 404:
-                raise ArgumentError(
-                    f"{url} does not exist: {self._url} is not a store of updates, or has deleted this old update"
-                )
-            if reply.status not in _REDIRECTS or location is None:
-                raise ArgumentError(f"{url} cannot be read: the server replied {reply.status} {reply.reason}")
-            url = urljoin(url, location)
-            if urlsplit(url).scheme not in _SCHEMES[parts.scheme]:
-                raise ArgumentError(f"{self._url} cannot be read: it redirects to {url:.120}")
-        raise ArgumentError(f"{self._url} cannot be read: it redirects more than {_MOST_REDIRECTS} times")
-
-    def _request(self, parts: SplitResult) -> "HTTPResponse":
+    def _request(self, target: str) -> "HTTPResponse":
         from http.client import HTTPConnection, HTTPException, HTTPSConnection  # slow to import
 
-        target = parts.path + (f"?{parts.query}" if parts.query else "")
-        connection = self._open.get(parts[:2])
-        if connection is not None:
+        if self._open is not None:
             try:
-                connection.request("GET", target)
-                return connection.getresponse()
+                return self._reply(self._open, target)
             except TimeoutError:
                 raise
             except (OSError, HTTPException):  # the server may close a connection on which nothing was sent for a while
-                self._drop(parts)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=self._seconds)
-        self._open[parts[:2]] = connection
-        connection.request("GET", target)
-        return connection.getresponse()
+                self.close()
+        if self._tls is not None:
+            connection = HTTPSConnection(self._host, self._port, timeout=self._seconds, context=self._tls)
+        else:
+            connection = HTTPConnection(self._host, self._port, timeout=self._seconds)
+        self._open = connection
+        return self._reply(connection, target)
 
-    def _drop(self, parts: SplitResult) -> None:
-        if (connection := self._open.pop(parts[:2], None)) is not None:
-            connection.close()
+    def _reply(self, connection: "HTTPConnection", target: str) -> "HTTPResponse":
+        """Send a request, and read the header of the reply within the timeout."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            with suppress(OSError, AttributeError):  # the connection is closed, or not open yet
+                socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+
+        timer = threading.Timer(self._seconds, end)
+        timer.daemon = True
+        connection.request("GET", target, headers={} if self._token is None else self._token.headers())
+        timer.start()
+        try:
+            return connection.getresponse()
+        finally:
+            timer.cancel()
+            if late.is_set():
+                raise TimeoutError("the header of a reply was not complete in time")
 
     @contextmanager
     def _errors(self) -> Generator[None]:
-        """Context that converts errors of a connection to ArgumentError, and closes all connections after an error."""
-        from http.client import HTTPException
+        """Context that converts errors of a connection to ArgumentError, and closes the connection after an error."""
+        from http.client import HTTPException, RemoteDisconnected
 
         try:
             yield
@@ -145,19 +170,29 @@ class Connection:
             self.close()
             if not isinstance(e, (OSError, ValueError, HTTPException)) or isinstance(e, CodecError):
                 raise
-            raise ArgumentError(f"{self._url!r} cannot be read: {str(e) or type(e).__name__:.200}") from None
+            why = f"{str(e) or type(e).__name__:.200}"
+            if self._tls is not None:
+                why = _tls_reason(e) or why
+            elif isinstance(e, RemoteDisconnected):
+                why += ": does the server use https?"
+            raise ArgumentError(f"{self._url!r} cannot be read: {why}") from None
 
     def close(self) -> None:
         """Close the connection."""
-        while self._open:
-            self._open.popitem()[1].close()
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
 
-@contextmanager
-def _disk() -> Generator[None]:
-    """Context that converts errors of the temporary file to ArgumentError with its folder."""
-    try:
-        yield
-    except OSError as e:
-        where = tempfile.gettempdir()
-        raise ArgumentError(f"a download cannot be written to the folder {where!r}: {e.strerror}") from None
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return host == "localhost"
+
+
+def _tls_reason(error: BaseException) -> str | None:
+    import ssl
+
+    from codec.weight_sync.credentials import tls_error
+
+    return tls_error(error) if isinstance(error, ssl.SSLError) else None

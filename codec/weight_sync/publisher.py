@@ -3,10 +3,11 @@
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from codec._options import CallOptions
 from codec.arguments import whole
-from codec.errors import CodecError, FrameError, StateError
+from codec.errors import ArgumentError, CodecError, FrameError, StateError
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.identity import Identity, other_run
 from codec.weight_sync.listing import chain
@@ -16,6 +17,9 @@ from codec.weight_sync.source import read_update
 from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.update import Update
 from codec.weight_sync.weights import Given
+
+if TYPE_CHECKING:
+    from codec.weight_sync.credentials import Tls
 
 
 class Publisher(Closing):
@@ -39,6 +43,8 @@ class Publisher(Closing):
         Number of updates after which a snapshot of the last version is published, too.
     options : CallOptions, optional
         Engine and number of threads for encoding.
+    token, tls : optional
+        Token and certificate of the server, as in :func:`serve`.
 
     Attributes
     ----------
@@ -67,14 +73,20 @@ class Publisher(Closing):
         base: str | PathLike[str] | None = None,
         snapshot_every: int = 100,
         options: CallOptions | None = None,
+        token: str | None = None,
+        tls: "Tls | None" = None,
     ) -> None:
+        if host is None and (token is not None or tls is not None):
+            raise ArgumentError("token= and tls= are for a server: pass host=")
         self._every = whole("snapshot_every", snapshot_every, 1)
         self._store = UpdateStore(folder)
         self._base, self._options = base, options
         self._sender: WeightSender | None = None
         self._staged: Update | None = None
         self._published = False  # True: the list in the store is of this object's run
-        self._server: UpdateServer | None = None if host is None else serve(self._store.folder, host, port)
+        self._server: UpdateServer | None = None
+        if host is not None:
+            self._server = serve(self._store.folder, host, port, token=token, tls=tls)
         self.source = str(self._store.folder.resolve()) if self._server is None else self._server.url
 
     @property

@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any
 
 from codec.errors import ArgumentError, FrameError
+from codec.weight_sync.http import Cafile
 from codec.weight_sync.listing import chain
 from codec.weight_sync.receiver import Load, WeightReceiver
 from codec.weight_sync.source import TIMEOUT, StoreReader
@@ -21,6 +22,8 @@ def pull(
     into: Any = None,
     timeout: float = TIMEOUT,
     progress: Callable[[Update], object] | None = None,
+    token: str | None = None,
+    cafile: Cafile = None,
 ) -> int | None:
     """Update a receiver to the last version in a store, with the updates that it lacks or from a snapshot.
 
@@ -32,7 +35,8 @@ def pull(
     receiver : WeightReceiver
         Receiver with any version, or without weights.
     source : str or path
-        Folder of an :class:`UpdateStore`, or the URL of :func:`serve`, http or https. Proxies are not used.
+        Folder of an :class:`UpdateStore`, or the URL of :func:`serve`, http or https. Proxies are not used, and
+        redirects not followed.
     load : callable, optional
         As in :meth:`WeightReceiver.apply`; called for each update.
     like, into : optional
@@ -41,6 +45,11 @@ def pull(
         Maximum time without data from a server, in seconds.
     progress : callable, optional
         Called with each update after it was applied.
+    token : str, optional
+        Token of the server, as in :func:`serve`. Over http, it is sent to this machine only, unless ``cafile=False``.
+    cafile : path or False, optional
+        PEM file with the certificate of the server, or of its issuer. Default: the system's certificates. False: allow
+        to send `token` over http, which encrypts nothing.
 
     Returns
     -------
@@ -60,7 +69,7 @@ def pull(
         last version that it has reached.
     """
     applied = False
-    with StoreReader(source, timeout) as store:
+    with StoreReader(source, timeout, token=token, cafile=cafile) as store:
         listing = store.listing()
         path = deque(chain(listing, receiver.identity))
         while path:

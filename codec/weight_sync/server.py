@@ -13,6 +13,7 @@ from codec.errors import ArgumentError
 from codec.weight_sync.closing import Closing
 
 if TYPE_CHECKING:
+    from codec.weight_sync.credentials import Tls
     from codec.weight_sync.handler import Server
 
 # Addresses of documentation: connecting a UDP socket to one sends nothing, but shows the address of the default route.
@@ -31,7 +32,8 @@ class UpdateServer(Closing):
 
     def __init__(self, server: "Server") -> None:
         host, port = _reachable(str(server.server_address[0]), server.family), server.server_address[1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if server.tls is None else "https"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._server = server
         self._thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="codec-updates", daemon=True)
         self._thread.start()
@@ -42,11 +44,18 @@ class UpdateServer(Closing):
         self._thread.join()
 
 
-def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -> UpdateServer:
+def serve(
+    folder: str | PathLike[str],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | None = None,
+    tls: "Tls | None" = None,
+) -> UpdateServer:
     """Serve the files of an :class:`UpdateStore` over HTTP. Clients can read only ``head`` and the update files.
 
-    Connections are neither encrypted nor authenticated. So listen on an address that only receivers can reach. Up to 64
-    connections are served at a time; further clients wait.
+    Without `token`, any client that reaches the address can read the weights; without `tls`, also anyone on the way.
+    Up to 64 connections are served at a time; further clients wait. A client has 10 s for a request of at most 16 KiB.
 
     Parameters
     ----------
@@ -56,6 +65,12 @@ def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -
         Address to listen on, IPv4 or IPv6. ``"0.0.0.0"`` and ``"::"``: all addresses of this machine.
     port : int
         Port to listen on; 0: any free port.
+    token : str, optional
+        Secret that receivers must pass to :func:`pull`, such as ``secrets.token_urlsafe()`` returns.
+    tls : path, or pair of paths; optional
+        PEM file with the server's certificate and private key; or a file of the certificate, and one of the key. The
+        server then accepts only TLS 1.2 and 1.3, and its URL begins with https. Receivers must connect to a host name
+        or address that the certificate names.
 
     Returns
     -------
@@ -65,15 +80,18 @@ def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -
     Raises
     ------
     ArgumentError
-        The server cannot listen on this address and port.
+        The server cannot listen on this address and port, or cannot use `token` or `tls`.
     """
-    from codec.weight_sync.handler import Server  # slow to import
+    from codec.weight_sync.credentials import BearerToken, server_context  # slow to import
+    from codec.weight_sync.handler import Server
 
     number = whole("port", port, 0, 65535)
+    secret = None if token is None else BearerToken(token)
+    context = None if tls is None else server_context(tls)
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
-        return UpdateServer(Server(Path(folder), address, family))
+        return UpdateServer(Server(Path(folder), address, family, secret, context))
     except (OSError, ValueError) as e:
         raise ArgumentError(f"the server cannot listen on {host}:{port}: {getattr(e, 'strerror', None) or e}") from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from codec.arguments import check_timeout
 from codec.errors import ArgumentError, CodecError, FrameError
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.http import Connection
+from codec.weight_sync.http import Cafile, Connection
 from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
 from codec.weight_sync.update import Update, mapped, regular
 
@@ -25,14 +25,23 @@ class StoreReader(Closing):
         Folder of the store, or URL of its server.
     timeout : float
         Maximum time without data from a server, in seconds.
+    token, cafile : optional
+        As in :func:`codec.weight_sync.pull`.
 
     Raises
     ------
     ArgumentError
-        `source` is a URL of another scheme than http and https, or `timeout` is invalid.
+        `source` is a URL of another scheme than http and https, or `timeout`, `token` or `cafile` is invalid.
     """
 
-    def __init__(self, source: str | PathLike[str], timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        source: str | PathLike[str],
+        timeout: float = TIMEOUT,
+        *,
+        token: str | None = None,
+        cafile: Cafile = None,
+    ) -> None:
         limit = check_timeout(timeout)
         if limit is None:
             raise ArgumentError("timeout must be seconds or a timedelta, from 1 ms to 10 years, got None")
@@ -40,7 +49,10 @@ class StoreReader(Closing):
         scheme = _SCHEME.match(self._name) if isinstance(source, str) else None
         if scheme is not None and scheme[1].lower() not in ("http", "https"):
             raise ArgumentError(f"{self._name!r} has the scheme {scheme[1]}: pass a folder, or a URL of http or https")
-        self._connection = None if scheme is None else Connection(self._name, limit.total_seconds())
+        if scheme is None and (token is not None or cafile is not None):
+            raise ArgumentError(f"token= and cafile= are for the URL of a server, but {self._name!r} is a folder")
+        seconds = limit.total_seconds()
+        self._connection = None if scheme is None else Connection(self._name, seconds, token, cafile)
 
     def listing(self) -> Listing:
         """Return the list of updates.

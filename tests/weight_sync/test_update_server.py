@@ -98,13 +98,6 @@ def test_hostile_replies_are_documented_errors(k):
         pull(codec.WeightReceiver(), replies(*[HOSTILE[k]] * 9), timeout=10)
 
 
-def test_redirects_to_another_server_are_followed(tmp_path):
-    with Publisher(tmp_path, host="127.0.0.1") as publisher:
-        published(publisher, 1)
-        files = [f"{publisher.source}/{name}".encode() for name in ("head", f"{0:020d}.snapshot")]
-        assert pull(codec.WeightReceiver(), replies(*[MOVED + url + b"\r\n\r\n" for url in files])) == 0
-
-
 def test_receiver_reads_a_chain_on_one_connection_without_a_proxy(tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with Publisher(tmp_path, host="127.0.0.1", snapshot_every=100) as publisher:
