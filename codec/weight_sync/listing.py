@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from codec.errors import StateError
+from codec.files.signing import SigningKey
 from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, RUN_NBYTES, Identity, UpdateHead, other_run
+from codec.weight_sync.signatures import check_list, signed_list
 from codec.weight_sync.update import Update
 
 _FORMAT = 2
@@ -75,21 +77,26 @@ class Listing(NamedTuple):
         found = next((k for k, one in enumerate(reversed(self.updates)) if one.head.base is None), None)
         return len(self.updates) if found is None else found
 
-    def to_bytes(self) -> bytes:
-        """Return the contents of the file ``head``."""
+    def to_bytes(self, key: SigningKey | None = None) -> bytes:
+        """Return the contents of the file ``head``, signed if there is a key."""
         run = None if self.run is None else self.run.hex()
         body = {"format": _FORMAT, "run": run, "updates": [one.fields() for one in self.updates]}
-        return json.dumps(body).encode()
+        encoded = json.dumps(body).encode()
+        return encoded if key is None else signed_list(encoded, key)
 
     @classmethod
-    def parse(cls, body: bytes) -> "Listing":
-        """Return the list in a file ``head``.
+    def parse(cls, body: bytes, key: SigningKey | None = None) -> "Listing":
+        """Return the list in a file ``head``; check its signature if there is a key.
 
         Raises
         ------
+        FrameError
+            The list is not signed with `key`.
         ValueError, LookupError, TypeError, RecursionError
             The file is something else.
         """
+        if key is not None:
+            check_list(body, key)
         head: Any = json.loads(body)
         if head["format"] != _FORMAT or len(body) > MAX_NBYTES:
             raise ValueError(f"its format is not {_FORMAT}, or it is longer than {MAX_NBYTES} bytes")
@@ -107,7 +114,7 @@ def _digest(text: Any) -> bytes:
     return found
 
 
-def chain(listing: Listing, at: Identity | None) -> list[Listed]:
+def chain(listing: Listing, at: Identity | None, *, newer: bool = False) -> list[Listed]:
     """Return the updates that lead from weights to the last version in a list.
 
     Parameters
@@ -116,6 +123,8 @@ def chain(listing: Listing, at: Identity | None) -> list[Listed]:
         List of a store.
     at : Identity or None
         Identity of the weights; None: there are none.
+    newer : bool
+        True: no version may be lower than that of the weights, and those of another run must be higher.
 
     Returns
     -------
@@ -126,11 +135,14 @@ def chain(listing: Listing, at: Identity | None) -> list[Listed]:
     Raises
     ------
     StateError
-        Neither chain exists, or the last version in the list is older than the weights.
+        Neither chain exists, or the last version in the list is older than the weights, or `newer` is violated.
     """
     last = listing.last
     if last is None:
         return []
+    known = at if newer else None
+    if known is not None and last.version < known.version + other_run(known.run, listing.run):
+        raise _lower(last.version, known.version)
     if at is not None and other_run(at.run, listing.run):
         at = None
     elif at is not None and at.run is not None and last.version < at.version:
@@ -145,7 +157,17 @@ def chain(listing: Listing, at: Identity | None) -> list[Listed]:
             f"no chain of updates leads from {now}, or from a snapshot, to version {last.version} in the store: publish"
             " a snapshot"
         )
+    if known is not None and found and found[0].head.version < known.version:
+        raise _lower(found[0].head.version, known.version)
     return found
+
+
+def _lower(version: int, known: int) -> StateError:
+    return StateError(
+        f"the store leads to version {version}, but the weights had version {known} already: a signed list was "
+        "replayed, or the trainer has begun again with an empty store. In the second case, make a new receiver, "
+        "without its old folder"
+    )
 
 
 def _backwards(updates: Iterable[Listed], last: Identity, at: Identity | None) -> list[Listed] | None:

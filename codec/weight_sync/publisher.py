@@ -3,16 +3,18 @@
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, CodecError, FrameError, StateError
+from codec.files.signing import Key, SigningKey
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.identity import Identity, other_run
 from codec.weight_sync.listing import chain
 from codec.weight_sync.sender import WeightSender
 from codec.weight_sync.server import UpdateServer, serve
+from codec.weight_sync.signatures import check_signature
 from codec.weight_sync.source import read_update
 from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.update import Update
@@ -45,6 +47,8 @@ class Publisher(Closing):
         Engine and number of threads for encoding.
     token, tls : optional
         Token and certificate of the server, as in :func:`serve`.
+    sign : bytes, str or path; optional
+        Key that signs updates and their list, as in :class:`codec.WeightSender`.
 
     Attributes
     ----------
@@ -75,11 +79,12 @@ class Publisher(Closing):
         options: CallOptions | None = None,
         token: str | None = None,
         tls: "Tls | None" = None,
+        sign: Key | SigningKey | None = None,
     ) -> None:
         if host is None and (token is not None or tls is not None):
             raise ArgumentError("token= and tls= are for a server: pass host=")
         self._every = whole("snapshot_every", snapshot_every, 1)
-        self._store = UpdateStore(folder)
+        self._store = UpdateStore(folder, sign=sign)
         self._base, self._options = base, options
         self._sender: WeightSender | None = None
         self._staged: Update | None = None
@@ -122,7 +127,7 @@ class Publisher(Closing):
         last = self._follow_store()
         if self._sender is None:
             version = 0 if last is None else last.version + 1
-            self._sender = WeightSender(weights, version=version, folder=self._base, options=self._options)
+            self._sender = WeightSender(weights, version=version, **self._how())
             self._staged = self._sender.snapshot(file=self._store.path(version, None))
             return self._staged
         sender = self._sender
@@ -131,6 +136,10 @@ class Publisher(Closing):
         file = self._store.path(number, None if full else sender.version)
         self._staged = sender.diff(weights, version=number, full=full, file=file)
         return self._staged
+
+    def _how(self) -> dict[str, Any]:
+        """Return the keyword arguments of the sender."""
+        return {"folder": self._base, "options": self._options, "sign": self._store.key}
 
     def _follow_store(self) -> Identity | None:
         """Apply published updates that the base lacks, and return the last version in the store.
@@ -142,7 +151,7 @@ class Publisher(Closing):
         if self._sender is None:
             if self._base is None or not (Path(self._base) / "state").exists():
                 return listing.last
-            self._sender = WeightSender(folder=self._base, options=self._options)
+            self._sender = WeightSender(**self._how())
         elif self._published and other_run(listing.run, self._sender.run):
             raise StateError(
                 f"another publisher has published to {self._store.folder}: only one may write to a store. Make a new "
@@ -152,7 +161,11 @@ class Publisher(Closing):
         if last is None or last.run != sender.run or last.version <= sender.version:
             return last
         try:
-            updates = [read_update(self._store.folder, one) for one in chain(listing, sender.identity)]
+            key, folder = self._store.key, self._store.folder
+            updates = [read_update(folder, one, key=key) for one in chain(listing, sender.identity)]
+            if key is not None:
+                for update in updates:
+                    check_signature(update.data, update.signature, key)
         except CodecError:  # the store does not lead to its last version: the next update is a snapshot
             return last
         with suppress(FrameError):

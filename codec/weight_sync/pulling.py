@@ -63,15 +63,16 @@ def pull(
         `source` is not a store, or cannot be read.
     StateError
         No chain leads from the receiver's version or a snapshot to the last version, the store is older than the
-        receiver, or the folder of the receiver cannot be written.
+        receiver (with ``verify=`` also if it is of another run), or the folder of the receiver cannot be written.
     FrameError, LimitError
-        As in :meth:`WeightReceiver.stage`, or a file is not the one that the store's list names. The receiver keeps the
-        last version that it has reached.
+        As in :meth:`WeightReceiver.stage`, or the list is not signed, or a file is not the one that it names.
+        The receiver keeps the last version that it has reached.
     """
     applied = False
-    with StoreReader(source, timeout, token=token, cafile=cafile) as store:
+    with StoreReader(source, timeout, token=token, cafile=cafile, key=receiver.key) as store:
         listing = store.listing()
-        path = deque(chain(listing, receiver.identity))
+        newer = receiver.key is not None
+        path = deque(chain(listing, receiver.identity, newer=newer))
         while path:
             try:
                 update = store.update(path[0])
@@ -79,7 +80,7 @@ def pull(
                 # Meanwhile, the trainer may have deleted old updates, or begun a new run
                 if (now := store.listing()) == listing:
                     raise
-                listing, path = now, deque(chain(now, receiver.identity))
+                listing, path = now, deque(chain(now, receiver.identity, newer=newer))
                 continue
             receiver.apply(update, load, like=like, into=into, restart=True)
             path.popleft()

@@ -6,11 +6,13 @@ from typing import Any
 
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
+from codec.files.signing import Key, SigningKey
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import Identity
 from codec.weight_sync.served import Served
 from codec.weight_sync.serving import Serving, Write
+from codec.weight_sync.signatures import check_signature
 from codec.weight_sync.update import TensorKind, Update
 from codec.weight_sync.weights import Given
 
@@ -43,6 +45,9 @@ class WeightReceiver(Closing):
         expand to large weights.
     options : CallOptions, optional
         Engine and number of threads, made by :func:`options`.
+    verify : bytes, str or path; optional
+        Key of the trainer, as ``sign=`` of :class:`WeightSender`. Updates and lists that are not signed with it are
+        refused, and :func:`pull` goes to no lower version, not even of another run. Default: signatures are ignored.
 
     Attributes
     ----------
@@ -87,7 +92,9 @@ class WeightReceiver(Closing):
         folder: str | PathLike[str] | None = None,
         max_nbytes: int | None = None,
         options: CallOptions | None = None,
+        verify: Key | SigningKey | None = None,
     ) -> None:
+        self.key = SigningKey.of(verify)
         self._base = base_in(folder, max_nbytes, options)
         self._serving = Serving(self._base)
         self._staged: Update | None = None
@@ -167,13 +174,15 @@ class WeightReceiver(Closing):
             The update needs another base than the current weights, is older than them, of another run, or was applied
             already.
         FrameError
-            The update is damaged, or invalid.
+            The update is damaged, invalid, or not signed with the key of this receiver.
         LimitError
             The weights would be larger than `max_nbytes`.
         """
         self._base.settle()
         self._staged = None
         parsed = update if isinstance(update, Update) else Update(update)
+        if self.key is not None:
+            check_signature(parsed.data, parsed.signature, self.key)
         self._base.check_order(parsed, restart=restart)
         self._base.check(parsed)
         self._serving.begin()

@@ -7,6 +7,7 @@ from typing import Any
 from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
+from codec.files.signing import Key, SigningKey
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import MAX_VERSION, RUN_NBYTES, Identity
@@ -37,6 +38,9 @@ class WeightSender(Closing):
         memory only.
     options : CallOptions, optional
         Engine and number of threads, made by :func:`options`.
+    sign : bytes, str or path; optional
+        Key of at least 16 bytes, or path of a file that holds it, which signs all updates by HMAC-SHA256 for receivers
+        with the same key as ``verify=``. Whoever has the key can make updates.
 
     Attributes
     ----------
@@ -75,7 +79,9 @@ class WeightSender(Closing):
         version: int = 0,
         folder: str | PathLike[str] | None = None,
         options: CallOptions | None = None,
+        sign: Key | SigningKey | None = None,
     ) -> None:
+        self._key = SigningKey.of(sign)
         if weights is None and folder is None:
             raise ArgumentError("pass weights, those that receivers have, or a folder that holds them")
         self._base = base_in(folder, None, options)
@@ -174,8 +180,7 @@ class WeightSender(Closing):
         number = self.next_version if version is None else whole("version", version, self.next_version, MAX_VERSION)
         self._pending = None
         base = None if full else self._base.weights
-        how: dict[str, Any] = {"file": file, "options": self._options, "progress": progress, "run": self.run}
-        update = write_update(weights, number, base, self.version, **how)
+        update = write_update(weights, number, base, self.version, **self._how(file, progress))
         self._pending, self._last = update, number
         return update
 
@@ -236,8 +241,11 @@ class WeightSender(Closing):
         """
         self._base.settle()
         views = {name: slot.view for name, slot in self._base.weights.items()}
-        how: dict[str, Any] = {"file": file, "options": self._options, "progress": progress, "run": self.run}
-        return write_update(views, self.version, None, None, **how)
+        return write_update(views, self.version, None, None, **self._how(file, progress))
+
+    def _how(self, file: str | PathLike[str] | None, progress: Progress | None) -> dict[str, Any]:
+        """Return the keyword arguments of :func:`write_update`."""
+        return {"file": file, "options": self._options, "progress": progress, "run": self.run, "key": self._key}
 
     def close(self) -> None:
         """Unlock the folder, so that another object may open it."""

@@ -1,5 +1,6 @@
 """Read the updates in a store: a folder, or the URL of a server."""
 
+import mmap
 import os
 import re
 from os import PathLike
@@ -7,9 +8,11 @@ from pathlib import Path
 
 from codec.arguments import check_timeout
 from codec.errors import ArgumentError, CodecError, FrameError
+from codec.files.signing import SigningKey
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.http import Cafile, Connection
 from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
+from codec.weight_sync.temporary import copied
 from codec.weight_sync.update import Update, mapped, regular
 
 TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
@@ -27,6 +30,8 @@ class StoreReader(Closing):
         Maximum time without data from a server, in seconds.
     token, cafile : optional
         As in :func:`codec.weight_sync.pull`.
+    key : SigningKey, optional
+        Key of the list's signature. Files of a folder are then copied, so that nobody can change them after a check.
 
     Raises
     ------
@@ -41,7 +46,9 @@ class StoreReader(Closing):
         *,
         token: str | None = None,
         cafile: Cafile = None,
+        key: SigningKey | None = None,
     ) -> None:
+        self._key = key
         limit = check_timeout(timeout)
         if limit is None:
             raise ArgumentError("timeout must be seconds or a timedelta, from 1 ms to 10 years, got None")
@@ -62,12 +69,14 @@ class StoreReader(Closing):
         ArgumentError
             The store does not exist, or cannot be read.
         FrameError
-            The file ``head`` is not a list of updates.
+            The file ``head`` is not a list of updates, or not signed with the key.
         """
         try:
-            return Listing.parse(self._head())
+            return Listing.parse(self._head(), self._key)
         except (CodecError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as e:
             if isinstance(e, CodecError):
+                if isinstance(e, FrameError):
+                    e.of(f"{self._name}/head")
                 raise
             raise FrameError(f"head of {self._name} is not a list of updates: {e}") from None
 
@@ -99,7 +108,8 @@ class StoreReader(Closing):
         """
         try:
             if self._connection is None:
-                update = Update(mapped(Path(self._name) / one.file))
+                path = Path(self._name) / one.file
+                update = Update(mapped(path) if self._key is None else _copy(path, one.nbytes))
             else:
                 update = Update(self._connection.read(one.file, one.nbytes))
         except FrameError as e:
@@ -118,13 +128,24 @@ class StoreReader(Closing):
             self._connection.close()
 
 
-def read_head(source: str | PathLike[str], timeout: float = TIMEOUT) -> Listing:
+def _copy(path: Path, most: int) -> mmap.mmap | bytes:
+    try:
+        fd, _ = regular(path)
+        with os.fdopen(fd, "rb", 0) as f:
+            return copied(f.readinto, str(path), most)
+    except OSError as e:
+        raise ArgumentError(f"{str(path)!r} cannot be read: {e.strerror}") from None
+
+
+def read_head(source: str | PathLike[str], timeout: float = TIMEOUT, key: SigningKey | None = None) -> Listing:
     """Return the list of updates in a store, as :meth:`StoreReader.listing`."""
-    with StoreReader(source, timeout) as opened:
+    with StoreReader(source, timeout, key=key) as opened:
         return opened.listing()
 
 
-def read_update(source: str | PathLike[str], one: Listed, timeout: float = TIMEOUT) -> Update:
+def read_update(
+    source: str | PathLike[str], one: Listed, timeout: float = TIMEOUT, key: SigningKey | None = None
+) -> Update:
     """Return an update in a store, as :meth:`StoreReader.update`."""
-    with StoreReader(source, timeout) as opened:
+    with StoreReader(source, timeout, key=key) as opened:
         return opened.update(one)

@@ -14,6 +14,7 @@ from pathlib import Path
 from codec.arguments import whole
 from codec.errors import ArgumentError, CodecError, StateError
 from codec.files.replacing import replaced
+from codec.files.signing import Key, SigningKey
 from codec.weight_sync.identity import MAX_VERSION, other_run
 from codec.weight_sync.listing import Listed, Listing, file_name
 from codec.weight_sync.source import read_head
@@ -38,6 +39,8 @@ class UpdateStore:
     base : int, optional
         Version that all receivers already have, so that the first update of the store may refer to it. Default: an
         empty store must begin with a snapshot.
+    sign : bytes, str or path; optional
+        Key that signs the list, as in :class:`codec.WeightSender`, which must sign the updates with it.
 
     Raises
     ------
@@ -58,7 +61,15 @@ class UpdateStore:
     1
     """
 
-    def __init__(self, folder: str | PathLike[str], *, keep: int = 2, base: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        keep: int = 2,
+        base: int | None = None,
+        sign: Key | SigningKey | None = None,
+    ) -> None:
+        self.key = SigningKey.of(sign)
         self.folder = Path(folder)
         self._base = None if base is None else whole("base", base, 0, MAX_VERSION)
         self._keep = whole("keep", keep, 1)
@@ -92,11 +103,11 @@ class UpdateStore:
         ArgumentError
             The folder cannot be read or written.
         FrameError
-            The file ``head`` is damaged; :meth:`clear` empties the store.
+            The file ``head`` is damaged, or not signed with the key; :meth:`clear` empties the store.
         """
         with self._writing():
             self._create()
-        return read_head(self.folder)
+        return read_head(self.folder, key=self.key)
 
     def put(self, update: Update) -> None:
         """Write the file of an update, unless it exists. Receivers find the update only after :meth:`publish`.
@@ -124,12 +135,14 @@ class UpdateStore:
             The base of the update is not the last version in the list; or a snapshot of the same run is older than that
             version, or has other weights for it.
         ArgumentError
-            A file cannot be written, or the update belongs to no run.
+            A file cannot be written, or the update belongs to no run, or lacks a signature.
         """
         if update.run is None:
             raise ArgumentError(
                 "the update was made from files, and belongs to no run: publish updates of a WeightSender"
             )
+        if self.key is not None and update.signature is None:
+            raise ArgumentError("the update is not signed, but the store is: pass sign= to the WeightSender")
         listing, new = self.listing(), Listed.of(update)
         if new in listing.updates and listing.last == update.head.after:
             self.put(update)
@@ -174,7 +187,7 @@ class UpdateStore:
 
     def _write_head(self, listing: Listing) -> None:
         with replaced(self.folder / "head") as f:
-            f.write(listing.to_bytes())
+            f.write(listing.to_bytes(self.key))
 
     def _delete_before(self, version: int, kept: set[str]) -> None:
         """Delete the files of versions up to `version`, except `kept`. What cannot be deleted now is deleted later."""

@@ -20,6 +20,7 @@ from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE
 from codec.errors import ArgumentError, ChecksumError, FrameError, Status, UnsupportedError
 from codec.tensors.view import fetch, view_bytes
 from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, UpdateHead
+from codec.weight_sync.signatures import signature_in
 
 MAGIC = b"\x89CWU\r\n\x1a\n"
 FORMAT = 2
@@ -85,6 +86,8 @@ class Update:
         Bytes of the update, to write to a file or send over a connection.
     nbytes : int
         Size of the update in bytes.
+    signature : bytes or None
+        Signature of a trainer with ``sign=``, 32 bytes, which only :class:`WeightReceiver` with ``verify=`` checks.
     run : bytes or None
         Run of the trainer, 16 random bytes: each sender that begins with new weights begins a run. None: the update was
         made from files.
@@ -118,11 +121,11 @@ class Update:
     (0, 1, ('w',))
     """
 
-    __slots__ = ("entries", "head", "memory")
+    __slots__ = ("entries", "head", "memory", "signature")
 
     def __init__(self, data: Any) -> None:
         self.memory: Bytes = fetch("an update", view_bytes(data)).array()
-        self.head, self.entries = parse(self.memory)
+        self.head, self.entries, self.signature = parse(self.memory)
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> "Update":
@@ -282,8 +285,8 @@ def weights_digest(tensors: Mapping[str, tuple[TensorKind, Sequence[bytes]]]) ->
     return h.digest()
 
 
-def parse(data: Bytes) -> tuple[UpdateHead, dict[str, TensorEntry]]:
-    """Parse and check the header and the index of an update.
+def parse(data: Bytes) -> tuple[UpdateHead, dict[str, TensorEntry], bytes | None]:
+    """Parse and check the header and the index of an update, and return them with the signature.
 
     Raises
     ------
@@ -309,7 +312,8 @@ def parse(data: Bytes) -> tuple[UpdateHead, dict[str, TensorEntry]]:
         raise ChecksumError("the header or index of the update is damaged: its digest does not match", Status.CHECKSUM)
     if nbytes > len(data):
         raise _truncated(len(data), nbytes)
-    if nbytes < len(data):
+    signature = signature_in(data[nbytes:].data) if nbytes < len(data) else None
+    if nbytes < len(data) and signature is None:
         raise FrameError(
             f"bytes follow the end of the update: it has {nbytes} bytes, but {len(data)} were given",
             Status.TRAILING,
@@ -327,7 +331,7 @@ def parse(data: Bytes) -> tuple[UpdateHead, dict[str, TensorEntry]]:
     if base == _NO_BASE and (base_digest != NO_DIGEST or any(a == b for e in entries.values() for a, b in e.frames)):
         raise _invalid("a snapshot has the digest of a base, or lacks frames")
     known = None if run == NO_DIGEST else run
-    return UpdateHead(known, new, None if base == _NO_BASE else base, base_digest, digest), entries
+    return UpdateHead(known, new, None if base == _NO_BASE else base, base_digest, digest), entries, signature
 
 
 def _entries(index: bytes, count: int, at: int) -> dict[str, TensorEntry]:

@@ -3,7 +3,7 @@
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -13,8 +13,10 @@ import numpy as np
 from codec._options import CallOptions
 from codec.errors import ArgumentError
 from codec.files.replacing import replaced
+from codec.files.signing import SigningKey
 from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
 from codec.weight_sync.identity import NO_DIGEST, UpdateHead
+from codec.weight_sync.signatures import signed
 from codec.weight_sync.update import Bytes, TensorKind, Update, check_name, head_and_index, index_nbytes, weights_digest
 from codec.weight_sync.weights import Given, Weights, is_streamed, items, kind_of, pieces_of, view_of
 
@@ -172,6 +174,7 @@ def write_update(
     options: CallOptions | None,
     progress: Progress | None = None,
     run: bytes | None = None,
+    key: SigningKey | None = None,
 ) -> Update:
     """Encode an update, to a file or in memory.
 
@@ -193,6 +196,8 @@ def write_update(
         iterable, the total is the number of bytes read so far.
     run : bytes or None
         Run of the trainer; None: the update belongs to no run.
+    key : SigningKey, optional
+        Key that signs the update.
     """
     failed: list[OSError] = []
     pairs, streamed = items(given), is_streamed(given)
@@ -219,11 +224,22 @@ def write_update(
     if file is None:
         memory = BytesIO()
         encode_to(memory)
+        if key is not None:
+            with memory.getbuffer() as data:
+                signature = signed(data, key)
+            memory.seek(0, SEEK_END)
+            memory.write(signature)
         return Update(memory.getbuffer())
     try:
         with replaced(Path(file)) as target:
             encode_to(target)
             target.flush()
+            if key is not None:
+                with mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ) as data:
+                    signature = signed(data, key)
+                target.seek(0, SEEK_END)
+                target.write(signature)
+                target.flush()
             return Update(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))  # what readers refuse, replaces nothing
     except ArgumentError:
         if failed:

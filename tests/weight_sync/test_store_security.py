@@ -148,7 +148,10 @@ def test_requests_without_the_token_get_nothing(tmp_path):
     "token", ["short", "with space in the token", "line\r\nend-of-a-header", "é" * 20, b"x" * 20, 7]
 )
 def test_invalid_tokens_are_refused_and_not_shown(tmp_path, token):
-    for call in (lambda: serve(tmp_path, token=token), lambda: pull(None, "http://127.0.0.1:1", token=token)):
+    for call in (
+        lambda: serve(tmp_path, token=token),
+        lambda: pull(codec.WeightReceiver(), "http://127.0.0.1:1", token=token),
+    ):
         with pytest.raises(codec.ArgumentError, match="a token must be") as e:
             call()
         assert str(token) not in str(e.value)
@@ -166,7 +169,7 @@ def test_token_is_not_sent_in_the_clear_to_other_hosts(tmp_path):
     with pytest.raises(codec.ArgumentError, match="cafile= is for https"):
         http.Connection("http://192.0.2.1:1", 1, None, "file")
     with pytest.raises(codec.ArgumentError, match="is a folder"):
-        pull(None, "folder", token=TOKEN)
+        pull(codec.WeightReceiver(), "folder", token=TOKEN)
     with pytest.raises(codec.ArgumentError, match="pass host="):
         Publisher(tmp_path / "store", token=TOKEN)
     assert not (tmp_path / "store").exists()
