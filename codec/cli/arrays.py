@@ -15,9 +15,11 @@ from codec._options import options
 from codec.cli.console import (
     STANDARD,
     check_output,
+    check_signed,
     output_file,
     progress_bar,
     report,
+    signed_output,
 )
 from codec.decoding import decode
 from codec.encoding import encode
@@ -39,9 +41,10 @@ def pack_array(args: argparse.Namespace) -> int:
     """Encode a .npy array as a frame, or raw values as one frame or as a frame of every 64 MiB."""
     output = args.output or (STANDARD if args.file == STANDARD else args.file + _SUFFIX)
     args.output = output = check_output(output, args.force, args.file)
+    check_signed(args, output)
     spec, given = spec_of(args.codec or "lossless"), options(threads=args.threads)
     before = after = frames = 0
-    with _opened(args.file) as source, output_file(output, args.file) as file, progress_bar() as progress:
+    with _opened(args.file) as source, signed_output(args, output, args.file) as file, progress_bar() as progress:
         for x in _arrays(source, args):
             frame = encode(x, spec, options=given)
             file.write(frame)

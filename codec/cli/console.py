@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from codec.errors import ArgumentError
 from codec.files.opening import printable, standard_input
 from codec.files.replacing import is_special, replaced
+from codec.files.signing import SUFFIX, file_signature, write_signature
 
 PROGRAM = "codec"
 FAILED, WRONG_USAGE, OTHER_BASE, INTERRUPTED = 1, 2, 3, 130  # exit codes; 0: success
@@ -95,6 +96,27 @@ def output_file(path: str, *inputs: str) -> Generator[BinaryIO]:
         raise ArgumentError(
             f"standard output cannot be written: {e.strerror} (temporary folder {tempfile.gettempdir()!r})"
         ) from None
+
+
+def check_signed(args: argparse.Namespace, path: str) -> None:
+    """Check that the signature of an output can be written beside it, if ``--sign`` was given."""
+    if getattr(args, "sign", None) is None:
+        return
+    if path == STANDARD or is_special(path):
+        raise ArgumentError("--sign writes a second file, beside the output: name a file by -o FILE")
+    check_output(path + SUFFIX, args.force)
+
+
+@contextmanager
+def signed_output(args: argparse.Namespace, path: str, *inputs: str) -> Generator[BinaryIO]:
+    """Open a file as :func:`output_file`; if ``--sign`` was given, write its signature beside it after the file."""
+    key, signature = getattr(args, "sign", None), None
+    with output_file(path, *inputs) as file:
+        yield file
+        if key is not None:
+            signature = file_signature(file, key)
+    if signature is not None:
+        write_signature(path, signature)
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from typing import Any
 
 from codec.advisor.advise import named
 from codec.cli.console import EXIT_CODES, STANDARD, add_json, print_entries, print_error
-from codec.cli.updates import is_update, update_entries, verify_update
+from codec.cli.updates import check_signed_update, is_update, update_entries, verify_update
 from codec.errors import ArgumentError, CodecError, FrameError, StateError
 from codec.files.frames import inspect_file, verify_file
 from codec.files.opening import FileKind, kind_of, opened, printable
+from codec.files.signing import SigningKey, check_file
 from codec.stateful.activation.store_info import inspect_store, is_store
 
 _ACCEPTED = "frame, - for standard input, packed model file, update of weights, or folder of activations"
@@ -34,6 +35,7 @@ def add_commands(commands: Any) -> None:
         "a file is damaged or cannot be read; 2 for wrong arguments.",
     )
     p.add_argument("files", nargs="+", metavar="file", help=_ACCEPTED)
+    p.add_argument("--key", metavar="KEYFILE", help="check signatures, too: that of an update, or of FILE in FILE.sig")
     p.set_defaults(run=run_verify)
 
 
@@ -62,9 +64,12 @@ def run_inspect(args: argparse.Namespace) -> int:
 def run_verify(args: argparse.Namespace) -> int:
     """Verify each file; return 1 if a file is damaged or cannot be read, otherwise 0."""
     failed = 0
+    key = None if args.key is None else SigningKey(args.key)
     for file in args.files:
         try:
-            verified = _verify(file)
+            if key is not None:
+                _check_signed(file, key)
+            verified = _verify(file) + (", signed with this key" if key is not None else "")
         except CodecError as e:
             failed = 1
             if isinstance(e, FrameError):
@@ -73,6 +78,14 @@ def run_verify(args: argparse.Namespace) -> int:
         else:
             print(f"{printable(file)}: {verified}", flush=True)
     return failed
+
+
+def _check_signed(path: str, key: SigningKey) -> None:
+    """Raise CodecError unless a file is signed with a key."""
+    if path == STANDARD or is_store(path):
+        raise ArgumentError(f"{printable(path)} has no signature: --key is for files")
+    if not (is_update(path) and check_signed_update(path, key)):
+        check_file(path, key)
 
 
 def _kind(path: str) -> FileKind:

@@ -17,14 +17,17 @@ from codec.cli.console import (
     add_output,
     add_threads,
     check_output,
+    check_signed,
     input_file,
     output_file,
     print_table,
     progress_bar,
     report,
+    signed_output,
 )
 from codec.errors import ArgumentError
 from codec.files.opening import HEAD, FileKind, kind_of, kind_of_head, opened, printable, standard_input
+from codec.files.signing import SigningKey
 
 _PACKED, _PLAIN, _INDEX = ".codec.safetensors", ".safetensors", ".index.json"
 
@@ -49,6 +52,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--codec", help="of a frame: preset, or spec such as 'Quantize(4)'; default: lossless")
     p.add_argument("--dtype", help="dtype of raw values, such as bfloat16; or of a .npy file that stores bits")
     p.add_argument("--shape", help="shape of raw values, such as 512,1024")
+    p.add_argument("--sign", metavar="KEYFILE", help="sign the output with a secret key, in OUTPUT.sig")
     add_threads(p)
     add_output(p, default="FILE.codec.safetensors; of a frame: FILE.codec")
     p.set_defaults(run=run_pack)
@@ -82,6 +86,7 @@ def add_commands(commands: Any) -> None:
 
 def run_pack(args: argparse.Namespace) -> int:
     """Run ``codec pack``: compress a model file, each file of a sharded model, an array, or a stream of values."""
+    args.sign = None if args.sign is None else SigningKey(args.sign)
     if args.file.endswith(_INDEX):
         return _each_shard(args, _pack)
     kind, whole = _kind_of(args.file), (args.output or "").endswith(_PLAIN)
@@ -103,6 +108,7 @@ def run_pack(args: argparse.Namespace) -> int:
         stem = stem.removesuffix(suffix)
     output = args.output or (STANDARD if args.file == STANDARD else stem + _PACKED)
     output = check_output(output, args.force, args.file)
+    check_signed(args, output)
     return _report(args, output, [_pack(args, args.file, output)])
 
 
@@ -134,7 +140,7 @@ def _pack(args: argparse.Namespace, path: str, output: str) -> tuple[int, int, i
     with input_file(path) as found, source_of(found, args.key) as source:
         if is_container(source.header):
             raise ArgumentError(f"{printable(path)} is packed already: codec unpack restores the original file")
-        with output_file(output, path) as file, progress_bar() as progress:
+        with signed_output(args, output, path) as file, progress_bar() as progress:
             pack(source, file, threads=args.threads, progress=progress)
             file.flush()
             return len(source.header.tensors), os.stat(found).st_size, os.fstat(file.fileno()).st_size
@@ -182,9 +188,9 @@ def _each_shard(args: argparse.Namespace, work: Callable[..., tuple[int, int, in
     folder.mkdir(parents=True, exist_ok=True)
     source = Path(args.file)
     for name in (source.name, *names):
-        check_output(str(folder / name), args.force, str(source.parent / name))
+        check_signed(args, check_output(str(folder / name), args.force, str(source.parent / name)))
     done = [work(args, str(source.parent / name), str(folder / name)) for name in names]
-    with output_file(str(folder / source.name), args.file) as file:
+    with signed_output(args, str(folder / source.name), args.file) as file:
         file.write(source.read_bytes())
     return _report(args, args.output, done)
 

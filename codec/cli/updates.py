@@ -17,6 +17,7 @@ from codec.cli.console import (
 )
 from codec.errors import ArgumentError, StateError
 from codec.files.opening import FileKind, kind_of, opened
+from codec.files.signing import SigningKey
 from codec.inspection import verify
 
 
@@ -142,6 +143,24 @@ def verify_update(path: str) -> str:
             if (frame := update.frame(name, k)) is not None:
                 verify(frame)
     return f"a whole update to version {update.version}"
+
+
+def check_signed_update(path: str, key: SigningKey) -> bool:
+    """Check the signature of an update; return False if it has none.
+
+    Raises
+    ------
+    FrameError
+        The file is not an update, or its signature does not match.
+    """
+    from codec.weight_sync.signatures import check_signature
+    from codec.weight_sync.update import Update
+
+    update = Update.open(path)
+    if update.signature is None:
+        return False
+    check_signature(update.data, update.signature, key)
+    return True
 
 
 def _entries(update: Any, path: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def signed(data: Any, key: SigningKey) -> bytes:
     key : SigningKey
         Key of the trainer.
     """
-    return _MAGIC + key.sign(_UPDATE, data)
+    return _MAGIC + key.sign(_UPDATE, [data])
 
 
 def signature_in(rest: memoryview) -> bytes | None:
@@ -53,7 +53,7 @@ def check_signature(data: memoryview, signature: bytes | None, key: SigningKey) 
         raise FrameError(
             "the update is not signed, but this object was made with a key: sign it by sign= of the trainer"
         )
-    if not key.matches(signature, _UPDATE, data[:-_NBYTES]):
+    if not key.matches(signature, _UPDATE, [data[:-_NBYTES]]):
         raise FrameError(
             "the signature of the update does not match: the update was changed on the way, or signed with another key"
         )
@@ -61,7 +61,7 @@ def check_signature(data: memoryview, signature: bytes | None, key: SigningKey) 
 
 def signed_list(body: bytes, key: SigningKey) -> bytes:
     """Return a list of updates, a JSON object, with its signature as the last entry."""
-    return body[:-1] + b', "signature": "%s"}' % key.sign(_LIST, body).hex().encode()
+    return body[:-1] + b', "signature": "%s"}' % key.sign(_LIST, [body]).hex().encode()
 
 
 def check_list(body: bytes, key: SigningKey) -> None:
@@ -78,7 +78,7 @@ def check_list(body: bytes, key: SigningKey) -> None:
             "the list of updates is not signed, but this object was made with a key: make the Publisher with sign=, "
             "and with an empty folder"
         )
-    if not key.matches(bytes.fromhex(found[1].decode()), _LIST, body[:-_END_NBYTES], b"}"):
+    if not key.matches(bytes.fromhex(found[1].decode()), _LIST, [body[:-_END_NBYTES], b"}"]):
         raise FrameError(
             "the signature of the list of updates does not match: the list was changed on the way, or signed with "
             "another key"

@@ -189,7 +189,7 @@ def test_keys_come_from_bytes_and_files(tmp_path):
         path.write_bytes(content)
         path.chmod(0o600)
         for given in (path, str(path)):
-            assert SigningKey(given).sign(b"x") == SigningKey(KEY).sign(b"x")
+            assert SigningKey(given).sign(b"x", []) == SigningKey(KEY).sign(b"x", [])
     path.chmod(0o640)
     with pytest.warns(UserWarning, match=r"other users may read .*chmod 600"):
         SigningKey(path)
