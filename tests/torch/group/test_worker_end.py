@@ -66,6 +66,6 @@ if FREED:
 
 @pytest.mark.parametrize("freed", [False, True])
 def test_process_exits_after_workers_have_computed(freed):
-    command = [sys.executable, "-c", f"FREED = {freed}{_EXIT}"]
+    command = [sys.executable, "-P", "-c", f"FREED = {freed}{_EXIT}"]
     found = subprocess.run(command, check=False, capture_output=True, timeout=60)
     assert (found.returncode, found.stdout, found.stderr) == (0, b"done", b"")
