@@ -354,6 +354,7 @@ class DeviceReduction(Reduction):
             self.codebook,
             self.codebooks,
             self.count_symbols,
+            self.weights,
         )
 
     def _residual_on_host(self, residual: torch.Tensor) -> Array:

@@ -347,3 +347,10 @@ def test_several_tensors_are_reduced_together(ranks, kind):
     errors = ranks.run(_several, kind)
     assert errors[1] == "ArgumentError"
     assert set(errors) == {"ArgumentError", "PeerError"}
+
+
+def test_copy_in_host_memory_keeps_the_sizes_of_slices(kind):
+    with gpu(kind) as put:
+        r = arguments.reduction_of(put(torch.ones(9000)), codec.Lossless(), "sum", 0)
+        r.weights = 1, 3
+        assert r.on_host().slices(2) == r.slices(2)
