@@ -105,12 +105,13 @@ class ResidualPair:
         outside = cut(layout, 0, window[0]) + cut(layout, window[1], r.n)
         if shared([*union(outside), *self.ranges()]) is None:
             return
-        residual = np.zeros(r.n, np.float32)
+        residual = r.memory.zeros(r.n)
         for begin, end in ((0, window[0]), (window[1], r.n)):
             ranges = cut(layout, begin, end)
-            of_sums = self.server.settle(ranges) * np.float32(self._share(r, levels.all.size))
-            residual[begin:end] = of_sums + self.worker.settle(ranges) * np.float32(self._share(r, levels.within.size))
-        r.add_residual(r.memory.bring(residual))
+            residual[begin:end] += self.server.settle(ranges, r.memory) * np.float32(self._share(r, levels.all.size))
+            mine = self.worker.settle(ranges, r.memory) * np.float32(self._share(r, levels.within.size))
+            residual[begin:end] += mine
+        r.add_residual(residual)
 
     @staticmethod
     def _share(r: Reduction, size: int) -> int:
