@@ -171,12 +171,14 @@ class GlooBetweenGpus:
     NCCL before 2.30 does not let ranks share a GPU.
     """
 
-    def __init__(self, group):
-        store = PrefixStore("codec/nccl", group.get_group_store().clone())
+    def __init__(self, group, prefix):
+        store = PrefixStore(prefix, group.get_group_store().clone())
         self.pg = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
 
     def alltoall_base(self, received, rows, received_sizes, sent_sizes):
-        assert len(rows) == len(received) == self.pg.size()
+        assert sum(sent_sizes or [len(rows)]) == len(rows)
+        assert sum(received_sizes or [len(received)]) == len(received)
+        assert sent_sizes or len(rows) == len(received) == self.pg.size()
         assert rows.is_contiguous()
         assert received.is_contiguous()
         there = host(received)
@@ -212,7 +214,7 @@ class _Arrival:
         to.copy_(self._values)
 
 
-def _order(transfer, work):
+def _follow(transfer, work):
     """Block until a collective has ended. NCCL would make the stream wait, but emulated kernels run immediately."""
     transfer._in_flight.append(work)
     transfer._await(work.is_completed)
@@ -238,5 +240,5 @@ def _nccl_version(rank, size):
 def connect_gpus(*_):
     """Replace functions of codec.torch so that groups of this process send frames from GPU to GPU."""
     communicator.uses_nccl, nccl.connect_nccl = lambda _: True, GlooBetweenGpus
-    nccl.DeviceTransfer._order = _order
+    nccl.DeviceTransfer._follow = _follow
     nccl.engine_is_usable = lambda: True  # also called outside the context of `gpu`

@@ -97,6 +97,7 @@ def counted_gpu():
         for name in ("empty", "zeros", "as_tensor"):
             around(torch, name, made)
         around(nccl.DeviceTransfer, "all_to_all", lambda *_: traffic.add("launches"))
+        around(nccl.DeviceTransfer, "scatter", lambda *_: traffic.add("launches"))
         around(nccl.DeviceTransfer, "all_gather", lambda *_: traffic.add("launches"))
         around(nccl.DeviceTransfer, "settle", lambda transfer: transfer._in_flight and traffic.wait())
         around(streams.StreamOrder, "finish", lambda *_: traffic.wait())

@@ -52,9 +52,10 @@ class Communicator:
         worker.on_timeout, worker.on_wait = channel.close, channel.counters.add_wait
         if levels is not None:
             self.run(lambda c: _check_levels(c, levels))
-        elif channel.size > 1 and uses_nccl(group):
+        near = group if levels is None else group.within
+        if channel.size > 1 and uses_nccl(near):
             usable = self.run(lambda c: c.part(hash64("GPUs")).gather([rank_is_usable()]))
-            worker.submit(lambda: channel.device.connect(group, usable)).result()
+            worker.submit(lambda: channel.device.connect(near, usable)).result()
             if channel.device.connected:
                 worker.most_in_flight = 1  # NCCL needs the same order of messages on all ranks
 

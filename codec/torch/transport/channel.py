@@ -47,7 +47,7 @@ class Channel:
     mesh : Mesh
         TCP connections for data in host memory.
     device : DeviceTransfer
-        NCCL connections for frames that stay on GPUs.
+        NCCL connections for frames that stay on GPUs; in two levels, for values within the machine.
     buffers : Buffers
         Pool of host memory for messages, results and sums.
     """
@@ -63,7 +63,8 @@ class Channel:
         self.counters = Counters()
         self.buffers = Buffers()
         self.mesh = connect(group, self.timeout, self.levels.peers)
-        self.device = DeviceTransfer(self.mesh, self.levels.all.others, self.timeout, self.counters.add_wait)
+        flat, others = self.levels.flat, (self.levels.all if self.levels.flat else self.levels.within).others
+        self.device = DeviceTransfer(self.mesh, others, self.timeout, self.counters.add_wait, within=not flat)
         self._cancelled = False
         self._writing = threading.Lock()
 
@@ -76,6 +77,7 @@ class Channel:
             The channel is closed or cancelled.
         """
         self.check_open()
+        self.device.begin(number)
         return Collective(self, number)
 
     def check_open(self) -> None:

@@ -188,6 +188,7 @@ class Collective:
             Cause that is sent to the other ranks.
         """
         self.device.drain()
+        self.device.pass_turn(self.number)
         cause = cause or self._cause or Cause(status_of(error), self.rank, f"{type(error).__name__}: {error}")
         if self.agreed or self.mesh.has_lost:
             self.mesh.close()
@@ -207,6 +208,7 @@ class Collective:
 
     def end(self) -> None:
         """End the collective: drop messages that arrive later, and free its memory."""
+        self.device.pass_turn(self.number)
         self.mesh.end(self.number)
         self.arena.release()
 

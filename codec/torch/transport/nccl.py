@@ -15,6 +15,7 @@ from codec import PeerError
 from codec.torch._compat import timeout_of
 from codec.torch.network.mesh import CLOSED, Mesh
 from codec.torch.network.store import own_store
+from codec.torch.network.waits import Turns, Wait
 from codec.torch.transport.buffers import ScratchCounter
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.streams import engine_is_usable, logger, passed_by_gpu
@@ -37,6 +38,8 @@ class DeviceTransfer:
         TCP connections, which are closed together with the NCCL connections.
     others : sequence of int
         Other ranks.
+    within : bool
+        True: the ranks are those of a machine in two levels, so that only uncompressed values travel by NCCL.
     timeout : timedelta
         Longest time that other ranks may keep this rank waiting.
     on_wait : callable
@@ -51,9 +54,17 @@ class DeviceTransfer:
     """
 
     def __init__(
-        self, mesh: Mesh, others: Sequence[int], timeout: timedelta, on_wait: Callable[[float, int | None], Any]
+        self,
+        mesh: Mesh,
+        others: Sequence[int],
+        timeout: timedelta,
+        on_wait: Callable[[float, int | None], Any],
+        *,
+        within: bool = False,
     ) -> None:
         self._mesh, self._others, self._timeout, self._on_wait = mesh, others, timeout, on_wait
+        self._within = within
+        self._order, self._turns = Turns(), dict[int, tuple[Wait | None, Wait]]()  # turns by number of the collective
         self._pg: Any = None  # None: not connected, or closed
         self._abort: Callable[[], Any] | None = None  # closes the connections, also while messages are in flight
         self._in_flight: list[Any] = []  # collectives of NCCL for which the host has not waited
@@ -64,15 +75,39 @@ class DeviceTransfer:
     @property
     def connected(self) -> bool:
         """True if frames can be sent from GPU to GPU, without copies to host memory."""
-        return self._pg is not None
+        return self._pg is not None and not self._within
+
+    @property
+    def connected_within(self) -> bool:
+        """True if, in two levels, values of the ranks of a machine can be reduced on their GPUs."""
+        return self._pg is not None and self._within
 
     def connect(self, group: Any, usable: Sequence[Sequence[int]]) -> None:
-        """Connect the GPUs of all ranks, unless `usable`, by rank, has [0] for a rank that cannot encode on its GPU."""
+        """Connect the GPUs of a group, unless `usable`, by rank, has [0] for a rank that cannot encode on its GPU."""
         if [0] in usable:
             logger.info("rank %d cannot encode on its GPU: all ranks send frames from host memory", usable.index([0]))
             return
-        self._pg = connect_nccl(group)
+        self._pg = connect_nccl(group, "codec/nccl/within" if self._within else "codec/nccl")
         self._abort = weakref.finalize(self, _abort, self._pg)
+
+    # Turns: in two levels, several collectives are in flight, but NCCL needs the same order of messages on all ranks
+
+    def begin(self, number: int) -> None:
+        """Note that a collective begins. Its messages within the machine follow those of all earlier collectives."""
+        if self._within:
+            self._turns[number] = self._order.ask()
+
+    async def turn(self, number: int) -> None:
+        """Wait until all earlier collectives have called :meth:`pass_turn`."""
+        before, _ = self._turns[number]
+        if before is not None:
+            await before
+
+    def pass_turn(self, number: int) -> None:
+        """Note that a collective sends no more messages within the machine; later calls do nothing."""
+        before, own = self._turns.pop(number, (None, Wait()))
+        if before is None or not before.call_when_done(own.complete):
+            own.complete()
 
     @contextmanager
     def phase(self) -> Generator[None]:
@@ -93,6 +128,17 @@ class DeviceTransfer:
         """Send row i of a byte tensor to rank i; return the received rows, by rank. Call this inside :meth:`phase`."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         self._run(lambda pg: pg.alltoall_base(received, rows, [], []), rows.nbytes // (1 + len(self._others)), counters)
+        return received
+
+    def scatter(self, values: torch.Tensor, nbytes: Sequence[int], rank: int, counters: Counters) -> torch.Tensor:
+        """Send part i of a byte tensor, of `nbytes[i]` bytes, to rank i; return the parts for `rank`, this rank.
+
+        Call this inside :meth:`phase`.
+        """
+        received = torch.empty((len(nbytes), nbytes[rank]), dtype=values.dtype, device=values.device)
+        sizes = [nbytes[rank]] * len(nbytes)
+        total = (values.nbytes - nbytes[rank]) // max(1, len(self._others))
+        self._run(lambda pg: pg.alltoall_base(received.view(-1), values, sizes, [*nbytes]), total, counters)
         return received
 
     def all_gather(self, row: torch.Tensor, counters: Counters) -> torch.Tensor:
@@ -117,12 +163,15 @@ class DeviceTransfer:
         if (pg := self._pg) is None:
             raise PeerError(CLOSED)
         with _as_peer_errors():
-            self._order(begin(pg))
+            self._follow(begin(pg))
         total = nbytes * len(self._others)
+        if self._within:
+            counters.local_nbytes += total
+            return
         counters.sent_nbytes += total
         counters.received_nbytes += total
 
-    def _order(self, work: Any) -> None:
+    def _follow(self, work: Any) -> None:
         """Make the current stream wait for a collective of NCCL; the host does not wait before :meth:`settle`."""
         self._in_flight.append(work)
         work.wait()
@@ -205,9 +254,12 @@ def uses_nccl(group: Any) -> bool:
     return cuda in group._device_types and group._get_backend(cuda).name().removesuffix("-lazy") in ("nccl", "nccl2")
 
 
-def connect_nccl(group: Any) -> Any:
-    """Return new NCCL connections of a group's ranks, without NCCL's own timeout, which would end the process."""
-    store = own_store(group.get_group_store(), "codec/nccl", timeout_of(group).total_seconds())
+def connect_nccl(group: Any, prefix: str) -> Any:
+    """Return new NCCL connections of a group's ranks, without NCCL's own timeout, which would end the process.
+
+    `prefix` is that of the keys in the group's store.
+    """
+    store = own_store(group.get_group_store(), prefix, timeout_of(group).total_seconds())
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER
     return dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
