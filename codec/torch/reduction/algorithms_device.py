@@ -5,6 +5,7 @@ frames of a phase are encoded together. Results are ready in stream order; :meth
 errors of sums and decoding.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,9 +13,10 @@ import torch
 from codec._c.traits import is_lossless
 from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.exchange import PhaseFrames, Row, exchange
-from codec.torch.reduction.host import FLOATS, Values
+from codec.torch.reduction.host import FLOATS, Reduction, Values
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.collective import CollectivePart
+from codec.torch.reduction.raw import Within, windows_of
+from codec.torch.transport.collective import Collective, CollectivePart
 
 
 async def two_shot(part: CollectivePart, r: DeviceReduction) -> Values:
@@ -170,3 +172,137 @@ def _shares(part: CollectivePart, r: DeviceReduction) -> torch.Tensor:
     if r.residual is not None:
         r.residual.copy_(((exact - values.float()) * share).nan_to_num_(0.0, 0.0, 0.0))
     return values
+
+
+class WithinGpus(Within):
+    """Reduction of tensors within a machine whose GPUs are connected by NCCL. Values stay on GPUs.
+
+    Results are bit-identical to those of :class:`Within` with uncompressed values. NCCL's messages of all collectives
+    have the same order on all ranks of the machine: those of a collective follow those of earlier ones. Before them,
+    the ranks wait for each other on the host, since NCCL's messages could not be cancelled if a rank had failed.
+
+    Parameters
+    ----------
+    collective, item
+        As for :class:`Within`.
+    whole : sequence of DeviceReduction
+        The tensors, of one dtype, without residuals.
+    later : list of WithinGpus, optional
+        List to which :meth:`gather` adds this object. The caller completes the tensors by :func:`gather_within`, and
+        calls :meth:`DeviceTransfer.pass_turn`. Default: :meth:`gather` completes the tensors.
+    """
+
+    _on_gpus = True
+
+    def __init__(
+        self,
+        collective: Collective,
+        whole: Sequence[DeviceReduction],
+        item: int | str | None = None,
+        later: "list[WithinGpus] | None" = None,
+    ) -> None:
+        super().__init__(collective, whole, item)
+        self._later = later
+        self._tensors = whole
+        self._windows = [windows_of(r, self._members) for r in whole]
+        self._each = [*zip(whole, self._windows, strict=True)]
+        self._wholes = [r.empty(r.n) if r.out is None else r.out for r in whole]  # results
+
+    async def scatter(self) -> list[Reduction]:
+        """Return the reduction of this rank's window of each tensor between machines."""
+        c, me = self._collective, self._members.rank
+        checked = [r for r in self._tensors if r.rejects_nonfinite]
+        for r in checked:  # raise the error that encoding the values would raise
+            r.refuse_nonfinite(r.x)
+            r.request_verdicts()
+        for r in checked:
+            r.settle(c.device)
+        await self.meet(c, "scatter")
+        ranks = range(self._members.size)
+        nbytes = [sum(w[rank].n * r.x.itemsize for r, w in self._each) for rank in ranks]
+        rows = None
+        if any(nbytes):
+            with c.device.phase():
+                values = [r.x[w[rank].begin : w[rank].end] for rank in ranks for r, w in self._each]
+                joined = torch.cat(values) if len(self._tensors) > 1 else self._tensors[0].x
+                rows = c.device.scatter(_as_bytes(joined), nbytes, me, c.counters)
+        found: list[Reduction] = []
+        begin = 0
+        for (r, w), out in zip(self._each, self._wholes, strict=True):
+            window, end = w[me], begin + w[me].n * r.x.itemsize
+            mean = r.empty(0)
+            if rows is not None and window.n:
+                mean = _reduced(r, [row[begin:end].view(r.x.dtype) for row in rows])
+            found.append(r.narrowed(window, mean, out[window.begin : window.end]))
+            begin = end
+        return found
+
+    async def gather(self, results: Sequence[Values]) -> list[Values]:
+        """Return the whole tensors, of which `results` are this rank's windows after :meth:`scatter`."""
+        for out, w, result in zip(self._wholes, self._windows, results, strict=True):
+            place = out[w[self._members.rank].begin : w[self._members.rank].end]
+            if result.data_ptr() != place.data_ptr():
+                place.copy_(result)
+        if self._later is None:
+            await gather_within(self._collective, [self])
+        else:
+            self._later.append(self)
+        return [*self._wholes]
+
+    async def meet(self, collective: Collective, name: str) -> None:
+        """Wait for the turn of a collective to send messages by NCCL, and for the other ranks of the machine."""
+        await collective.device.turn(collective.number)
+        await self._part(name, collective).gather([0])
+
+    def send_results(self, collective: Collective) -> None:
+        """Send this rank's windows of the results to all ranks of the machine, and store theirs."""
+        sizes = [[w[rank].n * r.x.itemsize for r, w in self._each] for rank in range(self._members.size)]
+        most = max(map(sum, sizes))
+        if not most:
+            return
+        row, me = self._tensors[0].empty_bytes((most,)), self._members.rank
+        for out, w, at, n in self._places(sizes[me], me):
+            row[at : at + n] = _as_bytes(out[w.begin : w.end])
+        rows = collective.device.all_gather(row, collective.counters)
+        for rank in self._members.others:
+            for out, w, at, n in self._places(sizes[rank], rank):
+                out[w.begin : w.end] = rows[rank][at : at + n].view(out.dtype)
+
+    def _places(self, nbytes: Sequence[int], rank: int) -> list[tuple[Values, Piece, int, int]]:
+        """Return each result, the window of a rank, and the begin and size of the window's bytes in its row."""
+        begins = [0, *itertools.accumulate(nbytes)]
+        windows = [w[rank] for w in self._windows]
+        return [*zip(self._wholes, windows, begins[:-1], nbytes, strict=True)]
+
+
+async def gather_within(collective: Collective, items: Sequence[WithinGpus]) -> None:
+    """Complete the tensors of reductions within a machine, in the turn of `collective`; wait for the GPU.
+
+    Raises
+    ------
+    PeerError
+        A rank of the machine has failed, is lost, or does not answer in time.
+    """
+    if not items:
+        return
+    await items[-1].meet(collective, "gather")
+    with collective.device.phase():
+        for item in items:
+            item.send_results(collective)
+    collective.device.settle()
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor."""
+    return x.contiguous().view(torch.uint8)
+
+
+def _reduced(r: DeviceReduction, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum, mean or maximum of the ranks' values, in float32 and in rank order, rounded to the dtype."""
+    first, second, *more = [r.as_float32(term) for term in terms]
+    total = torch.maximum(first, second) if r.op == "max" else first + second
+    for each in more:
+        total = torch.maximum(total, each) if r.op == "max" else total.add_(each)
+    if r.op == "mean":  # division by a tensor: for a number, CUDA multiplies by its reciprocal, and rounds twice
+        total.div_(torch.empty(1, dtype=torch.float32, device=total.device).fill_(len(terms)))
+    return r.rounded(total)

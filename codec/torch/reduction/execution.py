@@ -10,6 +10,7 @@ from codec.torch.group.autotune import RawFallback, Tuner, Way
 from codec.torch.group.communicator import Communicator
 from codec.torch.group.tasks import Together
 from codec.torch.network.version import hash64
+from codec.torch.reduction.algorithms_device import WithinGpus
 from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.raw import Within
@@ -99,6 +100,23 @@ async def run(
         store(result, r)
 
 
+def within_of(
+    collective: Collective,
+    whole: Sequence[Reduction],
+    item: int | str | None = None,
+    later: list[WithinGpus] | None = None,
+) -> Within:
+    """Return the reduction of tensors within a machine: on its GPUs if NCCL connects them, else in host memory.
+
+    Arguments are as for :class:`Within` and :class:`WithinGpus`.
+    """
+    alike = len({r.dtype for r in whole}) == 1 and all(r.settings.within is None for r in whole)
+    on_gpus = [r for r in whole if isinstance(r, DeviceReduction)]
+    if collective.device.connected_within and alike and len(on_gpus) == len(whole):
+        return WithinGpus(collective, on_gpus, item, later)
+    return Within(collective, whole, item)
+
+
 async def run_all_reduce(
     comm: Communicator,
     collective: Collective,
@@ -122,7 +140,7 @@ async def run_all_reduce(
         [begin, end) = `window` of the tensor.
     """
     whole = prepare()
-    within = Within(collective, [whole])
+    within = within_of(collective, [whole])
     [r] = await within.scatter()
     algorithm = choose(requested, r, comm.channel)
     feed(r, algorithm, within.window(whole))
@@ -133,6 +151,7 @@ async def run_all_reduce(
         results = await run_several(collective, requested, [(r, algorithm)])
         await settle(collective, r)
         [result] = await within.gather(results)
+        collective.device.pass_turn(collective.number)
         sent, trips = collective.counters.sent_nbytes, collective.counters.round_trips
         timing.learn(await collective.agree(timing.report(sent, r.x.nbytes, trips, on_device=r.on_device)))
     finally:
@@ -186,6 +205,8 @@ async def _run(
     fields = signed(r, algorithm.name, requested) | agreed(item)
     if requested:
         fields |= collective.levels.signed(r.settings.within)
+        if collective.device.connected_within and r.on_device and r.whole is not None:
+            fields["within a machine"] = "NCCL"
     try:
         result = await algorithm.run(collective.part(hash64(*fields.items()), fields, members), r)
         if isinstance(r, DeviceReduction) and algorithm.joins:

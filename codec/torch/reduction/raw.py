@@ -178,10 +178,12 @@ class Within:
         Item that must be equal on all ranks, as for :func:`codec.torch.reduction.execution.run_several`.
     """
 
+    _on_gpus = False  # True: a subclass reduces values on GPUs
+
     def __init__(self, collective: Collective, whole: Sequence[Reduction], item: int | str | None = None) -> None:
         self._collective, self._members, self._item = collective, collective.levels.within, item
         self._flat, self._whole = collective.levels.flat, whole
-        if self._flat:
+        if self._flat or self._on_gpus:
             return
         self._on_host = [r.on_host() for r in whole]
         self._outs: list[Array] = []  # memory for the result of each tensor
@@ -265,13 +267,13 @@ class Within:
         await part.sent()
         return [r.from_host(out) for r, out in zip(self._whole, self._outs, strict=True)]
 
-    def _part(self, name: str) -> CollectivePart:
-        """Begin a part of the collective among the ranks of this machine."""
+    def _part(self, name: str, collective: Collective | None = None) -> CollectivePart:
+        """Begin a part among the ranks of this machine, by default of the collective that reduces the tensors."""
         values = ", ".join(f"{r.n} of {r.dtype}, {r.op} by {r.spec}" for r in self._whole)
-        fields = {"collective": f"{name} within a machine", "values": values}
+        fields = {"collective": f"{name} within a machine{' by NCCL' * self._on_gpus}", "values": values}
         fields |= self._collective.levels.signed(self._whole[0].settings.within)
         fields |= {} if self._item is None else {"step": str(self._item)}
-        return self._collective.part(hash64(*fields.items()), fields, self._members)
+        return (collective or self._collective).part(hash64(*fields.items()), fields, self._members)
 
     def _turns(self, part: CollectivePart) -> Iterator[list[tuple[int, list[SentPiece]]]]:
         """Yield the messages with the windows of other ranks, those that are sent at the same time together."""
@@ -302,8 +304,7 @@ class Within:
 
     def _split(self, body: Array, message: list[SentPiece]) -> list[Array]:
         """Return the bytes of each piece in a message."""
-        ends = np.cumsum([self._codings[i].nbytes(piece) for i, piece, _ in message[:-1]], dtype=int)
-        return np.split(body, ends)
+        return np.split(body, np.cumsum([self._codings[i].nbytes(piece) for i, piece, _ in message[:-1]], dtype=int))
 
     def _decode(self, part: CollectivePart, body: Sequence[Array], message: list[SentPiece]) -> None:
         """Decode the pieces in a message into the results."""
