@@ -11,7 +11,9 @@ from codec.arguments import shown
 from codec.torch.ddp.buckets import Bucket, BucketBuffers
 from codec.torch.group.work import JoinedWork, Work
 from codec.torch.network.waits import Wait
+from codec.torch.reduction.algorithms_device import WithinGpus
 from codec.torch.reduction.host import Reduction
+from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.streams import order_after
 
@@ -37,6 +39,7 @@ class BucketRun:
         default_factory=list[Callable[[], None]]
     )  # of :func:`order_after`, by member
     store: Callable[[], object] | None = None  # writes the mean to the buckets; it is called if the step succeeds
+    gathers: list[WithinGpus] = field(default_factory=list[WithinGpus])  # to complete when all buckets have arrived
     arrived: Wait = field(default_factory=Wait)  # completes when the data of the buckets has arrived
     returned: Wait = field(default_factory=Wait)  # completes when the collective has resumed after `Step.over`
 
@@ -44,6 +47,16 @@ class BucketRun:
     def last(self) -> bool:
         """True for the last run of a step."""
         return self.members[-1].last
+
+    def arrive(self, collective: Collective) -> None:
+        """Note that the data of the buckets has arrived, or that the run has failed."""
+        self.arrived.complete()
+        self.pass_turn(collective)
+
+    def pass_turn(self, collective: Collective) -> None:
+        """Let later collectives send values within the machine by NCCL; the last run first gathers all results."""
+        if not self.last:
+            collective.device.pass_turn(collective.number)
 
     @property
     def buffers(self) -> list[torch.Tensor]:

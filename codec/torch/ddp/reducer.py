@@ -25,7 +25,6 @@ from codec.torch.group.work import Work
 from codec.torch.reduction import arguments, execution
 from codec.torch.reduction.execution import Planned, in_way
 from codec.torch.reduction.host import Reduction
-from codec.torch.reduction.raw import Within
 from codec.torch.transport.collective import Collective
 
 
@@ -210,7 +209,7 @@ class Reducer:
             self.state.fail_run(collective, run, step, e)
         finally:
             step.begun.complete()
-            run.arrived.complete()
+            run.arrive(collective)
         if run.last:
             try:
                 await self._agree(comm, collective, run.number, step)
@@ -328,13 +327,13 @@ class Reducer:
             whole = [self._prepare(bucket, i, part, step) for i, part in enumerate(parts)]
             if self.state.residuals is not None:
                 self.state.residuals.flush_moved(whole, parts, collective.levels)
-        within = Within(collective, whole, item)
+        within = execution.within_of(collective, whole, item, run.gathers)
         windows = await within.scatter()
+        run.pass_turn(collective)
         with self.state.changed_by(step):
             each = zip(windows, parts, map(within.window, whole), strict=True)
             planned = [self._plan(comm, r, part, window, step) for r, part, window in each]
-        results = await execution.run_several(collective, self.algorithm, planned, item)
-        results = await within.gather(results)
+        results = await within.gather(await execution.run_several(collective, self.algorithm, planned, item))
         run.reductions = [r for r, _ in planned]
         out = buffer if parts[0].out is None else parts[0].out
         is_raw = any(algorithm.uncompressed for _, algorithm in planned)

@@ -23,6 +23,7 @@ from codec.torch.group.autotune import RawFallback, Timing, Tuner
 from codec.torch.group.shares import LinkShares
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
+from codec.torch.reduction.algorithms_device import gather_within
 from codec.torch.reduction.execution import settle
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
@@ -242,7 +243,7 @@ class StepState:
             any(bucket.explain_nonfinite(error, self._plan.names) for bucket in run.members)
 
     async def settle(self, collective: Collective, step: Step) -> None:
-        """Wait once until GPUs have reduced all buckets, and record the errors that their kernels report."""
+        """Wait until GPUs have reduced all buckets, and record the errors that their kernels report."""
         if not step.outcome.succeeded:
             return
         launched = [(run, r) for run in step.runs for r in run.reductions]
@@ -253,6 +254,11 @@ class StepState:
                 await settle(collective, r)
             except BaseException as e:
                 self.fail_run(collective, run, step, e)
+        if step.outcome.succeeded:
+            try:
+                await gather_within(collective, [each for run in step.runs for each in run.gathers])
+            except BaseException as e:
+                self.fail(step, step.runs[-1].number, e, collective)
 
     def may_wait(self, parts: Sequence[BucketPart]) -> bool:
         """Return True if preparing `parts` of a bucket may make the host wait for the GPU.
