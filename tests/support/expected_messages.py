@@ -97,11 +97,15 @@ def chunk_count(nbytes: float, chunk_nbytes: int) -> int:
 def cut_point(at: int, n: int, segments: Any) -> int:
     if at >= n:
         return n
+    first = 0
     for offset, shape in segments or ():
-        row = prod(shape[1:])
-        if shape and offset <= at < offset + prod(shape) and row > 1:
+        row, end = prod(shape[1:]), offset + prod(shape)
+        if not shape or offset > at or offset == end:
+            continue
+        if at < end and row > 1:
             return at - (at - offset) % row if row <= 65_536 else at
-    return at - at % 1024
+        first = offset if at < end else end
+    return max(first, at - at % 1024)
 
 
 def inside(segments: Any, begin: int, end: int) -> Any:

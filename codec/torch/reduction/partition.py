@@ -185,14 +185,19 @@ def _row_starts(segments: Segments) -> _SegmentRows:
 
 
 def _near(at: int, n: int, rows: _SegmentRows | None) -> int:
-    """Return the last valid cut point up to `at`: the start of a row, or outside of rows a multiple of _ALIGN."""
+    """Return the last valid cut point up to `at`: the start of a row, or outside of rows a multiple of _ALIGN.
+
+    A multiple of _ALIGN inside an earlier segment, whose row it would cut, is replaced by the end of that segment.
+    """
     if at >= n:
         return n
-    i = bisect.bisect_right(rows.offset, at) - 1 if rows else -1
-    if rows and i >= 0 and at < rows.offset[i] + rows.n[i] and rows.row[i] > 1:
+    first = 0
+    if rows and (i := bisect.bisect_right(rows.offset, at) - 1) >= 0:
         inside = at - rows.offset[i]
-        return at - inside % rows.row[i] if rows.row[i] <= _LONG else at
-    return at - at % _ALIGN
+        if inside < rows.n[i] and rows.row[i] > 1:
+            return at - inside % rows.row[i] if rows.row[i] <= _LONG else at
+        first = rows.offset[i] + (0 if inside < rows.n[i] else rows.n[i])
+    return max(first, at - at % _ALIGN)
 
 
 def _inside(segments: Segments, begin: int, end: int) -> Segments:

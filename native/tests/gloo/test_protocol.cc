@@ -39,7 +39,7 @@ uint64_t stamp(uint64_t round)
 uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, const Numbers &segments)
 {
 	const auto used = static_cast<uint64_t>(algorithm == Algorithm::automatic ? Algorithm::all_gather : algorithm);
-	Numbers words = {5,
+	Numbers words = {6,
 			 0,
 			 1,
 			 spec.codec,

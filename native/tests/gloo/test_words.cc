@@ -4,6 +4,7 @@
  */
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <map>
@@ -205,7 +206,7 @@ TEST_CASE("Slices cover a tensor in rank order and keep short rows whole")
 			check_cut(n, size, 4, {});
 }
 
-TEST_CASE("Cut points are starts of rows inside segments, and elsewhere multiples of 1,024")
+TEST_CASE("Cut points are starts of rows, and elsewhere multiples of 1,024 that lie in no earlier segment")
 {
 	Segments segments;
 	const uint64_t n = laid_out({{700, 30}, {5000}, {0, 3}, {2, 65536}, {2, 65537}, {}, {9, 1}}, segments);
@@ -219,7 +220,10 @@ TEST_CASE("Cut points are starts of rows inside segments, and elsewhere multiple
 		else if (at - 157072 < 131074)
 			REQUIRE(found == at); /* cut points in long rows need no alignment */
 		else
-			REQUIRE(found == at / 1024 * 1024);
+			REQUIRE(found == std::max<uint64_t>(at < 26000    ? 21000
+							    : at < 288147 ? 288146
+									  : 288147,
+							    at / 1024 * 1024));
 	}
 	CHECK(near(n, n, segments) == n);
 	CHECK(near(5000, 6000, {}) == 4096);

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,10 +13,12 @@ from codec.tensors.segments import pack, segments, unpack
 from codec.torch.reduction.partition import windows
 from support.ranks import run_ranks
 
-shapes = st.lists(st.tuples(st.integers(1, 300), st.integers(2, 300)), min_size=1, max_size=6)
+size = st.integers(1, 300)
+shapes = st.lists(st.one_of(st.tuples(size, size), st.tuples(size)), min_size=1, max_size=9)
 
 
 @given(shapes, st.integers(1, 9))
+@example([(21, 49), (129,)], 9)  # the multiple of 1,024 before a cut point in the bias lies in the weight
 def test_windows_cover_the_tensor_and_never_cut_a_row(shapes, ranks):
     records = pack(segments(shapes))
     n = sum(int(np.prod(shape)) for shape in shapes)
@@ -26,7 +28,7 @@ def test_windows_cover_the_tensor_and_never_cut_a_row(shapes, ranks):
     assert (found[0].begin, found[-1].end) == (0, n)
     for w in found:
         for offset, shape in unpack(records):
-            if offset < w.begin < offset + shape[0] * shape[1]:
+            if len(shape) > 1 and offset < w.begin < offset + shape[0] * shape[1]:
                 assert (w.begin - offset) % shape[1] == 0
         inside = sum(int(np.prod(shape)) for _, shape in unpack(w.segments)) if w.segments else 0
         assert inside <= w.n

@@ -109,7 +109,7 @@ inline uint64_t share(uint64_t n, uint64_t i, uint64_t m)
 
 /*
  * Return the cut point at or before `at`: the start of a row inside segments with short rows, otherwise a multiple of
- * CUT_ALIGN.
+ * CUT_ALIGN. If that lies in an earlier segment, whose row it would cut, return the end of the earlier segment.
  */
 inline uint64_t near(uint64_t at, uint64_t n, const Segments &segments)
 {
@@ -123,14 +123,17 @@ inline uint64_t near(uint64_t at, uint64_t n, const Segments &segments)
 	 */
 	while (behind != segments.begin() && (!behind[-1].rank || !values_of(behind[-1])))
 		--behind;
+	uint64_t first = 0;
+
 	if (behind != segments.begin()) {
 		const codec_segment &s = behind[-1];
-		uint64_t row = values_of(s, 1), inside = at - s.offset;
+		uint64_t row = values_of(s, 1), inside = at - s.offset, count = values_of(s);
 
-		if (inside < values_of(s) && row > 1)
+		if (inside < count && row > 1)
 			return row <= LONG_ROW ? at - inside % row : at;
+		first = s.offset + (inside < count ? 0 : count);
 	}
-	return at - at % CUT_ALIGN;
+	return std::max(first, at - at % CUT_ALIGN);
 }
 
 /*
