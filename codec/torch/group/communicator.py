@@ -171,7 +171,7 @@ async def _check_levels(collective: Collective, levels: Levels) -> None:
     """Raise PeerError if the ranks of a machine, or those at one place of all machines, do not agree on their level."""
     mine = [levels.within.rank, hash64(levels.within.ranks), hash64(levels.between.ranks)]
     fields = {"collective": f"the first collective over {levels} (group=)"}
-    connected = Members(sorted([levels.all.rank, *levels.peers]), levels.all.rank)
+    connected = Members(sorted([levels.all.rank, *levels.connected]), levels.all.rank)
     gathered = await collective.part(hash64("levels"), fields, connected).gather(mine)
     found = dict(zip(connected.ranks, gathered, strict=True))
     for members, at in ((levels.within, 1), (levels.between, 2)):

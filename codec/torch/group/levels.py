@@ -139,8 +139,8 @@ def proposal(group: Any) -> str:
         return ""
     return (
         f"the {ranks} ranks of each of {machines} machines send frames to all other machines: pass "
-        f'group=torch.distributed.init_device_mesh("cpu", ({machines}, {ranks})), so that they reduce their values '
-        "within the machine first"
+        f'group=torch.distributed.init_device_mesh("cpu", ({machines}, {ranks})), or start codec.run with '
+        "--machines, so that they reduce their values within the machine first"
     )
 
 

@@ -110,10 +110,10 @@ def within_of(
 
     Arguments are as for :class:`Within` and :class:`WithinGpus`.
     """
-    alike = len({r.dtype for r in whole}) == 1 and all(r.settings.within is None for r in whole)
-    on_gpus = [r for r in whole if isinstance(r, DeviceReduction)]
-    if collective.device.connected_within and alike and len(on_gpus) == len(whole):
-        return WithinGpus(collective, on_gpus, item, later)
+    if collective.device.connected_within:
+        on_gpus = [r for r in whole if isinstance(r, DeviceReduction) and r.settings.within is None]
+        if len(on_gpus) == len(whole) and len({r.dtype for r in whole}) == 1:
+            return WithinGpus(collective, on_gpus, item, later)
     return Within(collective, whole, item)
 
 
@@ -156,7 +156,7 @@ async def run_all_reduce(
         timing.learn(await collective.agree(timing.report(sent, r.x.nbytes, trips, on_device=r.on_device)))
     finally:
         timing.end()
-    _count(collective, [r], raw=algorithm.uncompressed)
+    _count(collective, [whole], raw=algorithm.uncompressed)
     with collective.storing():
         store(result, whole)
 

@@ -62,7 +62,7 @@ class Channel:
         self.peers = tuple(between.ranks[o] for o in between.others)
         self.counters = Counters()
         self.buffers = Buffers()
-        self.mesh = connect(group, self.timeout, self.levels.peers)
+        self.mesh = connect(group, self.timeout, self.levels.connected)
         flat, others = self.levels.flat, (self.levels.all if self.levels.flat else self.levels.within).others
         self.device = DeviceTransfer(self.mesh, others, self.timeout, self.counters.add_wait, within=not flat)
         self._cancelled = False

@@ -273,7 +273,7 @@ class CollectivePart:
         self.arena, self.clock, self.device = collective.arena, collective.clock, collective.device
         self.counters = collective.counters
         # True: messages stay within this machine
-        self._local = set(members.ranks) <= set(collective.levels.within.ranks)
+        self._local = collective.levels.within.contains(members)
         self._sent = defaultdict[int, int](int)  # number of messages sent to each rank
         self._received = defaultdict[int, int](int)  # number of messages requested from each rank
         self._sends: list[Wait] = []

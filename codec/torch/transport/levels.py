@@ -36,6 +36,10 @@ class Members:
         self.rank = self.ranks.index(rank)
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
 
+    def contains(self, others: "Members") -> bool:
+        """Return True if all of `others` are members, too."""
+        return others.size <= self.size and set(others.ranks) <= set(self.ranks)
+
 
 Gather = Callable[[Members, Sequence[int]], Awaitable[list[list[int]]]]
 
@@ -62,7 +66,7 @@ class Levels:
         All ranks of the group; those that send each other frames; and those of this machine.
     flat : bool
         True if each machine has one rank.
-    peers : list of int
+    connected : list of int
         Ranks that are connected to this rank: those of `between` and of `within`.
     """
 
@@ -73,7 +77,7 @@ class Levels:
         self.between = self.all if between is None else Members(between, rank)
         self.within = Members((rank,) if within is None else within, rank)
         self.flat = self.within.size == 1
-        self.peers = sorted({*self.between.ranks, *self.within.ranks} - {rank})
+        self.connected = sorted({*self.between.ranks, *self.within.ranks} - {rank})
 
     def __str__(self) -> str:
         return f"{self.all.size} ranks" if self.flat else f"{self.between.size} x {self.within.size} ranks"

@@ -98,7 +98,9 @@ def _slice(rank, size):
     assert hook.stats().levels == "2 x 2 ranks"
     torch.testing.assert_close(*found)
     x = torch.full((10,), float(rank))
+    before = codec.torch.group_stats(mesh).raw_nbytes
     codec.torch.all_reduce(x, op="sum", group=mesh)
+    assert codec.torch.group_stats(mesh).raw_nbytes - before == x.nbytes
     model = DistributedDataParallel(small_net(), process_group=flat)
     outside = dist.new_group([0, 1])
     if rank > 1:
