@@ -20,6 +20,8 @@ from codec.torch.transport.channel import Channel
 from codec.torch.transport.levels import Levels
 
 _SECOND, _PERIOD = 16, 256  # step of the second measurement of gradients; steps between later measurements
+_MOST_WIRE = 3  # a step whose time on the wire is longer than this many times its other time is slow
+_SLOW_STEPS = 4  # number of slow steps in a row after which a lossless choice logs advice, once
 
 logger = logging.getLogger("codec.torch")
 
@@ -63,6 +65,7 @@ class GradientChoice(Tuner):
         self._raw = int(raw)  # level of lossless frames: 1 if level 0 is raw, else 0
         self._meter, self.measurements = StepMeter(link), Measurements(quality, options)
         self._rank, self._levels = 0, Levels(1, 0)
+        self._slow_steps = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -150,10 +153,27 @@ class GradientChoice(Tuner):
             switch = self._selector.begin(predicted)
         else:
             switch = self._selector.observe(seconds, predicted) if seconds and not self.paused else None
+        if self._rank == 0 and seconds and switch is None:
+            self._advise(seconds, predicted[self._selector.level])
         if switch is not None:
             self.version += 1
             if self._rank == 0:
                 self._log(switch, measured=not first)
+
+    def _advise(self, seconds: float, wire: float) -> None:
+        """Log once that lossy codecs exist, if a lossless choice waits for the wire during most of several steps."""
+        if self.quality.limit > 0 or self._slow_steps == _SLOW_STEPS:
+            return
+        self._slow_steps = self._slow_steps + 1 if wire > _MOST_WIRE * max(0.0, seconds - wire) else 0
+        if self._slow_steps == _SLOW_STEPS:
+            logger.info(
+                'auto, step %d: of %.3g ms a step, gradients take %.3g ms on the wire (%s). "auto" is lossless: to '
+                'send fewer bytes, pass codec.torch.Auto("small"), or use codec.torch.LocalSteps',
+                self._count,
+                1e3 * seconds,
+                1e3 * min(wire, seconds),
+                self.link,
+            )
 
     def _predicted(self, link: LinkModel) -> list[float]:
         """Return the predicted seconds of a step at each level.

@@ -11,6 +11,7 @@ import codec.torch
 from codec.advisor.cost_model import Cost, LinkModel, predict_seconds
 from codec.torch.auto.gradients import GradientChoice
 from codec.torch.auto.quality import quality_of
+from codec.torch.group.autotune import TIMES
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.levels import Levels
 from support.ddp_training import parameter_bytes, small_forward, small_net, take_step
@@ -48,6 +49,23 @@ def test_two_levels_send_a_part_of_the_gradients_on_a_part_of_the_link(machines,
         predict_seconds(part[1], slower, machines, algorithm=algorithm),
     ]
     assert stated._predicted(LINK) == expected
+
+
+@pytest.mark.parametrize(("quality", "computing", "lines"), [(None, 0.2, 1), (None, 0.4, 0), ("small", 0.2, 0)])
+def test_lossless_choice_logs_once_that_the_wire_takes_most_of_each_step(quality, computing, lines, caplog):
+    link = LinkModel(64e6, rtt=0.0)
+    choice = GradientChoice(quality_of(quality), link, raw=True, options=codec.options(threads=1))
+    mesh = SimpleNamespace(connections=lambda ranks: [], rtt=lambda ranks: 0.0)
+    choice.begin(SimpleNamespace(rank=0, levels=Levels(2, 0), peers=(1,), mesh=mesh, counters=Counters()))
+    found = choice.measurements
+    found.sizes, found.nbytes, found.costs = {"weight": 2_000_000}, 8_000_000, [Cost(8e6, 8e6)] * 4
+    choice._count = 1  # no gradients are measured
+    wire = choice._predicted(link)[0]
+    assert wire == pytest.approx(1.0)
+    with caplog.at_level("INFO", "codec.torch"):
+        for _ in range(10):
+            choice.learn(0, "values", [0] * TIMES + [round(1e6 * (wire + computing)), -1, -1])
+    assert sum('Auto("small")' in line for line in caplog.messages) == lines
 
 
 def _chosen(rank, size):
