@@ -10,6 +10,8 @@ Trains the transformer of bench/support/models.py (task text-adamw) on local pro
     small                    DistributedDataParallel with codec.torch.ddp_hook("small")
     1-bit Adam, 0/1 Adam     OneBitAdam with a warm-up in 4 bits, frozen after 20% of the steps; 0/1 Adam with
                              ZeroOneSchedule(max_interval=4)
+    late                     uncompressed averages of the gradients of the step before, which leave a step's time to
+                             send them
     local                    codec.torch.LocalSteps(every=10) with its default spec. Names of other rows
                              show the arguments that differ. A warm-up is 20% of the steps, in 4 bits
 
@@ -64,6 +66,7 @@ def nesterov(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 LOCAL: dict[str, dict[str, Any]] = {
     "local, Lossless()": {"spec": codec.Lossless()},
     "local": {},
+    "local, every=2, delay=1": {"every": 2, "delay": 1},
     "local, every=30": {"every": 30},
     "local, Quantize(2, odd)": {"spec": TWO_BITS},
     "local, Sign(1024)": {"spec": codec.Sign(group_size=1024)},
@@ -75,7 +78,8 @@ LOCAL: dict[str, dict[str, Any]] = {
     "warm-up, local": {"warmup": True},
     "warm-up, local, Quantize(2, odd)": {"warmup": True, "spec": TWO_BITS},
 }
-METHODS = (PLAIN, *DDP, *LOCAL)
+LATE = "late"
+METHODS = (PLAIN, *DDP, LATE, *LOCAL)
 
 
 def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -83,6 +87,32 @@ def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+class LateGradients:
+    """Replaces the gradients of each step by the averages of the step before, by zeros in the first step."""
+
+    residual_ratio = math.nan
+
+    def __init__(self, task: Task, model: DistributedDataParallel) -> None:
+        self.sent_nbytes = 0.0
+        self.parameters = [p for p in task.model.parameters() if p.requires_grad]
+        self.former = [torch.zeros_like(p) for p in self.parameters]
+        model.register_comm_hook(None, send_nothing)
+        task.optimizer.register_step_pre_hook(self.before_step)
+
+    def before_step(self, *_: Any) -> None:
+        now = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
+        for x in now:
+            dist.all_reduce(x)
+            x.div_(dist.get_world_size())
+            self.sent_nbytes += values_sent(x.numel(), dist.get_world_size()) * x.element_size()
+        for p, x in zip(self.parameters, self.former, strict=True):
+            p.grad = x
+        self.former = now
+
+    def stats(self) -> "LateGradients":
+        return self
 
 
 class Stats:
@@ -103,6 +133,8 @@ def add_method(job: Job, task: Task, model: DistributedDataParallel) -> Any:
         return add_hook(Job(job.task, DDP.get(job.codec, PLAIN), job.seed, job.steps), task, model)
     if job.codec in DDP:
         return one_bit_adam.add_optimizer(Job(job.task, DDP[job.codec], job.seed, job.steps), task, model)
+    if job.codec == LATE:
+        return LateGradients(task, model)
     from codec.torch import Feedback, LocalSteps
 
     how = dict(LOCAL[job.codec])

@@ -326,6 +326,7 @@ class LocalSteps(Training):
             steps=self._steps,
             synchronizations=state.rounds,
             failed_synchronizations=state.failed,
+            blocked_s=state.overlap.blocked_s,
             values=state.share(),
             residual_norm=sum(x * x for x in norms.values()) ** 0.5,
             agreement=state.agreement,

@@ -18,6 +18,9 @@ class LocalStats(Counters):
         Number of synchronizations, of a fragment or of all parameters, that succeeded.
     failed_synchronizations : int
         Number of synchronizations that failed.
+    blocked_s : float
+        Seconds in which calls of the program have waited for synchronizations: all of them without `delay`, else those
+        that did not fit into the steps of the delay.
     values : int
         Number of values of all synchronized parameters, divided by the number of ranks of this site that hold them.
     residual_norm : float
@@ -40,6 +43,7 @@ class LocalStats(Counters):
     steps: int = 0
     synchronizations: int = 0
     failed_synchronizations: int = 0
+    blocked_s: float = 0.0
     values: int = 0
     residual_norm: float = 0.0
     agreement: float = float("nan")

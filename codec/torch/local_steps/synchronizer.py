@@ -12,6 +12,7 @@ from codec import ArgumentError, CodecError, StateError
 from codec.specs import Lossless
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.local_steps import checkpoint
+from codec.torch.local_steps.overlap import Overlap
 from codec.torch.local_steps.replica import Outer, Replica
 from codec.torch.local_steps.settings import LocalSettings
 from codec.torch.replicas import model
@@ -34,6 +35,8 @@ class Synchronizer(Replica):
         Number of synchronizations that failed.
     agreement : float
         Agreement of the ranks' changes in the last synchronization, as :meth:`Changes.agreement` returns it.
+    overlap : Overlap
+        Time in which the program has waited.
     """
 
     def __init__(self, settings: LocalSettings, module: Any, optimizer: Any, outer: Outer | None) -> None:
@@ -41,6 +44,7 @@ class Synchronizer(Replica):
         self.pending: Landing | None = None
         self.failed = 0
         self.agreement = float("nan")
+        self.overlap = Overlap(settings.delay)
         self._probe: Probe | None = None  # samples of the last synchronization, until the next step of an optimizer
         self._warned = False
 
@@ -86,6 +90,7 @@ class Synchronizer(Replica):
         mine = None if due is None else [[x.clone() for x in parts] for parts in changes.parts]
         landing = Landing(some, changes.parts, mine, self.outer if outer else None, due, exact, changes, former=former)
         item = f"synchronization {self.rounds}, then {length} steps"
+        self.overlap.begin()
         try:
             landing.flight = self._begin(ranks, changes, self.feedback, error, item, exact=exact)
         except BaseException:
@@ -132,10 +137,11 @@ class Synchronizer(Replica):
         """
         if (pending := self.pending) is None:
             return
-        pending.due = None
+        delayed, pending.due = pending.due is not None, None
         try:
             if pending.flight is not None:
-                ranks.wait(pending.flight)
+                with self.overlap.waiting(delayed=delayed):
+                    ranks.wait(pending.flight)
         except CodecError:
             self._repeat_round(pending.former)
             self.pending = None

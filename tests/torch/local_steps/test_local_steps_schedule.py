@@ -1,4 +1,6 @@
-"""Schedules given by a function, fragments of equal size, and parameters that are sent lossless."""
+"""Schedules given by a function, delays, fragments of equal size, and parameters that are sent lossless."""
+
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from support.local_training import (
     adam,
     flat,
     local_steps,
+    log_records,
     moved,
     net,
     parameter_bytes,
@@ -133,6 +136,32 @@ def test_functions_that_fail_or_differ_on_one_rank_are_an_error_on_all(pool, kin
     assert text in first[1]
     assert text in second[1]
     assert a == b
+
+
+# delay=
+
+
+def _waits(rank, size, pauses):
+    """Train with steps that take `pauses[rank]` seconds; return the seconds of waiting, and the warnings."""
+    model, optimizer, local = started(every=1, delay=1)
+    with log_records() as records:
+        for step in range(6):
+            time.sleep(pauses[rank])
+            train(model, optimizer, rank, [step], local.step)
+        local.finish()
+    return local.stats().blocked_s, [text for level, text in records if level == "WARNING"]
+
+
+def test_rank_warns_once_that_synchronizations_do_not_fit_into_the_delay(pool):
+    (blocked, warnings), (others, _) = pool.run(_waits, (0.0, 0.2))
+    assert blocked > 0.6
+    assert others < blocked
+    assert len(warnings) == 1
+    assert "do not fit into delay=1 steps" in warnings[0]
+
+
+def test_synchronizations_that_fit_into_the_delay_do_not_warn(pool):
+    assert [warnings for _, warnings in pool.run(_waits, (0.3, 0.3))] == [[], []]
 
 
 # Fragments
