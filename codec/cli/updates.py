@@ -164,10 +164,10 @@ def check_signed_update(path: str, key: SigningKey) -> bool:
 
 
 def _entries(update: Any, path: str) -> dict[str, Any]:
-    weights = sum(kind.nbytes for kind in update.tensors.values())
+    weights = update.total.nbytes
     return {
         "file": path, "nbytes": update.nbytes, "version": update.version, "base": update.base,
-        "tensors": len(update.entries), "changed": len(update.changed), "weights_nbytes": weights,
+        "tensors": update.total.tensors, "changed": len(update.tensors), "weights_nbytes": weights,
         "ratio": update.nbytes / max(1, weights),
         "digest": update.digest.hex(), "base_digest": update.base_digest.hex(),
     }  # fmt: skip

@@ -22,7 +22,8 @@ from codec.errors import ArgumentError, ChecksumError, FrameError, UnsupportedEr
 from codec.files.header import MAX_JSON
 from codec.weight_sync.base import Base
 from codec.weight_sync.files import read_safetensors
-from codec.weight_sync.update import MAX_VERSION, Bytes, Update, mapped
+from codec.weight_sync.mapping import mapped
+from codec.weight_sync.update import MAX_VERSION, Bytes, Update
 from codec.weight_sync.weights import Slot
 
 _INDEX = "model.safetensors.index.json"
@@ -115,7 +116,7 @@ def write_version(folder: Path, update: Update, base: Base) -> None:
     new.mkdir()
     compress = _zstandard().ZstdCompressor(level=1).compress
     sums, entries, frames, end = dict[str, str](), dict[str, Any](), list[bytes](), 0
-    for name in update.changed:
+    for name in update.tensors:
         slot = base.weights[name]
         after = np.empty(slot.kind.nbytes, np.uint8)
         for k, (begin, stop) in enumerate(slot.kind.spans):

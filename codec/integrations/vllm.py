@@ -108,9 +108,9 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
             self._load_staged(receiver, receiver.staged)
 
     def _load_staged(self, receiver: WeightReceiver, update: Update) -> None:
-        names, like = list(update.tensors), torch.empty(0)
+        names, like = list(update.tensors if update.base is None else receiver.kinds), torch.empty(0)
         if not self._drop_cpu_kernels():
-            names = whole_groups(names, {*update.changed, *receiver.unloaded})
+            names = whole_groups(names, {*update.tensors, *receiver.unloaded})
         try:
             self._load(receiver.updated(names, like=like))
         except BaseException:

@@ -51,12 +51,21 @@ class Base:
         self.turn = threading.RLock()  # held by a receiver while it stages, loads and commits an update
         self._applying: Update | None = None  # update in place, which an exception has interrupted
         self._changes = 0  # number of times that the weights began to change
+        self._digest: tuple[int, bytes] | None = None  # digest of the weights, and the number of changes before it
         _bases.add(self)
 
     @property
     def identity(self) -> Identity | None:
         """Identity of the weights; None before the first weights."""
-        return None if self.version is None else Identity(self.run, self.version, self.weights.digest())
+        if self.version is None:
+            return None
+        if self._digest is None or self._digest[0] != self._changes:
+            self._digest = self._changes, self.weights.digest()
+        return Identity(self.run, self.version, self._digest[1])
+
+    def kinds_after(self, update: Update) -> dict[str, TensorKind]:
+        """Return dtype and shape of all tensors after `update`."""
+        return update.tensors if update.base is None else self.weights.kinds
 
     def fill(self, given: Given, version: int, run: bytes | None = None) -> None:
         """Copy tensors into this object as its weights, and set their run and version."""
@@ -132,24 +141,26 @@ class Base:
             The weights would be larger than `max_nbytes`.
         """
         self._check_base(update)
-        if update.base is not None and update.tensors != self.weights.kinds:
+        if update.base is not None and not update.fits(self.weights.kinds):
             raise StateError(
                 "the names, dtypes or shapes of the update differ from those of its base: publish a snapshot, "
                 "diff(..., full=True)"
             )
-        total = sum(kind.nbytes for kind in update.tensors.values())
-        if self.max_nbytes is not None and total > self.max_nbytes:
+        if self.max_nbytes is not None and update.total.nbytes > self.max_nbytes:
             raise LimitError(
-                f"the weights after the update have {total} bytes, more than max_nbytes, {self.max_nbytes}"
+                f"the weights after the update have {update.total.nbytes} bytes, more than max_nbytes, "
+                f"{self.max_nbytes}"
             )
         largest = max((entry.kind.nbytes for entry in update.entries.values()), default=0)
         scratch = np.empty(min(largest, PIECE_NBYTES), np.uint8)
+        kept = {} if update.base is None else {n: (slot.kind, slot.digests) for n, slot in self.weights.items()}
         found = {n: (entry.kind, self._check_frames(update, n, scratch)) for n, entry in update.entries.items()}
-        if weights_digest(found) != update.digest:
+        if weights_digest(kept | found) != update.digest:
             raise ChecksumError("the weights after the update do not have the digest that the update names")
 
     def _check_base(self, update: Update) -> None:
-        if update.base is None or (update.base == self.version and update.base_digest == self.weights.digest()):
+        mine = self.identity
+        if update.base is None or (mine is not None and (update.base, update.base_digest) == mine[1:]):
             return
         needed = f"the update needs version {update.base} as its base, but "
         if self.version is None:
@@ -207,7 +218,8 @@ class Base:
         changes = self._changes
         for name in names:
             self._check_unchanged(changes)
-            kind = self.weights[name].kind if update is None else update.entries[name].kind
+            new = None if update is None or update.base is not None else update.entries[name]
+            kind = self.weights[name].kind if new is None else new.kind
             tensor, memory = new_tensor(kind, like)
             for k, (begin, end) in enumerate(kind.spans):
                 self.decode(update, name, k, memory[begin:end])
@@ -267,7 +279,7 @@ class Base:
 
     def in_place(self, update: Update) -> bool:
         """Return True if applying the update overwrites the current weights, False if it writes to new memory."""
-        return update.tensors == self.weights.kinds
+        return update.base is not None or update.tensors == self.weights.kinds
 
     def prepare(self, update: Update) -> None:
         """Save what is needed to complete an update in place. An exception leaves the weights unchanged."""

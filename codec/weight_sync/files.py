@@ -16,7 +16,8 @@ from codec.files.opening import FileKind, MemoryBytes, kind_of, open_regular, op
 from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import merge_deltas
-from codec.weight_sync.update import MAX_RANK, Bytes, TensorKind, Update, mapped
+from codec.weight_sync.mapping import mapped
+from codec.weight_sync.update import MAX_RANK, Bytes, TensorKind, Update
 from codec.weight_sync.weights import Slot, Weights
 from codec.weight_sync.writing import Encoder, Progress, write_update
 
@@ -92,7 +93,7 @@ def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progres
         An update needs a base other than the weights before it, or was applied already.
     """
     kinds = read_safetensors(old)[0].kinds  # before anything is copied
-    if any(update.tensors != kinds for update in updates):
+    if not all(update.fits(kinds) for update in updates):
         raise StateError(f"the names, dtypes or shapes of the update differ from those of {old}")
     with replaced(Path(out)) as target:
         with open(open_regular(old), "rb") as source:
@@ -128,9 +129,9 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
         An update is damaged.
     """
     weights = weights_in(old)
-    digest = weights.digest()
+    digest, kinds = weights.digest(), weights.kinds
     for update in updates:
-        if update.base_digest != digest or update.tensors != weights.kinds:
+        if update.base_digest != digest or not update.fits(kinds):
             raise StateError(
                 f"the base of the update to version {update.version} must be {old} or the result of the previous "
                 "update, but is neither"

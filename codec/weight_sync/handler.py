@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from codec.weight_sync.credentials import BearerToken
-from codec.weight_sync.update import regular
+from codec.weight_sync.mapping import regular
 
 _NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot))")
 _SEND_SECONDS = 60.0  # time without progress after which the server closes a connection

@@ -212,7 +212,7 @@ class WeightReceiver(Closing):
             No update is staged, or the weights have changed since the first tensor was yielded.
         """
         update = self._require_staged()
-        chosen = self._serving.lacking(update) if names is None else _known(names, update.entries)
+        chosen = self._serving.lacking(update) if names is None else _known(names, self._base.kinds_after(update))
         yield from self._serving.updated(chosen, update, like)
 
     def tensors(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
@@ -298,7 +298,8 @@ class WeightReceiver(Closing):
                 if load is None and into is None:
                     self._serving.commit(staged)
                 else:
-                    kinds = {name: staged.entries[name].kind for name in self._serving.lacking(staged)}
+                    after = self._base.kinds_after(staged)
+                    kinds = {name: after[name] for name in self._serving.lacking(staged)}
                     self._serving.advance(staged, self._writer(load, into, kinds, like))
             finally:
                 self._staged = None

@@ -12,8 +12,9 @@ from codec.files.signing import SigningKey
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.http import Cafile, Connection
 from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
+from codec.weight_sync.mapping import mapped, regular
 from codec.weight_sync.temporary import copied
-from codec.weight_sync.update import Update, mapped, regular
+from codec.weight_sync.update import Update
 
 TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

@@ -1,15 +1,15 @@
-"""Format of an update: a header, an index of all tensors, and a frame for each changed piece (weight-updates.md).
+"""Format of an update: a header, an index of the changed tensors, and a frame for each changed piece.
+
+docs/spec/weight-updates.md specifies the bytes.
 
 Every byte is protected: header and index by a BLAKE2b digest, each frame by the checksum in the frame.
 """
 
+import functools
 import hashlib
 import math
-import mmap
 import os
-import stat
-from collections.abc import Mapping, Sequence
-from errno import EINVAL
+from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 from struct import Struct
 from typing import Any, NamedTuple, cast
@@ -20,15 +20,16 @@ from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE
 from codec.errors import ArgumentError, ChecksumError, FrameError, Status, UnsupportedError
 from codec.tensors.view import fetch, view_bytes
 from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, UpdateHead
+from codec.weight_sync.mapping import mapped
 from codec.weight_sync.signatures import signature_in
 
 MAGIC = b"\x89CWU\r\n\x1a\n"
-FORMAT = 2
+FORMAT = 3
 PIECE_NBYTES = 1 << 25  # size of a piece in bytes; the last piece of a tensor may be smaller
 MAX_RANK = 8
 
 _NO_BASE = (1 << 64) - 1
-_HEAD = Struct("<8sIIQQQQ16s16s16s")
+_HEAD = Struct("<8sIIQQQQQQ16s16s16s")
 HEAD_NBYTES = _HEAD.size + 16  # size of the header in bytes, with the digest of header and index
 _NAME, _KIND, _SIZE, _LENGTH = Struct("<H"), Struct("<BB"), Struct("<Q"), Struct("<I")
 
@@ -48,6 +49,11 @@ class TensorKind(NamedTuple):
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
+    def pieces(self) -> int:
+        """Number of pieces."""
+        return -(-self.nbytes // PIECE_NBYTES)
+
+    @property
     def spans(self) -> list[Span]:
         """Begin and end of each piece, as byte offsets in the tensor. Each piece is encoded as a separate frame."""
         n = self.nbytes
@@ -64,10 +70,17 @@ class TensorEntry(NamedTuple):
     # Byte range of each piece's frame in the update. An empty range: the piece is unchanged.
     frames: tuple[Span, ...]
 
-    @property
-    def changed(self) -> bool:
-        """True if at least one piece has a frame."""
-        return any(begin < end for begin, end in self.frames)
+
+class WeightsSize(NamedTuple):
+    """Number of tensors of weights, and bytes of their values."""
+
+    tensors: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, kinds: Collection[TensorKind]) -> "WeightsSize":
+        """Return the size of weights whose tensors are of these kinds."""
+        return cls(len(kinds), sum(kind.nbytes for kind in kinds))
 
 
 class Update:
@@ -96,9 +109,9 @@ class Update:
     base : int or None
         Version to which the update must be applied. None: the update is a snapshot, which needs no base.
     tensors : dict of str to TensorKind
-        ``dtype`` and ``shape`` of all tensors, including unchanged ones.
-    changed : tuple of str
-        Names of the tensors that the update changes; all names for a snapshot.
+        ``dtype`` and ``shape`` of the tensors that the update changes; of all tensors for a snapshot.
+    total : WeightsSize
+        Number of all ``tensors`` of the weights, including unchanged ones, and bytes of their values, ``nbytes``.
     base_digest, digest : bytes
         Digests of the weights before and after the update, 16 bytes. `base_digest` of a snapshot is all zeros.
 
@@ -117,15 +130,15 @@ class Update:
     >>> sender = codec.WeightSender({"w": np.zeros(5, np.float32), "b": np.zeros(2, np.float32)})
     >>> update = sender.diff({"w": np.ones(5, np.float32), "b": np.zeros(2, np.float32)})
     >>> received = codec.Update(bytes(update.data))
-    >>> received.base, received.version, received.changed
-    (0, 1, ('w',))
+    >>> received.base, received.version, list(received.tensors)
+    (0, 1, ['w'])
     """
 
-    __slots__ = ("entries", "head", "memory", "signature")
+    __slots__ = ("entries", "head", "memory", "signature", "total")
 
     def __init__(self, data: Any) -> None:
         self.memory: Bytes = fetch("an update", view_bytes(data)).array()
-        self.head, self.entries, self.signature = parse(self.memory)
+        self.head, self.total, self.entries, self.signature = parse(self.memory)
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> "Update":
@@ -181,81 +194,56 @@ class Update:
 
     @property
     def tensors(self) -> dict[str, TensorKind]:
-        """Dtype and shape of all tensors by name."""
+        """Dtype and shape of the tensors that the update changes, by name; of all tensors for a snapshot."""
         return {name: entry.kind for name, entry in self.entries.items()}
-
-    @property
-    def changed(self) -> tuple[str, ...]:
-        """Names of the tensors that the update changes; all names for a snapshot."""
-        return tuple(name for name, entry in self.entries.items() if entry.changed or self.base is None)
 
     def frame(self, name: str, piece: int) -> Bytes | None:
         """Return the frame of a piece; None if the piece is unchanged."""
-        begin, end = self.entries[name].frames[piece]
+        if (entry := self.entries.get(name)) is None:
+            return None
+        begin, end = entry.frames[piece]
         return self.memory[begin:end] if begin < end else None
+
+    def fits(self, kinds: Mapping[str, TensorKind]) -> bool:
+        """Return True if the update is one of weights with tensors of these kinds."""
+        return self.total == WeightsSize.of(kinds.values()) and all(
+            kinds.get(name) == entry.kind for name, entry in self.entries.items()
+        )
 
     def __repr__(self) -> str:
         kind = "snapshot" if self.base is None else f"from version {self.base}"
-        changed = f"{len(self.changed)} of {len(self.entries)} tensors changed"
+        changed = f"{len(self.entries)} of {self.total.tensors} tensors changed"
         return f"<codec.Update to version {self.version}, {kind}, {changed}, {self.nbytes} bytes>"
 
 
-def mapped(path: str | PathLike[str]) -> mmap.mmap | bytes:
-    """Return the contents of a regular file, mapped to memory.
-
-    Raises
-    ------
-    ArgumentError
-        The file cannot be read, or is not a regular file.
-    """
-    try:
-        fd, nbytes = regular(path)
-        try:
-            return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if nbytes else b""
-        finally:
-            os.close(fd)
-    except (OSError, ValueError) as e:
-        raise ArgumentError(f"{os.fspath(path)!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
-
-
-def regular(path: str | PathLike[str]) -> tuple[int, int]:
-    """Open a regular file for reading, without waiting for a pipe or device; return its descriptor and its size."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    status = os.fstat(fd)
-    if stat.S_ISREG(status.st_mode):
-        return fd, status.st_size
-    os.close(fd)
-    raise OSError(EINVAL, "it is not a regular file")
-
-
-def head_and_index(head: UpdateHead, tensors: Sequence[tuple[str, TensorKind, Sequence[int]]]) -> bytes:
+def head_and_index(
+    head: UpdateHead, total: WeightsSize, tensors: Sequence[tuple[str, TensorKind, Sequence[int]]]
+) -> bytes:
     """Return the header and the index of an update.
 
     Parameters
     ----------
     head : UpdateHead
         Versions and digests.
+    total : WeightsSize
+        Size of the weights.
     tensors : sequence of (name, kind, frame sizes)
         Tensors in the order of their frames. Frame sizes are in bytes, one per piece; 0 for an unchanged piece.
     """
     index = bytearray()
     for name, kind, sizes in tensors:
-        encoded = name.encode()
-        index += _NAME.pack(len(encoded)) + encoded + _KIND.pack(DTYPES[kind.dtype], len(kind.shape))
-        index += b"".join(map(_SIZE.pack, kind.shape)) + b"".join(map(_LENGTH.pack, sizes))
+        index += _entry_head(name, kind) + b"".join(map(_LENGTH.pack, sizes))
     nbytes = HEAD_NBYTES + len(index) + sum(sum(sizes) for _, _, sizes in tensors)
     base = _NO_BASE if head.base is None else head.base
-    numbers = MAGIC, FORMAT, len(tensors), len(index), nbytes, head.version, base
+    numbers = MAGIC, FORMAT, len(tensors), len(index), nbytes, head.version, base, *total
     fixed = _HEAD.pack(*numbers, head.base_digest, head.digest, head.run or NO_DIGEST)
     return fixed + _check(fixed, index) + index
 
 
 def index_nbytes(tensors: Mapping[str, TensorKind]) -> int:
     """Return the size in bytes of the header and the index of an update of these tensors."""
-    fixed = _NAME.size + _KIND.size
     return HEAD_NBYTES + sum(
-        fixed + len(name.encode()) + _SIZE.size * len(kind.shape) + _LENGTH.size * len(kind.spans)
-        for name, kind in tensors.items()
+        len(_entry_head(name, kind)) + _LENGTH.size * kind.pieces for name, kind in tensors.items()
     )
 
 
@@ -269,6 +257,14 @@ def check_name(name: Any) -> str:
     raise ArgumentError(f"a tensor's name must be a str of 1 to 65535 bytes of UTF-8, got {name!r:.120}")
 
 
+@functools.lru_cache(1 << 16)
+def _entry_head(name: str, kind: TensorKind) -> bytes:
+    """Return the first bytes of a tensor's entry: its name, dtype and shape."""
+    encoded = name.encode()
+    fixed = _NAME.pack(len(encoded)) + encoded + _KIND.pack(DTYPES[kind.dtype], len(kind.shape))
+    return fixed + b"".join(map(_SIZE.pack, kind.shape))
+
+
 def weights_digest(tensors: Mapping[str, tuple[TensorKind, Sequence[bytes]]]) -> bytes:
     """Return the digest of weights, 16 bytes.
 
@@ -278,14 +274,13 @@ def weights_digest(tensors: Mapping[str, tuple[TensorKind, Sequence[bytes]]]) ->
         Kind of each tensor, and the digest of each of its pieces. The order of the tensors does not matter.
     """
     h = hashlib.blake2b(digest_size=16)
-    for encoded, name in sorted((name.encode(), name) for name in tensors):
+    for name in sorted(tensors, key=str.encode):
         kind, digests = tensors[name]
-        h.update(_NAME.pack(len(encoded)) + encoded + _KIND.pack(DTYPES[kind.dtype], len(kind.shape)))
-        h.update(b"".join(map(_SIZE.pack, kind.shape)) + b"".join(digests))
+        h.update(_entry_head(name, kind) + b"".join(digests))
     return h.digest()
 
 
-def parse(data: Bytes) -> tuple[UpdateHead, dict[str, TensorEntry], bytes | None]:
+def parse(data: Bytes) -> tuple[UpdateHead, WeightsSize, dict[str, TensorEntry], bytes | None]:
     """Parse and check the header and the index of an update, and return them with the signature.
 
     Raises
@@ -298,8 +293,8 @@ def parse(data: Bytes) -> tuple[UpdateHead, dict[str, TensorEntry], bytes | None
             raise FrameError("not an update of weights: the bytes do not begin with its magic", Status.BAD_MAGIC)
         raise _truncated(len(data), HEAD_NBYTES)
     fixed = data[: _HEAD.size].tobytes()
-    magic, version, count, index_size, nbytes, new, base, base_digest, digest, run = cast(
-        tuple[bytes, int, int, int, int, int, int, bytes, bytes, bytes], _HEAD.unpack(fixed)
+    magic, version, count, index_size, nbytes, new, base, *sizes, base_digest, digest, run = cast(
+        tuple[bytes, int, int, int, int, int, int, int, int, bytes, bytes, bytes], _HEAD.unpack(fixed)
     )
     if magic != MAGIC:
         raise FrameError("not an update of weights: the bytes do not begin with its magic", Status.BAD_MAGIC)
@@ -328,10 +323,18 @@ def parse(data: Bytes) -> tuple[UpdateHead, dict[str, TensorEntry], bytes | None
     end = max((end for entry in entries.values() for _, end in entry.frames), default=HEAD_NBYTES + index_size)
     if end != nbytes:
         raise _invalid(f"the frames end at byte {end}, but the update at byte {nbytes}")
-    if base == _NO_BASE and (base_digest != NO_DIGEST or any(a == b for e in entries.values() for a, b in e.frames)):
-        raise _invalid("a snapshot has the digest of a base, or lacks frames")
+    total, listed = WeightsSize(*sizes), WeightsSize.of([entry.kind for entry in entries.values()])
+    if base == _NO_BASE:
+        if base_digest != NO_DIGEST or any(a == b for e in entries.values() for a, b in e.frames):
+            raise _invalid("a snapshot has the digest of a base, or lacks frames")
+        if total != listed:
+            raise _invalid("the sizes of the weights are not those of the snapshot's tensors")
+    elif listed.tensors > total.tensors or listed.nbytes > total.nbytes:
+        raise _invalid("the tensors that the update changes are larger than the weights")
+    elif not all(any(a < b for a, b in e.frames) for e in entries.values()):
+        raise _invalid("a tensor of the index is unchanged")
     known = None if run == NO_DIGEST else run
-    return UpdateHead(known, new, None if base == _NO_BASE else base, base_digest, digest), entries, signature
+    return UpdateHead(known, new, None if base == _NO_BASE else base, base_digest, digest), total, entries, signature
 
 
 def _entries(index: bytes, count: int, at: int) -> dict[str, TensorEntry]:
@@ -356,7 +359,7 @@ def _entries(index: bytes, count: int, at: int) -> dict[str, TensorEntry]:
                 f"tensor {name!r:.120} has an invalid name, dtype or number of dimensions, or occurs twice"
             )
         kind = TensorKind(DTYPE_NAMES[dtype], tuple(take(_SIZE)[0] for _ in range(rank)))
-        pieces = -(-kind.nbytes // PIECE_NBYTES)
+        pieces = kind.pieces
         if pieces * _LENGTH.size > len(index) - p:
             raise ValueError("the index ends inside an entry")
         frames: list[Span] = []

@@ -14,14 +14,25 @@ from codec._options import CallOptions
 from codec.errors import ArgumentError
 from codec.files.replacing import replaced
 from codec.files.signing import SigningKey
+from codec.tensors.view import TensorView
 from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
 from codec.weight_sync.identity import NO_DIGEST, UpdateHead
 from codec.weight_sync.signatures import signed
-from codec.weight_sync.update import Bytes, TensorKind, Update, check_name, head_and_index, index_nbytes, weights_digest
-from codec.weight_sync.weights import Given, Weights, is_streamed, items, kind_of, pieces_of, view_of
+from codec.weight_sync.update import (
+    Bytes,
+    TensorKind,
+    Update,
+    WeightsSize,
+    check_name,
+    head_and_index,
+    index_nbytes,
+    weights_digest,
+)
+from codec.weight_sync.weights import Given, Slot, Weights, is_streamed, items, kind_of, pieces_of, view_of
 
 BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
 BATCH_PIECES = 1024  # number of pieces after which waiting pieces are encoded
+SMALL_NBYTES = 1 << 16  # maximum size of tensors that are compared with the base before they are encoded
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 Progress = Callable[[int, int], object]  # function of (bytes of the tensors read so far, bytes of all tensors)
@@ -60,7 +71,7 @@ class Encoder:
         self._nbytes = 0  # bytes of waiting pieces
         self._sizes: dict[str, list[int]] = {}
         self._digests: dict[str, list[bytes]] = {}
-        # Without kinds, the size of the index is not known: finish() moves the frames to make room for the index
+        # finish() moves the frames if the index does not end here: it lists the tensors that have changed
         self._begin = 0 if kinds is None else index_nbytes(kinds)
         file.seek(self._begin)
 
@@ -78,8 +89,8 @@ class Encoder:
                 "diff(..., full=True), to change names, dtypes or shapes"
             )
         old = None if self._base is None else self._base[name]
-        if old is not None and v.device == "cpu" and v.address == old.view.address:  # view of the base: unchanged
-            self.put(name, ((None, digest) for digest in old.digests))
+        if old is not None and _is_equal(v, old):
+            self._sizes[name], self._digests[name] = [0] * len(old.digests), old.digests
             return v.nbytes
         self._sizes[name], self._digests[name] = [], []
         for k, new in enumerate(pieces_of(v)):
@@ -145,23 +156,38 @@ class Encoder:
             )
         digest = weights_digest({name: (self._kinds[name], d) for name, d in self._digests.items()})
         before = NO_DIGEST if self._base is None else self._base.digest()
-        tensors = [(name, self._kinds[name], sizes) for name, sizes in self._sizes.items()]
-        if (begin := index_nbytes(self._kinds)) > self._begin:
-            _move(self._file, self._begin, self._file.tell(), begin - self._begin)
+        changed = {name: sizes for name, sizes in self._sizes.items() if self._base is None or any(sizes)}
+        index = head_and_index(
+            UpdateHead(run, version, base, before, digest),
+            WeightsSize.of(self._kinds.values()),
+            [(name, self._kinds[name], sizes) for name, sizes in changed.items()],
+        )
+        _move(self._file, self._begin, self._file.tell(), len(index) - self._begin)
         self._file.seek(0)
-        self._file.write(head_and_index(UpdateHead(run, version, base, before, digest), tensors))
+        self._file.write(index)
         return digest
 
 
+def _is_equal(v: TensorView, old: Slot) -> bool:
+    """Return True if a tensor is known to equal that of the base without encoding it, which takes longer if small."""
+    if v.device != "cpu":
+        return False
+    return v.address == old.view.address or (v.nbytes <= SMALL_NBYTES and np.array_equal(v.array(), old.memory))
+
+
 def _move(file: BinaryIO, begin: int, end: int, by: int) -> None:
-    """Move the bytes from `begin` to `end` of a file by `by` bytes towards its end, in blocks from the last one on."""
-    while begin < end:
-        at = max(begin, end - BATCH_NBYTES)
+    """Move the bytes from `begin` to the end of a file, `end`, by `by` bytes towards its end, or its begin if `by` < 0.
+
+    They are moved in blocks, in an order that overwrites no byte before it is read.
+    """
+    starts = range(begin, end, BATCH_NBYTES) if by else ()
+    for at in starts if by < 0 else reversed(starts):
         file.seek(at)
-        block = file.read(end - at)
+        block = file.read(min(BATCH_NBYTES, end - at))
         file.seek(at + by)
         file.write(block)
-        end = at
+    if by < 0:
+        file.truncate(end + by)
 
 
 def write_update(

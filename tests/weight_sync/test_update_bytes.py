@@ -20,11 +20,11 @@ def rebuilt(update, change):
     """Return an update with header and index changed, and the digest recomputed."""
     data = bytearray(update)
     size = struct.unpack_from("<Q", data, 16)[0]
-    index = data[112 : 112 + size]
+    index = data[128 : 128 + size]
     change(data, index)
     struct.pack_into("<Q", data, 16, len(index))
-    data[96:112] = hashlib.blake2b(bytes(data[:96]) + index, digest_size=16).digest()
-    return bytes(data[:112] + index + data[112 + size :])
+    data[112:128] = hashlib.blake2b(bytes(data[:112]) + index, digest_size=16).digest()
+    return bytes(data[:128] + index + data[128 + size :])
 
 
 def test_update_is_as_its_specification_says(chain):
@@ -32,11 +32,16 @@ def test_update_is_as_its_specification_says(chain):
     all_weights, updates = chain
     data = updates[0]
     magic, form, count, size, nbytes, version, base = struct.unpack_from("<8sIIQQQQ", data)
-    assert (magic, form, count, nbytes) == (b"\x89CWU\r\n\x1a\n", 2, len(all_weights[0]), len(data))
+    old, new = all_weights[:2]
+    changed = [name for name, x in old.items() if x.tobytes() != new[name].tobytes()]
+    assert 0 < len(changed) < len(old)
+    assert (magic, form, count, nbytes) == (b"\x89CWU\r\n\x1a\n", 3, len(changed), len(data))
     assert (version, base) == (1, 0)
-    assert data[96:112] == hashlib.blake2b(data[:96] + data[112 : 112 + size], digest_size=16).digest()
-    at, frames = 112, 112 + size
-    for name, x in all_weights[0].items():
+    assert struct.unpack_from("<QQ", data, 48) == (len(old), sum(x.nbytes for x in old.values()))
+    assert data[112:128] == hashlib.blake2b(data[:112] + data[128 : 128 + size], digest_size=16).digest()
+    at, frames = 128, 128 + size
+    for name in changed:
+        x = old[name]
         (length,) = struct.unpack_from("<H", data, at)
         assert data[at + 2 : at + 2 + length] == name.encode()
         at += 2 + length
@@ -49,7 +54,7 @@ def test_update_is_as_its_specification_says(chain):
                 info = codec.inspect(data[frames : frames + length])
                 assert info.tensor_nbytes == x.nbytes
             at, frames = at + 4, frames + length
-    assert (at, frames) == (112 + size, len(data))
+    assert (at, frames) == (128 + size, len(data))
 
 
 def test_every_damaged_byte_is_found(chain):
@@ -58,7 +63,7 @@ def test_every_damaged_byte_is_found(chain):
     receiver = codec.WeightReceiver(all_weights[0])
     digest = receiver.digest
     data = bytearray(updates[0])
-    for at in {*range(112), *range(112, len(data), 41), len(data) - 1}:
+    for at in {*range(128), *range(128, len(data), 41), len(data) - 1}:
         data[at] ^= 1 << at % 8
         with pytest.raises((codec.FrameError, codec.StateError)):
             receiver.apply(bytes(data))
@@ -70,7 +75,7 @@ def test_every_damaged_byte_is_found(chain):
 
 def test_truncated_and_longer_updates_are_found(chain):
     _, updates = chain
-    for size in (0, 1, 7, 8, 111, 112, 113, 500, len(updates[0]) - 1):
+    for size in (0, 1, 7, 8, 127, 128, 129, 500, len(updates[0]) - 1):
         with pytest.raises(codec.FrameError) as e:
             codec.Update(updates[0][:size])
         assert e.value.code == codec.Status.TRUNCATED
@@ -78,8 +83,8 @@ def test_truncated_and_longer_updates_are_found(chain):
         codec.Update(updates[0] + b"\0")
     with pytest.raises(codec.FrameError, match="not an update"):
         codec.Update(b"PK" + updates[0][2:])
-    with pytest.raises(codec.UnsupportedError, match="format 3"):
-        codec.Update(updates[0][:8] + b"\3" + updates[0][9:])
+    with pytest.raises(codec.UnsupportedError, match="format 4"):
+        codec.Update(updates[0][:8] + b"\4" + updates[0][9:])
 
 
 def hostile():
@@ -97,6 +102,11 @@ def hostile():
     yield "base equal to version", put("<Q", 40, 1)
     yield "no base with a digest of one", put("<Q", 40, 2**64 - 1)
     yield "version too large", put("<Q", 32, 2**64 - 1)
+    yield "weights of another number of tensors", put("<Q", 48, 13)
+    yield "weights of fewer tensors than the index", put("<Q", 48, 1)
+    yield "weights of another size", put("<Q", 56, 2**60)
+    yield "weights smaller than their tensors", put("<Q", 56, 1)
+    yield "tensor without a frame", put_index("<I", 45, 0)
     yield "name of no bytes", put_index("<H", 0, 0)
     yield "name longer than the index", put_index("<H", 0, 65535)
     yield "name that is not UTF-8", put_index("<B", 2, 255)
@@ -140,9 +150,9 @@ def test_frames_of_other_codecs_and_tensors_are_rejected():
 
         def change(head, index, frame=frame, size=size):
             struct.pack_into("<I", index, len(index) - 4, len(frame))
-            struct.pack_into("<Q", head, 24, 112 + size + len(frame))
+            struct.pack_into("<Q", head, 24, 128 + size + len(frame))
 
-        crafted = rebuilt(data, change)[: 112 + size] + frame
+        crafted = rebuilt(data, change)[: 128 + size] + frame
         receiver = codec.WeightReceiver()
         with pytest.raises(codec.FrameError):
             receiver.apply(crafted)

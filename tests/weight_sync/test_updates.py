@@ -40,8 +40,8 @@ def test_load_gets_full_tensors_of_changed_names_only():
     update = codec.WeightSender(old).diff(new)
     given = {}
     codec.WeightReceiver(old).apply(update, load=lambda tensors: given.update(tensors))
-    assert update.changed == ("model.layers.0.mlp.experts.1.w1.weight",)
-    assert equal({name: new[name] for name in update.changed}, given)
+    assert list(update.tensors) == ["model.layers.0.mlp.experts.1.w1.weight"]
+    assert equal({name: new[name] for name in update.tensors}, given)
 
 
 def test_loaded_tensors_do_not_alias_the_base(chain):
@@ -329,3 +329,30 @@ def test_failed_diff_leaves_no_file(tmp_path):
     with pytest.raises(codec.ArgumentError, match="cannot be written"):
         sender.diff(weights(), file=tmp_path / "no" / "u")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unchanged_tensors_take_no_bytes_of_an_update():
+    old = {f"layers.{k}.weight": np.full(300, k, np.float32) for k in range(2000)}
+    new = {**old, "layers.7.weight": old["layers.7.weight"] + 1}
+    receiver = codec.WeightReceiver(old)
+    update = codec.WeightSender(old).diff({name: x.copy() for name, x in new.items()})
+    assert update.nbytes < 1500
+    assert list(update.tensors) == ["layers.7.weight"]
+    assert update.total == (2000, 2000 * 1200)
+    receiver.apply(update)
+    assert equal(dict(receiver.tensors()), new)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_frames_that_are_larger_than_the_block_in_which_they_move(monkeypatch, tmp_path, in_file):
+    monkeypatch.setattr("codec.weight_sync.writing.BATCH_NBYTES", 1000)
+    rng = np.random.default_rng(1)
+    old = {f"x{k}": rng.standard_normal(3000).astype(np.float32) for k in range(40)}
+    new = {name: x * 1.01 if k % 3 == 0 else x.copy() for k, (name, x) in enumerate(old.items())}
+    how = {"file": tmp_path / "update"} if in_file else {}
+    receiver, sender = codec.WeightReceiver(old), codec.WeightSender(old)
+    receiver.apply(bytes(sender.diff(new, **how).data))
+    assert equal(dict(receiver.tensors()), new)
+    receiver = codec.WeightReceiver()
+    receiver.apply(sender.diff(iter(new.items()), full=True, **how))  # the size of the index is not known before
+    assert equal(dict(receiver.tensors()), new)
