@@ -103,10 +103,10 @@ class ModuleCollective:
         stream = self._calls * _STREAM
 
         async def counted(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
-            waited = comm.channel.counters.wire_s
+            before = comm.channel.totals()
             await work(comm, collective, stream)
-            counters = collective.counters.copy()
-            counters.wire_s = comm.channel.counters.wire_s - waited
+            counters, since = collective.counters.copy(), comm.channel.totals() - before
+            counters.wire_s, counters.waited_s, counters.cpu_s = since.wire_s, since.waited_s, since.cpu_s
             self._count(counters, round(tensor.nbytes * copies(comm.channel.levels)))
             return [output]
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -279,13 +279,9 @@ class AdamLink:
         totals: dict[str, Any] = vars(functools.reduce(Counters.__add__, all_stats, Counters()))
         for name in ("steps", "failed_steps", "buckets", "uncompressed_nbytes"):
             totals[name] = sum(getattr(s, name) for s in all_stats)
-        contents = [s.contents for s in all_stats if s.contents]  # gradients, then momenta if any were sent
-        return HookStats(
-            **totals,
-            residual_ratio=max(s.residual_ratio for s in all_stats),
-            world_size=all_stats[0].world_size,
-            contents=contents[-1] if contents else {},
-        )
+        used = [s for s in all_stats if s.steps] or all_stats  # gradients, then momenta if any were sent
+        ratio = max(s.residual_ratio for s in all_stats)
+        return replace(used[-1], **totals, residual_ratio=ratio)  # both hooks share the group's memory and levels
 
 
 def _buckets_of(groups: list[list[torch.nn.Parameter]]) -> list[Bucket]:

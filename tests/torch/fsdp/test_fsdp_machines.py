@@ -70,6 +70,9 @@ def test_lossless_training_in_two_levels_equals_flat_training(size):
             assert one.frame_collectives == two.frame_collectives >= 3 * 3
             assert one.raw_nbytes == two.raw_nbytes
             assert one.local_nbytes == 0 < two.local_nbytes
+            assert all(
+                stats.cpu_s > 0 and sum(stats.waited_s.values()) == pytest.approx(stats.wire_s) for stats in (one, two)
+            )
             assert two.sent_nbytes < one.sent_nbytes / (size / 2)
 
 

@@ -53,6 +53,8 @@ def test_training_in_two_levels_equals_flat_training():
             flat, _, apart = found[name, True]
             assert change_error(_joined(parameters), _joined(flat), _joined(initial)) < 1e-3, name
             assert stats.steps == apart.steps
+            assert stats.levels == ("4 ranks" if is_flat else "2 x 2 ranks")
+            assert stats.cpu_s > 0 < stats.buffer_nbytes
             if not is_flat:
                 assert stats.local_nbytes > 0
                 assert stats.sent_nbytes < 0.5 * apart.sent_nbytes
