@@ -13,6 +13,7 @@ fp16        torch's fp16_compress_hook over Gloo
 flat        ddp_hook("small"), each rank to each other rank
 ring        ddp_hook(Quantize(4), feedback=False) with algorithm="ring"
 levels      ddp_hook("small") with group=mesh: plain sums within a machine, frames between machines
+within      levels with options(within=codec.Float8()): frames of 8 bits within a machine, too
 local       LocalSteps(every=5, group=mesh): DistributedDataParallel within a machine, 4 bits between machines
 
 step ms     milliseconds of a step on the slowest rank: median over steps (local: mean)
@@ -42,7 +43,7 @@ from typing import Any
 import forked
 import netns
 
-METHODS = ("float32", "fp16", "flat", "ring", "levels", "local")
+METHODS = ("float32", "fp16", "flat", "ring", "levels", "within", "local")
 BLOCK = EVERY = 5  # consecutive steps of a method; LocalSteps synchronizes at the end of each block
 WARMUP = 5  # untimed steps of a method: DistributedDataParallel rebuilds its buckets after the first step
 QUIET = 0.3  # seconds until queues are empty, before the bytes of a link are read
@@ -85,10 +86,11 @@ class Training:
         elif method == "ring":
             how = codec.options(algorithm="ring")
             codec.torch.ddp_hook(codec.Quantize(4), feedback=False, options=how).register(self.model)
-        elif method in ("flat", "levels"):
-            group = mesh if method == "levels" else None
-            peers = mesh.size(0) if method == "levels" else mesh.size()
-            how = codec.options(algorithm="all_gather" if peers == 2 else "two_shot")  # the algorithms of "auto"
+        elif method in ("flat", "levels", "within"):
+            group = None if method == "flat" else mesh
+            peers = mesh.size() if method == "flat" else mesh.size(0)
+            algorithm = "all_gather" if peers == 2 else "two_shot"  # the algorithms of "auto"
+            how = codec.options(algorithm=algorithm, within=codec.Float8() if method == "within" else None)
             codec.torch.ddp_hook("small", options=how).register(self.model, group=group)
 
     def step(self) -> float:
