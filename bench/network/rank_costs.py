@@ -19,7 +19,7 @@ import forked
 import growth
 import latency
 import torch
-import torch._dynamo  # torch's optimizers import it: once here, not again on each rank
+import torch._dynamo  # imported here once, as torch's optimizers would import it on each rank
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -62,7 +62,7 @@ class Group(dist.ProcessGroup):
 
 
 class Sent:
-    """Counter of the messages, and of the bytes of these, that this process has passed to connections of meshes."""
+    """Number and bytes of the messages that this process has passed to connections of meshes."""
 
     def __init__(self) -> None:
         self.messages, self.nbytes = 0, 0
@@ -105,7 +105,7 @@ def measured(call: Callable[[], Any], group: Any, sent: Sent, count: int) -> Row
     """Call a function `count` times, and return what one call costs this rank."""
     gc.collect()
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak of memory
     stats, cpu, before = codec.torch.group_stats(group), usage()["cpu_s"], (sent.messages, sent.nbytes)
     times = [time.perf_counter()]
     for _ in range(count):
@@ -124,7 +124,7 @@ def measured(call: Callable[[], Any], group: Any, sent: Sent, count: int) -> Row
 
 
 def create(rank: int, store: Any, emit: Emit, ranks: int) -> None:
-    """Measure the seconds and resources of a group's connections; the store's are there before."""
+    """Measure the seconds and resources of a group's connections, without those of the store."""
     quiet()
     group = Group(rank, ranks, PrefixStore("group", store))
     forked.barrier(store, "ready", ranks)
@@ -196,7 +196,7 @@ def calls(rank: int, store: Any, emit: Emit, ranks: int, plan: Row) -> None:
             forked.barrier(store, f"before {name}", ranks)
             row = measured(step, group, sent, plan["steps"])
             forked.barrier(store, f"after {name}", ranks)
-            row["trips"] /= buckets  # all are in flight together
+            row["trips"] /= buckets  # all buckets are in flight together
             values = sum(x.numel() for x in parts)
             more = {"method": algorithm, "buckets": buckets, "values": values, "grain": growth.GRAIN}
             emit(row | more | {"verdicts": buckets})

@@ -116,7 +116,7 @@ class Sites:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs beside computing.
+    """Cost of the communication of a step.
 
     Parameters
     ----------

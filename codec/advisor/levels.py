@@ -81,8 +81,7 @@ class Predicted:
 def in_one_level(cost: Cost, link: LinkModel, ranks: MachineRanks, algorithm: Algorithm, chunks: int) -> Predicted:
     """Predict an all-reduce in which each rank sends frames to all others. The ranks of a machine share its link.
 
-    Of a rank's messages to N - 1 others, those to the N - P ranks of other machines leave the machine, and all of its P
-    ranks send as many. A ring crosses each link once.
+    Each of the P ranks of a machine sends N - P of its N - 1 messages to other machines. A ring crosses each link once.
     """
     crossing = 1.0
     if ranks.each > 1 and algorithm != "ring":
@@ -99,7 +98,7 @@ def in_two_levels(
 
     `within` is the number of seconds in which a rank sends, receives and adds plain values; see :func:`plain_seconds`.
     """
-    nbytes = wire_nbytes(cost, ranks.machines, algorithm)  # of P ranks together, each with a P-th of the tensor
+    nbytes = wire_nbytes(cost, ranks.machines, algorithm)  # sum over P ranks, each with a P-th of the tensor
     compute = within + compute_seconds(cost, ranks.machines, algorithm) / ranks.each
     return _predicted(nbytes, compute, latency_seconds(link, ranks.machines, algorithm), link, chunks)
 

@@ -30,16 +30,16 @@ class BucketRun:
     """Buckets of a step that one collective reduces: a large bucket, or consecutive small ones."""
 
     members: list[Bucket]
-    number: int = 0  # index of the run in its step
-    bucket: Bucket = field(init=False)  # the bucket to reduce, set by :meth:`join`
+    number: int = 0  # index of the run among those of its step
+    bucket: Bucket = field(init=False)  # bucket to reduce, set by :meth:`join`
     counters: Counters = field(default_factory=Counters)  # bytes and seconds of the collective
     names: list[str] = field(default_factory=list[str])  # names of the parameters; empty if sent without frames
-    reductions: list[Reduction] = field(default_factory=list[Reduction])  # their kernels may still run on a GPU
+    reductions: list[Reduction] = field(default_factory=list[Reduction])  # kernels may still run on GPUs
     follow: list[Callable[[], None]] = field(
         default_factory=list[Callable[[], None]]
-    )  # of :func:`order_after`, by member
-    store: Callable[[], object] | None = None  # writes the mean to the buckets; it is called if the step succeeds
-    gathers: list[WithinGpus] = field(default_factory=list[WithinGpus])  # to complete when all buckets have arrived
+    )  # results of :func:`order_after`, by member
+    store: Callable[[], object] | None = None  # writes the mean to the buckets, if the step succeeds
+    gathers: list[WithinGpus] = field(default_factory=list[WithinGpus])  # to complete after the last bucket
     arrived: Wait = field(default_factory=Wait)  # completes when the data of the buckets has arrived
     returned: Wait = field(default_factory=Wait)  # completes when the collective has resumed after `Step.over`
 

@@ -27,11 +27,11 @@ class ResidualChange:
     """New residuals of a collective in flight: :meth:`Feedback.begin` creates, :meth:`Feedback.commit` stores them."""
 
     pair: ResidualPair
-    layout: Layout  # of the whole tensor
+    layout: Layout  # parameters of the whole tensor
     op: str
     channel: Channel
     levels: Levels
-    # layout of the values that this rank encodes, and begin and end of those of them whose sums this rank encodes
+    # layout of the values that this rank encodes; begin and end of the part whose sums this rank encodes
     owned: tuple[Layout, tuple[int, int]] = (), (0, 0)
 
     @property

@@ -100,7 +100,7 @@ def _of_mesh(mesh: DeviceMesh, world: Any, one_site: bool) -> Any:
 
 
 def _of_pair(between: Any, within: Any, world: Any, one_site: bool) -> Any:
-    """Return the group of all ranks, of which those of `within` are on this rank's machine."""
+    """Return the group of all ranks; the ranks of `within` are on this rank's machine."""
     if not isinstance(between, dist.ProcessGroup) or not isinstance(within, dist.ProcessGroup):
         raise ArgumentError(
             f"group=: the pair (between, within) must be two process groups, got {shown((between, within))}"

@@ -9,7 +9,7 @@ from codec.torch.transport.channel import Channel
 PERIOD = 16  # steps between two measurements
 UNITS = 64  # sum of the weights of all ranks
 _FIRST = 4  # steps before the first measurement, whose connections are still slow
-_MOST_RANKS = 64  # maximum number of ranks of which each reports its rate to all others
+_MOST_RANKS = 64  # maximum number of ranks in a group whose ranks report their rates
 _LEAST_BUSY = 0.02  # seconds of sending that a measurement needs, since the kernel's clock has ticks of up to 4 ms
 _LITTLE = 0.1  # share of the bytes of the link's busiest connection below which a connection may be left out
 _LEAST_GAIN = 0.1  # share of the time of a step's messages that new slices must save

@@ -283,7 +283,7 @@ class Worker:
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-_threads: "weakref.WeakSet[_Thread]" = weakref.WeakSet()  # of all workers, also of those that were freed
+_threads: "weakref.WeakSet[_Thread]" = weakref.WeakSet()  # threads of all workers, even after the worker was freed
 
 
 def _stop_all() -> None:

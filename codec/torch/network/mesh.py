@@ -233,7 +233,7 @@ class Mesh:
     def rtt(self, ranks: Sequence[int]) -> float:
         """Return the longest round-trip time to some ranks in seconds, measured by the kernel; 0 if it is unknown.
 
-        Of many ranks, it is the longest one to 16 ranks at equal distances in the order of `ranks`.
+        If there are more than 16 ranks, only 16 of them count, at equal distances in `ranks`.
         """
         sample = ranks[:: -(-len(ranks) // _MOST_SAMPLES) or 1]
         return max((self._stripes[o][0].info().rtt for o in sample), default=0.0)

@@ -119,7 +119,7 @@ def _anchor_of(piece: ParameterRows) -> torch.Tensor:
 def cut(parameters: Parameters, exact: Iterable[torch.nn.Parameter], count: int) -> list[Fragment]:
     """Split a model's parameters, in their order, into `count` fragments with about equal numbers of values.
 
-    Of a DTensor, each fragment has values of this rank's shard. On a rank without any values, fragments are empty.
+    A fragment has values of this rank's shard of a DTensor. On a rank without any values, fragments are empty.
     Parameters of two or more dimensions may be divided between rows. Each boundary is the one that is nearest to a
     multiple of 1 / `count` of all values.
 

@@ -115,7 +115,7 @@ def test_waiting_for_other_ranks_by_latency_does_not_grow_with_the_bytes(monkeyp
 
 
 def test_uncompressed_values_are_predicted_by_what_leaves_a_machine():
-    """Of 3 x 8 ranks, a rank sends uncompressed values of its window to two others, and waits for their round trip."""
+    """On 3 machines of 8 ranks, a rank sends its window uncompressed to two others, and waits for their round trip."""
     levels = Levels(24, 0, between=range(0, 24, 8), within=range(8))
     for channel in (IdleChannel(0.0, levels), IdleChannel(0.0, Levels(3, 0))):
         timing = Timing(Tuner(), channel)
