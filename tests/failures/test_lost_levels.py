@@ -9,9 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch.group import communicator
 from support.faults import KILLED, at_fault_point, die, freeze
-from support.rank_loss import PROMISED_SECONDS, SLACK_SECONDS, TIMEOUT, Training, fault_points
+from support.rank_loss import PROMISED_SECONDS, SLACK_SECONDS, Training, fault_points
 from support.ranks import RankPool
 
 SIZE = 4
@@ -32,11 +31,6 @@ class LeveledTraining(Training):
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.015)
         self.hook.register(self.model, group=init_device_mesh("cpu", (2, 2)))
 
-    @property
-    def channel(self):
-        """Channel of the hook's group."""
-        return communicator.communicator_of(self.hook.reducer.group, TIMEOUT).channel
-
 
 _training = None  # this rank's LeveledTraining
 
@@ -45,16 +39,7 @@ def _train(rank, size, saved, steps):
     """Train as :func:`support.rank_loss.train` does, over two levels."""
     global _training
     _training = _training or LeveledTraining()
-    if saved is not None:
-        _training.load(saved[rank])
-    _training.wrap()
-    states, count = [], 0
-    for _ in range(steps):
-        with at_fault_point(_training.channel, -1, None) as events:
-            _training.step(rank)
-        states.append(_training.state())
-        count = events.count
-    return states, count, _training.saved()
+    return _training.run(rank, saved and saved[rank], steps)
 
 
 def _disturbed(rank, size, faulty, point, fault):

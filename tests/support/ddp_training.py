@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec.torch
 from codec.torch.ddp import checkpoint, joined
+from support.states import through_a_file
 
 ENCODE_ALL = codec.torch.Policy(lossless_small=False, uneven=None)  # uses the hook's spec for every parameter
 
@@ -104,6 +105,25 @@ def small_net():
 def small_forward(model, rank):
     """Return the loss of the small model for a rank's batch."""
     return model(torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))).square().mean()
+
+
+def train_small_net(hooked, rank, steps, pause=None):
+    """Train a wrapped :func:`small_net`; with `pause`, continue after that many steps from a checkpoint in a file.
+
+    `hooked` is called for the model and its hook. Return the bytes of the parameters and of the hook's state, and the
+    state in the file.
+    """
+    (model, hook), saved = hooked(), None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        if step == pause:
+            saved = through_a_file([model.module.state_dict(), optimizer.state_dict(), hook.state_dict()])
+            model, hook = hooked()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            for each, state in zip((model.module, optimizer, hook), saved, strict=True):
+                each.load_state_dict(state)
+        take_step(model, 10 * step + rank, small_forward, optimizer)
+    return parameter_bytes(model), hook_state_bytes(hook), saved and saved[2]
 
 
 class EqualLayers(torch.nn.Module):

@@ -25,6 +25,13 @@ CLIENT, SERVER = b"codec.torch client", b"codec.torch server"
 KEY, OTHER = b"0123456789abcdef-the-secret", b"fedcba9876543210-another-one"
 
 
+def without_secret(monkeypatch):
+    """Let codec listen on the loopback interface, and find no secret in the environment."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv("CODEC_SECRET", raising=False)
+    monkeypatch.delenv("CODEC_SECRET_FILE", raising=False)
+
+
 def version():
     digest = hashlib.blake2b(b"('codec.torch', 4)", digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -1,5 +1,7 @@
 """Models and data of four ranks in two sites, for tests of codec.torch.LocalSteps between sites."""
 
+import copy
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -54,6 +56,23 @@ def train(model, optimizer, steps, *after, scale=1.0):
         optimizer.step()
         for call in after:
             call()
+
+
+def train_with_pause(make, pause, **how):
+    """Train 9 steps, and synchronize; if `pause` is given, continue after that many steps from a checkpoint.
+
+    `make` is :func:`parallel`, or a function with the same arguments and results. Return the module and its LocalSteps.
+    """
+    model, optimizer, local = make(**how)
+    train(model, optimizer, range(pause or 9), local.step)
+    if pause:
+        saved = [copy.deepcopy(each.state_dict()) for each in (getattr(model, "module", model), optimizer, local)]
+        model, optimizer, local = make(**how)
+        for each, state in zip((getattr(model, "module", model), optimizer, local), saved, strict=True):
+            each.load_state_dict(state)
+        train(model, optimizer, range(pause, 9), local.step)
+    local.synchronize()
+    return getattr(model, "module", model), local
 
 
 class Pushed(nn.Module):

@@ -139,6 +139,11 @@ class Training:
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.015)  # MB: small enough for several buckets
         self.hook.register(self.model)
 
+    @property
+    def channel(self):
+        """Channel of the hook's group."""
+        return communicator.communicator_of(self.hook.reducer.group, TIMEOUT).channel
+
     def step(self, rank):
         """Run one training step."""
         g = torch.Generator().manual_seed(1000 * self.steps + rank)
@@ -159,6 +164,22 @@ class Training:
         self.net.load_state_dict(net)
         self.optimizer.load_state_dict(optimizer)
         self.hook.load_state_dict(hook)
+
+    def run(self, rank, saved, steps):
+        """Train over the current group, from a checkpoint if `saved` is not None.
+
+        Returns the state after each step, the number of events in the last step, and a checkpoint.
+        """
+        if saved is not None:
+            self.load(saved)
+        self.wrap()
+        states, count = [], 0
+        for _ in range(steps):
+            with at_fault_point(self.channel, -1, None) as events:
+                self.step(rank)
+            states.append(self.state())
+            count = events.count
+        return states, count, self.saved()
 
     def state(self):
         """Return digests of all state that a step changes: parameters, momentum and residuals."""
@@ -181,21 +202,11 @@ def current_training():
 def train(rank, size, saved, steps):
     """Train from the checkpoints `saved`, one per rank, or from the current state if `saved` is None.
 
-    Returns the state after each step, the number of events in the last step, and a checkpoint.
+    Returns the results of :meth:`Training.run`.
     """
     global _training
     _training = _training or Training()
-    if saved is not None:
-        _training.load(saved[rank])
-    _training.wrap()
-    states, count = [], 0
-    for _ in range(steps):
-        line = communicator.communicator_of(_training.model.process_group, TIMEOUT)
-        with at_fault_point(line.channel, -1, None) as events:
-            _training.step(rank)
-        states.append(_training.state())
-        count = events.count
-    return states, count, _training.saved()
+    return _training.run(rank, saved and saved[rank], steps)
 
 
 def disturbed_step(rank, size, point, fault):
@@ -205,10 +216,9 @@ def disturbed_step(rank, size, point, fault):
     which is the vote.
     """
     before, raised = _training.state(), None
-    line = communicator.communicator_of(_training.model.process_group, TIMEOUT)
     begin = time.monotonic()
     try:
-        with at_fault_point(line.channel, point if rank == FAULTY else -1, fault) as events:
+        with at_fault_point(_training.channel, point if rank == FAULTY else -1, fault) as events:
             _training.step(rank)
     except codec.CodecError as e:
         raised = type(e).__name__

@@ -1,6 +1,7 @@
 """States of DDP hooks are checked against rank and model, gathered into one file, resharded, and resumed exactly."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,15 @@ import codec.torch
 from codec.stateful.schema import signed
 from codec.torch.ddp import checkpoint
 from support import flatcall
-from support.ddp_training import ENCODE_ALL, parameter_bytes, separate_buckets, small_forward, small_net, take_step
+from support.ddp_training import (
+    ENCODE_ALL,
+    parameter_bytes,
+    separate_buckets,
+    small_forward,
+    small_net,
+    take_step,
+    train_small_net,
+)
 from support.ranks import run_ranks
 from support.states import through_a_file
 
@@ -111,22 +120,8 @@ RESUMED = [
 
 def _resumed(rank, size):
     for spec, how in RESUMED:
-        how["cap"] = 0.05  # bucket cap in MB: two buckets from the second step on
-        ends = []
-        for interrupted in (False, True):
-            model, hook = hooked(spec=spec, **how)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-            for step in range(8):
-                if step == 4 and interrupted:
-                    saved = through_a_file([model.module.state_dict(), optimizer.state_dict(), hook.state_dict()])
-                    model, hook = hooked(spec=spec, **how)
-                    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-                    model.module.load_state_dict(saved[0])
-                    optimizer.load_state_dict(saved[1])
-                    hook.load_state_dict(saved[2])
-                take_step(model, 10 * step + rank, small_forward, optimizer)
-            ends.append((parameter_bytes(model), checkpoint.packed(hook.state_dict())))
-        assert ends[0] == ends[1], spec
+        make = partial(hooked, spec=spec, cap=0.05, **how)  # bucket cap in MB: two buckets from the second step on
+        assert train_small_net(make, rank, 8)[:2] == train_small_net(make, rank, 8, pause=4)[:2], spec
 
 
 def test_resumed_training_is_the_uninterrupted_one_to_the_bit():

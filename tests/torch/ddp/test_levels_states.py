@@ -1,5 +1,7 @@
 """Residuals of hooks and of Feedback over two levels: saved, loaded on other machines, and resharded."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -8,10 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.stateful.schema import signed
-from codec.torch.ddp import checkpoint
 from codec.torch.ddp.residuals import HookResiduals
 from support import flatcall
-from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
+from support.ddp_training import ENCODE_ALL, small_forward, small_net, take_step, train_small_net
 from support.ranks import run_ranks
 from support.states import through_a_file
 
@@ -54,23 +55,11 @@ def check_equal(a, b):
 def _resumed(rank, size):
     """Interrupt training in the middle; a hook with the same levels continues it to the bit."""
     for spec, how in [(SIGN, {}), (codec.Quantize(4), {"feedback": 0.9, "policy": codec.torch.Policy()})]:
-        how["cap"] = 0.05  # bucket cap in MB: two buckets from the second step on
-        ends = []
-        for interrupted in (False, True):
-            model, hook = hooked(2, spec, **how)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-            for step in range(6):
-                if step == 3 and interrupted:
-                    saved = through_a_file([model.module.state_dict(), optimizer.state_dict(), hook.state_dict()])
-                    assert saved[2]["within"] == 2
-                    model, hook = hooked(2, spec, **how)
-                    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-                    model.module.load_state_dict(saved[0])
-                    optimizer.load_state_dict(saved[1])
-                    hook.load_state_dict(saved[2])
-                take_step(model, 10 * step + rank, small_forward, optimizer)
-            ends.append((parameter_bytes(model), checkpoint.packed(hook.state_dict())))
-        assert ends[0] == ends[1], spec
+        make = partial(hooked, 2, spec, cap=0.05, **how)  # bucket cap in MB: two buckets from the second step on
+        *whole, _ = train_small_net(make, rank, 6)
+        *resumed, saved = train_small_net(make, rank, 6, pause=3)
+        assert whole == resumed, spec
+        assert saved["within"] == 2
 
 
 def test_resumed_training_over_two_levels_is_the_uninterrupted_one_to_the_bit():

@@ -1,7 +1,5 @@
 """LocalSteps between sites in each of which FSDP2 shards the model."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import codec
 import codec.torch
-from support.local_sites import Pushed, Tied, parallel, push, pushed, sites, text, train
+from support.local_sites import Pushed, Tied, parallel, push, pushed, sites, text, train, train_with_pause
 from support.local_training import ROUNDED, adam, nesterov, raised, state_bytes
 from support.ranks import RankPool, run_ranks
 
@@ -109,20 +107,9 @@ def test_all_changes_of_uneven_shards_arrive(four, how):
 
 
 def _resumed(rank, size, how):
-    """Train 9 steps, or 5 steps and 4 more from a checkpoint; return parameters and states of both."""
-    found = []
-    for pause in (None, 5):
-        model, optimizer, local = sharded(**how)
-        train(model, optimizer, range(pause or 9), local.step)
-        if pause:
-            saved = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, local)]
-            model, optimizer, local = sharded(**how)
-            for each, state in zip((model, optimizer, local), saved, strict=True):
-                each.load_state_dict(state)
-            train(model, optimizer, range(pause, 9), local.step)
-        local.synchronize()
-        found.append((whole(model).tobytes(), state_bytes(local)))
-    return found
+    """Train with and without a pause; return parameters and states of both."""
+    both = [train_with_pause(sharded, pause, **how) for pause in (None, 5)]
+    return [(whole(model).tobytes(), state_bytes(local)) for model, local in both]
 
 
 @pytest.mark.parametrize("how", [{"every": 3}, {"every": 4, "fragments": 2, "delay": 2, "outer": nesterov}], ids=str)

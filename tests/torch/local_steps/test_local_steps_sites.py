@@ -1,6 +1,5 @@
 """LocalSteps between sites of several ranks, which average gradients in each step by DistributedDataParallel."""
 
-import copy
 import os
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from support.local_sites import SITES, Tied, parallel, sites, train
+from support.local_sites import SITES, Tied, parallel, sites, train, train_with_pause
 from support.local_training import ROUNDED, adam, flat, nesterov, parameter_bytes, raised, state_bytes
 from support.ranks import RankPool
 
@@ -70,20 +69,9 @@ def test_sites_send_one_copy_and_get_the_means_of_one_rank_a_site(four, name):
 
 
 def _resumed(rank, size, how):
-    """Train 9 steps, or 5 steps and 4 more from a checkpoint; return both models and states."""
-    found = []
-    for pause in (None, 5):
-        ddp, optimizer, local = parallel(**how)
-        train(ddp, optimizer, range(pause or 9), local.step)
-        if pause:
-            saved = [copy.deepcopy(each.state_dict()) for each in (ddp.module, optimizer, local)]
-            ddp, optimizer, local = parallel(**how)
-            for each, state in zip((ddp.module, optimizer, local), saved, strict=True):
-                each.load_state_dict(state)
-            train(ddp, optimizer, range(pause, 9), local.step)
-        local.synchronize()
-        found.append((parameter_bytes(ddp.module), state_bytes(local)))
-    return found
+    """Train with and without a pause; return both models and states."""
+    both = [train_with_pause(parallel, pause, **how) for pause in (None, 5)]
+    return [(parameter_bytes(model), state_bytes(local)) for model, local in both]
 
 
 @pytest.mark.parametrize("how", [{"every": 3}, {"every": 4, "fragments": 2, "delay": 2, "outer": nesterov}], ids=str)

@@ -34,15 +34,14 @@ from support.handshakes import (
     read,
     refused,
     waiting,
+    without_secret,
 )
 from support.meshes import SECONDS, Group, until
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.delenv("CODEC_SECRET", raising=False)
-    monkeypatch.delenv("CODEC_SECRET_FILE", raising=False)
+    without_secret(monkeypatch)
 
 
 # Attacks on a rank that connects
