@@ -71,8 +71,8 @@ class FolderBase(Base):
         """Context that converts errors of files to StateError with the name of the folder."""
         try:
             yield
-        except (OSError, ArgumentError) as e:
-            why = e.strerror if isinstance(e, OSError) else e
+        except (OSError, ArgumentError, ValueError) as e:  # ValueError: a null character in the path
+            why = getattr(e, "strerror", None) or e
             raise StateError(f"{self._path} cannot be used: {why}") from None
 
     def _open(self) -> None:

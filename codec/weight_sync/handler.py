@@ -13,18 +13,21 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
+from math import inf
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from codec.weight_sync.credentials import BearerToken
 from codec.weight_sync.mapping import regular
 
 _NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot))")
 _SEND_SECONDS = 60.0  # time without progress after which the server closes a connection
+_BLOCK_SECONDS = 120.0  # time in which a client must receive a block of a file: 9 KB/s
 _REQUEST_SECONDS = 10.0  # time in which a client must send a complete request, on a new or on an idle connection
 _BUSY_SECONDS = 1.0  # the same, while other clients wait for a connection to end
 _POLL_SECONDS = 0.05
-_BLOCK = 1 << 16  # bytes that are encrypted at once, each within _SEND_SECONDS
+_BLOCK = 1 << 20  # bytes of a file that are sent within _BLOCK_SECONDS
+_ENCRYPTED = 1 << 16  # bytes that are encrypted at once, each within _SEND_SECONDS
 _REQUEST_NBYTES = 1 << 14  # maximum size of a request, with its headers
 CONNECTIONS = 64  # maximum number of connections that are served at a time
 
@@ -62,7 +65,7 @@ class Server(ThreadingHTTPServer):
         self._pid = os.getpid()
         self._free = threading.BoundedSemaphore(CONNECTIONS)
         self._lock = threading.Lock()
-        self._open: dict[Any, float | None] = {}  # by connection: since when a request is awaited; None: it is served
+        self._open: dict[Any, _Limits] = {}
         self._closing = False
         super().__init__(address, Handler)
         _servers.add(self)
@@ -87,22 +90,32 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a new thread, once there are less than 64."""
         while not self._free.acquire(timeout=_POLL_SECONDS):
-            self._close_silent(_BUSY_SECONDS)
+            self._close_late(busy=True)
             if self._closing:
                 self.shutdown_request(request)
                 return
-        with self._lock:
-            self._open[request] = None
-        super().process_request(request, client_address)
+        self._limit(request, _Limits())
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started
+            self._forget(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
-                del self._open[request]
-            self._free.release()
+            self._forget(request)
+
+    def _forget(self, connection: Any) -> None:
+        with self._lock:
+            del self._open[connection]
+        self._free.release()
+
+    def _limit(self, connection: Any, limits: "_Limits") -> None:
+        with self._lock:
+            self._open[connection] = limits
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection: the client sees that the connection has ended."""
@@ -112,26 +125,26 @@ class Server(ThreadingHTTPServer):
     @contextmanager
     def awaiting_request(self, connection: Any) -> Generator[None]:
         """Context in which a request is read: if it takes too long, the connection is closed."""
-        with self._lock:
-            self._open[connection] = time.monotonic()
+        now = time.monotonic()
+        self._limit(connection, _Limits(now + _REQUEST_SECONDS, now + _BUSY_SECONDS))
         try:
             yield
         finally:
-            self.received(connection)
+            self._limit(connection, _Limits())
 
-    def received(self, connection: Any) -> None:
-        """Note that the request of a connection is complete."""
-        with self._lock:
-            self._open[connection] = None
+    def sending(self, connection: Any) -> None:
+        """Note that a request is complete, and that the next block of the reply is sent."""
+        end = time.monotonic() + _BLOCK_SECONDS
+        self._limit(connection, _Limits(end, end))
 
     def service_actions(self) -> None:
-        """Close connections that are silent for too long. The server calls this every 50 ms."""
-        self._close_silent(_REQUEST_SECONDS)
+        """Close connections that are slow or silent for too long. The server calls this every 50 ms."""
+        self._close_late(busy=False)
 
-    def _close_silent(self, seconds: float) -> None:
+    def _close_late(self, busy: bool) -> None:
         now = time.monotonic()
         with self._lock:
-            late = [one for one, since in self._open.items() if since is not None and now - since > seconds]
+            late = [one for one, limits in self._open.items() if now > (limits.busy if busy else limits.end)]
         for connection in late:
             _shut(connection)
 
@@ -146,6 +159,13 @@ class Server(ThreadingHTTPServer):
                 for connection in self._open:
                     _shut(connection)
         self.server_close()
+
+
+class _Limits(NamedTuple):
+    """Times at which the server closes a connection."""
+
+    end: float = inf
+    busy: float = inf  # if other clients wait for a connection to end
 
 
 def _shut(connection: socket.socket) -> None:
@@ -224,8 +244,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send ``head`` or the file of an update."""
-        self._updates.received(self.connection)
-        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+        self._updates.sending(self.connection)
+        if {"0", *self.headers.get_all("Content-Length", ())} != {"0"} or "Transfer-Encoding" in self.headers:
             self.send_error(400)  # and close the connection: the body must not be taken for a request
             return
         token = self._updates.token
@@ -254,11 +274,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, file: BufferedReader, nbytes: int) -> int:
         """Send `nbytes` bytes of a file; return the number of bytes that were sent, less if the file is shorter."""
-        if not isinstance(self.connection, ssl.SSLSocket):
-            return self.connection.sendfile(file, 0, nbytes or None)
-        sent, buffer = 0, memoryview(bytearray(_BLOCK))  # SSLSocket.sendfile sends blocks of 8 KiB
-        while n := file.readinto(buffer[: nbytes - sent]):
-            self.connection.sendall(buffer[:n])
+        encrypted = isinstance(self.connection, ssl.SSLSocket)
+        buffer = memoryview(bytearray(_ENCRYPTED if encrypted else 0))  # SSLSocket.sendfile sends blocks of 8 KiB
+        sent = 0
+        while sent < nbytes:
+            if sent % _BLOCK == 0:
+                self._updates.sending(self.connection)
+            if encrypted:
+                n = file.readinto(buffer[: nbytes - sent])
+                self.connection.sendall(buffer[:n])
+            else:
+                n = self.connection.sendfile(file, sent, min(_BLOCK, nbytes - sent))
+            if not n:
+                break
             sent += n
         return sent
 

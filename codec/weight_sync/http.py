@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Cafile = str | PathLike[str] | bool | None
 
+_BLOCK_SECONDS = 64.0  # time for 1 MiB of a file beyond the maximum time without data: 16 KiB/s
+
 
 class Connection:
     """Connection to the server of a store, which is kept open between files.
@@ -32,7 +34,7 @@ class Connection:
     url : str
         URL of the store.
     seconds : float
-        Maximum time without new data, and for the header of a reply.
+        Maximum time without new data, and for the header of a reply. Files must arrive with at least 16 KiB/s.
     token, cafile : optional
         As in :func:`codec.weight_sync.pull`.
 
@@ -45,12 +47,15 @@ class Connection:
     def __init__(self, url: str, seconds: float, token: str | None = None, cafile: Cafile = None) -> None:
         self._url, self._seconds = url.rstrip("/"), seconds
         self._open: HTTPConnection | None = None
+        self._socket: socket.socket | None = None
         self._token, self._tls = None, None
-        if "@" in url.partition("://")[2].partition("/")[0]:
-            raise ArgumentError("a URL must not hold a user or password, which errors would show: pass token=")
+        if "@" in url.partition("://")[2].partition("/")[0] or "?" in url or "#" in url:
+            raise ArgumentError(
+                "the URL of a store must not hold a user or password, nor ? or #, which errors would show: pass token="
+            )
         with self._errors():
             parts = urlsplit(self._url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ArgumentError(f"{url!r} is not the URL of a store, such as http://10.0.0.1:8000")
             self._host, self._port, self._path = parts.hostname, parts.port, parts.path
         if token is not None:
@@ -95,10 +100,15 @@ class Connection:
         with self._errors(), self._get(name) as reply:
             length = reply.headers.get("Content-Length")
             if length is not None and not re.fullmatch(r"\d{1,18}", length):
-                raise ArgumentError(f"{url} cannot be read: its Content-Length is {length:.40}")
+                raise ArgumentError(f"{url} cannot be read: its Content-Length is {length!r:.40}")
             if length is not None and int(length) > most:
                 raise FrameError(f"{url} has {length} bytes, more than {most}")
-            return copied(reply.readinto, url, most, None if length is None else int(length))
+
+            def read(block: memoryview) -> int:
+                with self._within(self._seconds + _BLOCK_SECONDS, "a part of a file"):
+                    return reply.readinto(block)
+
+            return copied(read, url, most, None if length is None else int(length))
 
     def _get(self, name: str) -> "HTTPResponse":
         """Request a file, and return the reply, whose status is 200."""
@@ -141,23 +151,32 @@ class Connection:
 
     def _reply(self, connection: "HTTPConnection", target: str) -> "HTTPResponse":
         """Send a request, and read the header of the reply within the timeout."""
+        connection.request("GET", target, headers={} if self._token is None else self._token.headers())
+        self._socket = connection.sock  # which the connection forgets if the server will close it
+        with self._within(self._seconds, "the header of a reply"):
+            return connection.getresponse()
+
+    @contextmanager
+    def _within(self, seconds: float, what: str) -> Generator[None]:
+        """Context that ends the connection, and raises TimeoutError, if a server sends `what` byte by byte."""
         late = threading.Event()
+        used = self._socket
 
         def end() -> None:
             late.set()
-            with suppress(OSError, AttributeError):  # the connection is closed, or not open yet
-                socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+            if used is not None:
+                with suppress(OSError):  # closed meanwhile
+                    socket.socket.shutdown(used, socket.SHUT_RDWR)
 
-        timer = threading.Timer(self._seconds, end)
+        timer = threading.Timer(seconds, end)
         timer.daemon = True
-        connection.request("GET", target, headers={} if self._token is None else self._token.headers())
         timer.start()
         try:
-            return connection.getresponse()
+            yield
         finally:
             timer.cancel()
             if late.is_set():
-                raise TimeoutError("the header of a reply was not complete in time")
+                raise TimeoutError(f"{what} was not complete in time")
 
     @contextmanager
     def _errors(self) -> Generator[None]:
@@ -171,6 +190,7 @@ class Connection:
             if not isinstance(e, (OSError, ValueError, HTTPException)) or isinstance(e, CodecError):
                 raise
             why = f"{str(e) or type(e).__name__:.200}"
+            why = why if why.isprintable() else repr(why)  # a server may send escapes for the user's terminal
             if self._tls is not None:
                 why = _tls_reason(e) or why
             elif isinstance(e, RemoteDisconnected):

@@ -12,6 +12,8 @@ from codec.weight_sync.receiver import Load, WeightReceiver
 from codec.weight_sync.source import TIMEOUT, StoreReader
 from codec.weight_sync.update import Update
 
+_MOST_LISTS = 10  # lists that one call reads: a hostile store could name other missing updates each time
+
 
 def pull(
     receiver: WeightReceiver,
@@ -71,15 +73,16 @@ def pull(
     applied = False
     with StoreReader(source, timeout, token=token, cafile=cafile, key=receiver.key) as store:
         listing = store.listing()
-        newer = receiver.key is not None
+        newer, rest = receiver.key is not None, _MOST_LISTS - 1
         path = deque(chain(listing, receiver.identity, newer=newer))
         while path:
             try:
                 update = store.update(path[0])
             except (ArgumentError, FrameError):
                 # Meanwhile, the trainer may have deleted old updates, or begun a new run
-                if (now := store.listing()) == listing:
+                if rest == 0 or (now := store.listing()) == listing:
                     raise
+                rest -= 1
                 listing, path = now, deque(chain(now, receiver.identity, newer=newer))
                 continue
             receiver.apply(update, load, like=like, into=into, restart=True)

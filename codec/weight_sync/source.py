@@ -56,7 +56,7 @@ class StoreReader(Closing):
         self._name = os.fspath(source)
         scheme = _SCHEME.match(self._name) if isinstance(source, str) else None
         if scheme is not None and scheme[1].lower() not in ("http", "https"):
-            raise ArgumentError(f"{self._name!r} has the scheme {scheme[1]}: pass a folder, or a URL of http or https")
+            raise ArgumentError(f"the source has the scheme {scheme[1]:.40}: pass a folder, or a URL of http or https")
         if scheme is None and (token is not None or cafile is not None):
             raise ArgumentError(f"token= and cafile= are for the URL of a server, but {self._name!r} is a folder")
         seconds = limit.total_seconds()

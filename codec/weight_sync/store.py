@@ -82,8 +82,9 @@ class UpdateStore:
         """Context that converts errors of files to ArgumentError with the name of the folder."""
         try:
             yield
-        except OSError as e:
-            raise ArgumentError(f"{self.folder} cannot be used: {e.strerror}") from None
+        except (OSError, ValueError) as e:  # ValueError: a null character in the path
+            why = getattr(e, "strerror", None) or e
+            raise ArgumentError(f"{str(self.folder)!r} cannot be used: {why}") from None
 
     def _create(self) -> None:
         """Create the folder and an empty list, unless they exist, so that receivers can tell the store from none."""

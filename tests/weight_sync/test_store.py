@@ -202,7 +202,7 @@ def test_store_that_is_not_there_is_an_error(tmp_path):
         ("s3://bucket/updates", "has the scheme s3"),
         ("file:///updates", "has the scheme file"),
         ("http://", "not the URL of a store"),
-        ("http://127.0.0.1:1/x?y", "not the URL of a store"),
+        ("http://127.0.0.1:1/x?y", "must not hold"),
         ("http://[", "cannot be read"),
         ("http://127.0.0.1:x", "cannot be read"),
         ("HTTP://127.0.0.1:1", "refused"),
