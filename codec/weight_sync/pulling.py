@@ -5,14 +5,15 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-from codec.errors import ArgumentError, FrameError
+from codec.errors import ArgumentError, FrameError, LimitError
 from codec.weight_sync.http import Cafile
-from codec.weight_sync.listing import chain
+from codec.weight_sync.listing import Listed, chain
 from codec.weight_sync.receiver import Load, WeightReceiver
 from codec.weight_sync.source import TIMEOUT, StoreReader
 from codec.weight_sync.update import Update
 
 _MOST_LISTS = 10  # lists that one call reads: a hostile store could name other missing updates each time
+_INDEX_NBYTES = 1 << 26  # size that the index of an update may have, in bytes: that of a million tensors
 
 
 def pull(
@@ -77,6 +78,7 @@ def pull(
         path = deque(chain(listing, receiver.identity, newer=newer))
         while path:
             try:
+                _check_size(path[0], receiver.max_nbytes)
                 update = store.update(path[0])
             except (ArgumentError, FrameError):
                 # Meanwhile, the trainer may have deleted old updates, or begun a new run
@@ -93,3 +95,9 @@ def pull(
     if not applied and receiver.unloaded and (load is not None or into is not None):
         receiver.reload(load, like=like, into=into, names=receiver.unloaded)
     return receiver.version
+
+
+def _check_size(one: Listed, max_nbytes: int | None) -> None:
+    """Raise LimitError for an update that would fill the disk, although its weights cannot have this size."""
+    if max_nbytes is not None and one.nbytes > 2 * max_nbytes + _INDEX_NBYTES:
+        raise LimitError(f"{one.file} has {one.nbytes} bytes, far more than the weights may have: {max_nbytes}")

@@ -140,6 +140,11 @@ class WeightReceiver(Closing):
         return self._base.weights.kinds
 
     @property
+    def max_nbytes(self) -> int | None:
+        """Maximum size of all tensors together, in bytes; None: no limit."""
+        return self._base.max_nbytes
+
+    @property
     def unloaded(self) -> frozenset[str]:
         """Names of the tensors that the serving program may lack; all of them after a folder was opened.
 

@@ -106,6 +106,19 @@ def test_lists_of_other_values_are_refused_before_they_are_parsed(monkeypatch, v
     assert Listing.parse(EMPTY.replace(b" ", b"")).updates == ()
 
 
+def test_updates_far_above_max_nbytes_are_not_downloaded(tmp_path):
+    """A list of a hostile store may name an update that would fill the disk."""
+    with Publisher(tmp_path, host="127.0.0.1") as publisher:
+        published(publisher, 1)
+        head = json.loads((tmp_path / "head").read_bytes())
+        head["updates"][0]["nbytes"] = 1 << 40
+        (tmp_path / "head").write_text(json.dumps(head))
+        (tmp_path / f"{0:020d}.snapshot").unlink()
+        for source in (tmp_path, publisher.source):
+            with pytest.raises(codec.LimitError, match="far more than the weights may have"):
+                pull(codec.WeightReceiver(max_nbytes=1 << 30), source)
+
+
 def test_compressed_replies_are_not_decompressed():
     def answer(connection):
         assert b"Accept-Encoding: identity" in connection.recv(4096)
