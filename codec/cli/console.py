@@ -114,7 +114,7 @@ def signed_output(args: argparse.Namespace, path: str, *inputs: str) -> Generato
     with output_file(path, *inputs) as file:
         yield file
         if key is not None:
-            signature = file_signature(file, key)
+            signature = file_signature(file, key, args.context)
     if signature is not None:
         write_signature(path, signature)
 

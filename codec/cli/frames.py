@@ -36,6 +36,7 @@ def add_commands(commands: Any) -> None:
     )
     p.add_argument("files", nargs="+", metavar="file", help=_ACCEPTED)
     p.add_argument("--key", metavar="KEYFILE", help="check signatures, too: that of an update, or of FILE in FILE.sig")
+    p.add_argument("--context", metavar="TEXT", help="text that FILE was signed with by pack --context")
     p.set_defaults(run=run_verify)
 
 
@@ -64,11 +65,13 @@ def run_inspect(args: argparse.Namespace) -> int:
 def run_verify(args: argparse.Namespace) -> int:
     """Verify each file; return 1 if a file is damaged or cannot be read, otherwise 0."""
     failed = 0
-    key = None if args.key is None else SigningKey(args.key)
+    key = SigningKey.to_verify(args.key)
+    if args.context is not None and key is None:
+        raise ArgumentError("--context is part of a signature: pass --key, too")
     for file in args.files:
         try:
             if key is not None:
-                _check_signed(file, key)
+                _check_signed(file, key, args.context)
             verified = _verify(file) + (", signed with this key" if key is not None else "")
         except CodecError as e:
             failed = 1
@@ -80,12 +83,12 @@ def run_verify(args: argparse.Namespace) -> int:
     return failed
 
 
-def _check_signed(path: str, key: SigningKey) -> None:
-    """Raise CodecError unless a file is signed with a key."""
+def _check_signed(path: str, key: SigningKey, context: str | None) -> None:
+    """Raise CodecError unless a file is signed with a key and a context."""
     if path == STANDARD or is_store(path):
         raise ArgumentError(f"{printable(path)} has no signature: --key is for files")
-    if not (is_update(path) and check_signed_update(path, key)):
-        check_file(path, key)
+    if context is not None or not (is_update(path) and check_signed_update(path, key)):
+        check_file(path, key, context)
 
 
 def _kind(path: str) -> FileKind:

@@ -52,7 +52,8 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--codec", help="of a frame: preset, or spec such as 'Quantize(4)'; default: lossless")
     p.add_argument("--dtype", help="dtype of raw values, such as bfloat16; or of a .npy file that stores bits")
     p.add_argument("--shape", help="shape of raw values, such as 512,1024")
-    p.add_argument("--sign", metavar="KEYFILE", help="sign the output with a secret key, in OUTPUT.sig")
+    p.add_argument("--sign", metavar="KEYFILE", help="sign the output with a key, in OUTPUT.sig")
+    p.add_argument("--context", metavar="TEXT", help="text that the signature is for, too, such as a name and version")
     add_threads(p)
     add_output(p, default="FILE.codec.safetensors; of a frame: FILE.codec")
     p.set_defaults(run=run_pack)
@@ -86,7 +87,9 @@ def add_commands(commands: Any) -> None:
 
 def run_pack(args: argparse.Namespace) -> int:
     """Run ``codec pack``: compress a model file, each file of a sharded model, an array, or a stream of values."""
-    args.sign = None if args.sign is None else SigningKey(args.sign)
+    args.sign = SigningKey.to_sign(args.sign)
+    if args.context is not None and args.sign is None:
+        raise ArgumentError("--context is part of a signature: pass --sign, too")
     if args.file.endswith(_INDEX):
         return _each_shard(args, _pack)
     kind, whole = _kind_of(args.file), (args.output or "").endswith(_PLAIN)

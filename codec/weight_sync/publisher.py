@@ -47,7 +47,7 @@ class Publisher(Closing):
         Engine and number of threads for encoding.
     token, tls : optional
         Token and certificate of the server, as in :func:`serve`.
-    sign : bytes, str or path; optional
+    sign : bytes, str, path or Ed25519PrivateKey; optional
         Key that signs updates and their list, as in :class:`codec.WeightSender`.
 
     Attributes

@@ -45,9 +45,10 @@ class WeightReceiver(Closing):
         expand to large weights.
     options : CallOptions, optional
         Engine and number of threads, made by :func:`options`.
-    verify : bytes, str or path; optional
-        Key of the trainer, as ``sign=`` of :class:`WeightSender`. Updates and lists that are not signed with it are
-        refused, and :func:`pull` goes to no lower version, not even of another run. Default: signatures are ignored.
+    verify : bytes, str, path or Ed25519PublicKey; optional
+        Secret or public key of the trainer, as ``sign=`` of :class:`WeightSender`. Updates and lists that are not
+        signed with it are refused, and :func:`pull` goes to no lower version, not even of another run. Default:
+        signatures are ignored.
 
     Attributes
     ----------
@@ -94,7 +95,7 @@ class WeightReceiver(Closing):
         options: CallOptions | None = None,
         verify: Key | SigningKey | None = None,
     ) -> None:
-        self.key = SigningKey.of(verify)
+        self.key = SigningKey.to_verify(verify)
         self._base = base_in(folder, max_nbytes, options)
         self._serving = Serving(self._base)
         self._staged: Update | None = None

@@ -38,9 +38,9 @@ class WeightSender(Closing):
         memory only.
     options : CallOptions, optional
         Engine and number of threads, made by :func:`options`.
-    sign : bytes, str or path; optional
-        Key of at least 16 bytes, or path of a file that holds it, which signs all updates by HMAC-SHA256 for receivers
-        with the same key as ``verify=``. Whoever has the key can make updates.
+    sign : bytes, str, path or Ed25519PrivateKey; optional
+        Key that signs all updates for receivers with ``verify=``: a secret key of at least 16 bytes, which receivers
+        need, too, or an Ed25519 key, in PEM or of the package cryptography. A str or path names a file with the key.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class WeightSender(Closing):
         options: CallOptions | None = None,
         sign: Key | SigningKey | None = None,
     ) -> None:
-        self._key = SigningKey.of(sign)
+        self._key = SigningKey.to_sign(sign)
         if weights is None and folder is None:
             raise ArgumentError("pass weights, those that receivers have, or a folder that holds them")
         self._base = base_in(folder, None, options)

@@ -1,16 +1,15 @@
-"""Signatures of updates and of lists of updates, by a key that trainer and receivers share (weight-updates.md)."""
+"""Signatures of updates and of lists of updates, by the trainer's key (weight-updates.md)."""
 
 import re
 from typing import Any
 
 from codec.errors import FrameError
-from codec.files.signing import NBYTES, SigningKey
+from codec.files.signing import SigningKey, is_signature
 
 _MAGIC = b"\x89CWS\r\n\x1a\n"
-_NBYTES = len(_MAGIC) + NBYTES  # size of the signature that follows an update
-_UPDATE, _LIST = b"codec update\n", b"codec list\n"  # purposes of signatures
-_END = re.compile(rb', "signature": "([0-9a-f]{64})"\}')  # end of a signed list
-_END_NBYTES = len(b', "signature": ""}') + 2 * NBYTES
+_UPDATE, _LIST = b"codec update", b"codec list"  # purposes of signatures
+_END = re.compile(rb', "signature": "((?:[0-9a-f]{2}){1,80})"\}\Z')  # end of a signed list
+_LONGEST_END = 200  # bytes
 
 
 def signed(data: Any, key: SigningKey) -> bytes:
@@ -28,8 +27,9 @@ def signed(data: Any, key: SigningKey) -> bytes:
 
 def signature_in(rest: memoryview) -> bytes | None:
     """Return the signature in the bytes that follow an update; None if they are something else."""
-    found = bytes(rest) if len(rest) == _NBYTES else b""
-    return found.removeprefix(_MAGIC) if found.startswith(_MAGIC) else None
+    found = bytes(rest[:_LONGEST_END])
+    signature = found.removeprefix(_MAGIC)
+    return signature if len(found) == len(rest) and found.startswith(_MAGIC) and is_signature(signature) else None
 
 
 def check_signature(data: memoryview, signature: bytes | None, key: SigningKey) -> None:
@@ -53,10 +53,7 @@ def check_signature(data: memoryview, signature: bytes | None, key: SigningKey) 
         raise FrameError(
             "the update is not signed, but this object was made with a key: sign it by sign= of the trainer"
         )
-    if not key.matches(signature, _UPDATE, [data[:-_NBYTES]]):
-        raise FrameError(
-            "the signature of the update does not match: the update was changed on the way, or signed with another key"
-        )
+    key.check(signature, _UPDATE, [data[: -len(_MAGIC + signature)]], "the update")
 
 
 def signed_list(body: bytes, key: SigningKey) -> bytes:
@@ -72,14 +69,11 @@ def check_list(body: bytes, key: SigningKey) -> None:
     FrameError
         The list has no signature, or that of another list or of another key.
     """
-    found = _END.fullmatch(body[-_END_NBYTES:])
-    if found is None:
+    end = _END.search(body[-_LONGEST_END:])
+    signature = b"" if end is None else bytes.fromhex(end[1].decode())
+    if end is None or not is_signature(signature):
         raise FrameError(
             "the list of updates is not signed, but this object was made with a key: make the Publisher with sign=, "
             "and with an empty folder"
         )
-    if not key.matches(bytes.fromhex(found[1].decode()), _LIST, [body[:-_END_NBYTES], b"}"]):
-        raise FrameError(
-            "the signature of the list of updates does not match: the list was changed on the way, or signed with "
-            "another key"
-        )
+    key.check(signature, _LIST, [body[: -len(end[0])], b"}"], "the list of updates")

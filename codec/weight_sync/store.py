@@ -39,7 +39,7 @@ class UpdateStore:
     base : int, optional
         Version that all receivers already have, so that the first update of the store may refer to it. Default: an
         empty store must begin with a snapshot.
-    sign : bytes, str or path; optional
+    sign : bytes, str, path or Ed25519PrivateKey; optional
         Key that signs the list, as in :class:`codec.WeightSender`, which must sign the updates with it.
 
     Raises
@@ -69,7 +69,7 @@ class UpdateStore:
         base: int | None = None,
         sign: Key | SigningKey | None = None,
     ) -> None:
-        self.key = SigningKey.of(sign)
+        self.key = SigningKey.to_sign(sign)
         self.folder = Path(folder)
         self._base = None if base is None else whole("base", base, 0, MAX_VERSION)
         self._keep = whole("keep", keep, 1)

@@ -100,7 +100,7 @@ class Update:
     nbytes : int
         Size of the update in bytes.
     signature : bytes or None
-        Signature of a trainer with ``sign=``, 32 bytes, which only :class:`WeightReceiver` with ``verify=`` checks.
+        Signature of a trainer with ``sign=``, which only :class:`WeightReceiver` with ``verify=`` checks.
     run : bytes or None
         Run of the trainer, 16 random bytes: each sender that begins with new weights begins a run. None: the update was
         made from files.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import codec
+from support.certificates import openssl
 from support.command import run
 from support.model_files import safetensors
 
@@ -53,9 +54,9 @@ def test_changed_files_and_other_keys_are_errors(packed, key, tmp_path, capsys):
     assert run("pack", tmp_path / "other", "-o", packed, "--force") == 0  # a whole file, but not the signed one
     for changed in (packed.read_bytes() + b"x", data[:-1], data[:100] + bytes([data[100] ^ 1]) + data[101:]):
         packed.write_bytes(changed)
-        assert "signature does not match" in failed(capsys, "verify", packed, "--key", key)
+        assert "signature of the file does not match" in failed(capsys, "verify", packed, "--key", key)
     packed.write_bytes(data)
-    for changed in (signature[:-2] + b"\n", b"", signature * 2, signature.upper()):
+    for changed in (signature[:-2] + b"\n", b"", signature * 2, signature.upper(), signature.replace(b" 01", b" 02")):
         sidecar.write_bytes(changed)
         assert "is not a signature" in failed(capsys, "verify", packed, "--key", key)
     sidecar.unlink()
@@ -79,6 +80,44 @@ def test_frames_and_shards_are_signed(tmp_path, key, capsys):
     ]
     assert run("verify", tmp_path / "x.npy.codec", tmp_path / "out/a.safetensors", "--key", key) == 0
     assert capsys.readouterr().out.count("signed with this key") == 2
+
+
+def test_context_tells_files_of_one_key_apart(packed, key, tmp_path, capsys):
+    """Without a context, a signature says that a holder of the key has signed these bytes, under any name."""
+    model, old, new = tmp_path / "model.safetensors", tmp_path / "old", tmp_path / "new"
+    other = tmp_path / "other.codec.safetensors"
+    packed.rename(other)
+    packed.with_name(f"{packed.name}.sig").rename(f"{other}.sig")
+    assert run("verify", other, "--key", key) == 0
+    for path, context in ((old, "policy 1"), (new, "policy 2")):
+        assert run("pack", model, "-o", path, "--sign", key, "--context", context) == 0
+        assert run("verify", path, "--key", key, "--context", context) == 0
+    assert "with this context does not match" in failed(capsys, "verify", old, "--key", key, "--context", "policy 2")
+    assert "with this context does not match" in failed(capsys, "verify", other, "--key", key, "--context", "")
+    assert "does not match" in failed(capsys, "verify", old, "--key", key)
+    assert "pass --sign" in failed(capsys, "pack", model, "-o", tmp_path / "x", "--context", "a")
+    assert "pass --key" in failed(capsys, "verify", old, "--context", "a")
+    codec.WeightSender({"w": np.ones(5)}, sign=b"0123456789abcdef").snapshot(file=tmp_path / "update")
+    assert ".sig" in failed(capsys, "verify", tmp_path / "update", "--key", key, "--context", "a")
+
+
+def test_files_are_verified_with_a_public_key(tmp_path, key, capsys):
+    private, public = tmp_path / "key.pem", tmp_path / "public.pem"
+    openssl("genpkey", "-algorithm", "ed25519", "-out", private)
+    openssl("pkey", "-in", private, "-pubout", "-out", public)
+    private.chmod(0o600)
+    (tmp_path / "model.safetensors").write_bytes(safetensors())
+    packed = tmp_path / "model.codec.safetensors"
+    assert run("pack", tmp_path / "model.safetensors", "--sign", private) == 0
+    assert run("verify", packed, "--key", public) == 0
+    assert capsys.readouterr().err == ""  # also no warning that others can read the public key
+    assert "must stay with the trainer" in failed(capsys, "verify", packed, "--key", private)
+    assert "is to be verified with a secret key" in failed(capsys, "verify", packed, "--key", key)
+    assert "a public key cannot sign" in failed(
+        capsys, "pack", tmp_path / "model.safetensors", "-o", tmp_path / "x", "--sign", public
+    )
+    packed.write_bytes(packed.read_bytes() + b"x")
+    assert "signature of the file does not match" in failed(capsys, "verify", packed, "--key", public)
 
 
 def test_outputs_that_cannot_have_a_signature_are_refused(packed, key, tmp_path, capsys):
