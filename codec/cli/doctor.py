@@ -21,6 +21,7 @@ _PACKAGES = {  # by distribution: the features that need it
     "cupy-cuda12x": 'engine="cuda"',
     "cupy-cuda13x": 'engine="cuda"',
     "zstandard": "small packed files",
+    "cryptography": "Ed25519 keys",
     "safetensors": "",
     "tqdm": "progress bars",
     "shtab": "shell completion",
@@ -53,6 +54,7 @@ def add_commands(commands: Any) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     """Print versions, engines, instruction sets, packages and environment variables."""
     from codec import __version__
+    from codec.weight_sync.environment import VARIABLES
 
     entries: dict[str, Any] = {
         "codec": __version__,
@@ -68,7 +70,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     for name, use in _PACKAGES.items():
         entries[f"package {name}"] = _version(name) or f"not installed{f' ({use})' if use else ''}"
     entries["connections"] = _connections()
-    entries |= {f"${name}": os.environ[name] for name in _VARIABLES if name in os.environ}
+    entries |= {f"${name}": os.environ[name] for name in (*_VARIABLES, *VARIABLES) if name in os.environ}
     print_entries(args, entries)
     return 0
 

@@ -76,7 +76,7 @@ class SigningKey:
     def __init__(self, given: Key) -> None:
         ed25519 = sys.modules.get(_MODULE)
         if isinstance(given, (str, PathLike)):
-            self._key = _parsed(_in_file(os.fspath(given)), f"the key in {os.fspath(given)!r}")
+            self._key = _parsed(secret_in(os.fspath(given)), f"the key in {os.fspath(given)!r}")
         elif isinstance(given, bytes):
             self._key = _parsed(given, "the key")
         elif ed25519 is not None and isinstance(given, (ed25519.Ed25519PrivateKey, ed25519.Ed25519PublicKey)):
@@ -175,13 +175,20 @@ def _verified(key: Any, value: bytes, text: bytes) -> bool:
     return True
 
 
-def _in_file(path: str) -> bytes:
+def secret_in(path: str) -> bytes:
+    """Return the secret in a regular file, without the line end at its end; warn if other users may read the file.
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be read, is not regular, or has more than 64 KiB.
+    """
     with os.fdopen(open_regular(path), "rb") as f:
         key = f.read(_LONGEST_FILE + 1)
         if _PUBLIC not in key or _PRIVATE in key:
             warn_if_public(path, f.fileno())
     if len(key) > _LONGEST_FILE:
-        raise ArgumentError(f"{path!r} has more than {_LONGEST_FILE} bytes, and is not a key")
+        raise ArgumentError(f"{path!r} has more than {_LONGEST_FILE} bytes, and is neither a key nor a token")
     return key.removesuffix(b"\n").removesuffix(b"\r")
 
 

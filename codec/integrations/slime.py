@@ -26,14 +26,18 @@ from typing import Any
 
 from codec.errors import ArgumentError, StateError
 from codec.files.shards import weight_map
+from codec.files.signing import SigningKey
 from codec.integrations.slime_version import Version, write_version
 from codec.tensors.view import TensorView
+from codec.weight_sync import environment
 from codec.weight_sync.files import read_safetensors
 from codec.weight_sync.folder import FolderBase
 from codec.weight_sync.identity import RUN_NBYTES
-from codec.weight_sync.listing import chain
-from codec.weight_sync.source import StoreReader, read_update
+from codec.weight_sync.listing import Listed, chain
+from codec.weight_sync.signatures import check_signature
+from codec.weight_sync.source import StoreReader
 from codec.weight_sync.store import UpdateStore
+from codec.weight_sync.update import Update
 from codec.weight_sync.weights import Weights
 from codec.weight_sync.writing import write_update
 
@@ -86,7 +90,8 @@ def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -
         raise ArgumentError(f"{folder} has a tensor that {args.hf_checkpoint} lacks: {unknown[0]!r}")
     file = store.path(version.number, base.version)
     pairs = _after(version, base.weights)
-    update = write_update(pairs, version.number, base.weights, base.version, file=file, options=None, run=base.run)
+    numbers = version.number, base.weights, base.version
+    update = write_update(pairs, *numbers, file=file, options=None, run=base.run, key=store.key)
     store.publish(update)
     base.apply(update)
 
@@ -113,12 +118,13 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
     if wanted.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / "codec-engine.lock"), _engine(folder) as base, StoreReader(store) as source:
+    key = environment.verify_key(None)
+    with _locked(folder / "codec-engine.lock"), _engine(folder) as base, StoreReader(store, key=key) as source:
         assert base.version is not None  # a new folder has the weights of the checkpoint, version 0
-        for one in chain(source.listing(), base.identity):
+        for one in chain(source.listing(), base.identity, newer=key is not None):
             if one.head.version > target_version:
                 break
-            update = source.update(one)
+            update = _read(source, one, key)
             base.check_order(update)
             base.check(update)
             write_version(folder / f"weight_v{one.head.version:06d}", update, base)
@@ -137,9 +143,18 @@ def _follow_store(base: FolderBase, store: UpdateStore) -> None:
     listing = store.listing()
     if listing.run == base.run:
         for one in chain(listing, base.identity):
-            update = read_update(store.folder, one)
+            with StoreReader(store.folder, key=store.key) as source:
+                update = _read(source, one, store.key)
             base.check(update)
             base.apply(update)
+
+
+def _read(source: StoreReader, one: Listed, key: SigningKey | None) -> Update:
+    """Read an update, and check its signature if there is a key."""
+    update = source.update(one)
+    if key is not None:
+        check_signature(update.data, update.signature, key)
+    return update
 
 
 def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView]]:

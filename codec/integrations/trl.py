@@ -33,6 +33,8 @@ class CodecWeightTransfer:
         Folder for the base, as in :class:`codec.WeightSender`. Default: the base is stored in memory.
     worker_folder : str, optional
         Folder in which the server's workers store their weights. Default: they store them in memory.
+    token, tls, sign : optional
+        As in :class:`codec.weight_sync.Publisher`. The server's workers get theirs by environment variables.
     """
 
     def __init__(
@@ -44,9 +46,12 @@ class CodecWeightTransfer:
         port: int = 0,
         base: str | PathLike[str] | None = None,
         worker_folder: str | None = None,
+        token: str | None = None,
+        tls: Any = None,
+        sign: Any = None,
     ) -> None:
         self._client, self._worker_folder = client, worker_folder
-        self._publisher = Publisher(folder, host=host, port=port, base=base)
+        self._publisher = Publisher(folder, host=host, port=port, base=base, token=token, tls=tls, sign=sign)
 
     def init_weight_transfer(self) -> None:
         """Wait for the server, and send the location of updates to its workers."""

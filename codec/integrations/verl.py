@@ -112,7 +112,7 @@ class CodecCheckpointEngine(CheckpointEngine):
         for one in await self._updates():
             if receiver.staged is not None:
                 receiver.commit()
-            receiver.stage(read_update(self._source, one), restart=True)
+            receiver.stage(read_update(self._source, one, key=receiver.key), restart=True)
         if receiver.staged is None:  # the receiver has the last version, but the rollout may lack tensors of it
             for name, tensor in receiver.tensors(sorted(receiver.unloaded), like=torch.empty(0)):
                 yield name, tensor
@@ -123,11 +123,11 @@ class CodecCheckpointEngine(CheckpointEngine):
 
     async def _updates(self) -> list[Listed]:
         """Wait for a new version, and return the updates from this worker's version to the new one."""
-        end = time.monotonic() + self._timeout
+        end, key = time.monotonic() + self._timeout, self._receiver.key
         while time.monotonic() < end:
-            listing = read_head(self._source)
+            listing = read_head(self._source, key=key)
             if listing.last is not None and listing.last.version > self._after:
-                return chain(listing, self._receiver.identity)
+                return chain(listing, self._receiver.identity, newer=key is not None)
             await asyncio.sleep(_POLL)
         raise StateError(
             f"no version after {self._after} was published within {self._timeout} seconds: check the trainer, or raise "

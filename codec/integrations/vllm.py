@@ -101,7 +101,7 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         if update_info.phase == "stage":
             if one.head.before is not None and not one.head.before.matches(receiver.identity):
                 pull(receiver, self._source)
-            receiver.stage(read_update(self._source, one), restart=True)
+            receiver.stage(read_update(self._source, one, key=receiver.key), restart=True)
         elif receiver.staged is None or receiver.staged.head != one.head:
             raise RuntimeError(f"the update to version {one.head.version} was not staged: send it again")
         else:

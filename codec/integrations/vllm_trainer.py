@@ -9,7 +9,7 @@ On every rank of the trainer, create the engine with
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
@@ -26,7 +26,8 @@ class CodecTrainerInitInfo(TrainerInitInfo):
     """Folder of the updates, and the address to serve it on.
 
     Workers on other machines need `host`, or must share the folder's disk. `base` and `worker_folder` are the folders
-    in which trainer and workers store their weights; None: they store them in memory.
+    in which trainer and workers store their weights; None: they store them in memory. `token`, `tls` and `sign` are as
+    in :class:`codec.weight_sync.Publisher`; workers get theirs by environment variables.
     """
 
     backend: ClassVar[str] = "codec"
@@ -35,6 +36,9 @@ class CodecTrainerInitInfo(TrainerInitInfo):
     port: int = 0
     base: str | None = None
     worker_folder: str | None = None
+    token: str | None = field(default=None, repr=False)
+    tls: Any = None
+    sign: Any = field(default=None, repr=False)
 
 
 class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerInitInfo]):
@@ -53,9 +57,8 @@ class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerI
         _check_source(source)
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
-            engine._publisher = Publisher(
-                init_info.folder, host=init_info.host, port=init_info.port, base=init_info.base
-            )
+            given = {name: getattr(init_info, name) for name in ("host", "port", "base", "token", "tls", "sign")}
+            engine._publisher = Publisher(init_info.folder, **given)
             info = {"source": engine._publisher.source, "folder": init_info.worker_folder}
             client.init_weight_transfer_engine(info)
         return engine

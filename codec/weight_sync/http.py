@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from codec.errors import ArgumentError, CodecError, FrameError
+from codec.weight_sync import environment
 from codec.weight_sync.temporary import copied
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Connection:
         self._url, self._seconds = url.rstrip("/"), seconds
         self._open: HTTPConnection | None = None
         self._socket: socket.socket | None = None
-        self._token, self._tls = None, None
+        self._tls: ssl.SSLContext | None = None
         if "@" in url.partition("://")[2].partition("/")[0] or "?" in url or "#" in url:
             raise ArgumentError(
                 "the URL of a store must not hold a user or password, nor ? or #, which errors would show: pass token="
@@ -58,19 +59,9 @@ class Connection:
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ArgumentError(f"{url!r} is not the URL of a store, such as http://10.0.0.1:8000")
             self._host, self._port, self._path = parts.hostname, parts.port, parts.path
-        if token is not None:
-            from codec.weight_sync.credentials import BearerToken
-
-            self._token = BearerToken(token)
-        if parts.scheme == "https":
-            self._tls = self._context(cafile)
-        elif cafile not in (None, False):
-            raise ArgumentError(f"cafile= is for https, but the URL is {url!r}")
-        elif token is not None and cafile is None and not _is_loopback(self._host):
-            raise ArgumentError(
-                f"the token would be readable on the way to {url!r}: use https, or pass cafile=False if only trusted "
-                "machines are on the way"
-            )
+        self._token = environment.bearer_token(token)
+        with environment.chosen(cafile, environment.CA) as trusted:
+            self._tls = self._context(trusted) if parts.scheme == "https" else self._unencrypted(trusted)
 
     def _context(self, cafile: Cafile) -> "ssl.SSLContext":
         from codec.weight_sync.credentials import client_context
@@ -78,6 +69,16 @@ class Connection:
         if isinstance(cafile, bool):
             raise ArgumentError(f"cafile must be a file of certificates for {self._url!r}, got {cafile}")
         return client_context(cafile)
+
+    def _unencrypted(self, cafile: Cafile) -> None:
+        """Raise ArgumentError if a certificate was given, or if the token would be sent to another machine."""
+        if cafile not in (None, False):
+            raise ArgumentError(f"cafile= is for https, but the URL is {self._url!r}")
+        if self._token is not None and cafile is None and not _is_loopback(self._host):
+            raise ArgumentError(
+                f"the token would be readable on the way to {self._url!r}: use https, or pass cafile=False if only "
+                "trusted machines are on the way"
+            )
 
     def read(self, name: str, most: int) -> "mmap.mmap | bytes":
         """Download a file to a temporary file, and map the temporary file to memory.

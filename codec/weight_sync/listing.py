@@ -142,9 +142,8 @@ def chain(listing: Listing, at: Identity | None, *, newer: bool = False) -> list
     last = listing.last
     if last is None:
         return []
-    known = at if newer else None
-    if known is not None and last.version < known.version + other_run(known.run, listing.run):
-        raise _lower(last.version, known.version)
+    if newer:
+        check_newer(listing.run, last.version, at)
     if at is not None and other_run(at.run, listing.run):
         at = None
     elif at is not None and at.run is not None and last.version < at.version:
@@ -159,17 +158,19 @@ def chain(listing: Listing, at: Identity | None, *, newer: bool = False) -> list
             f"no chain of updates leads from {now}, or from a snapshot, to version {last.version} in the store: publish"
             " a snapshot"
         )
-    if known is not None and found and found[0].head.version < known.version:
-        raise _lower(found[0].head.version, known.version)
+    if newer and found:
+        check_newer(listing.run, found[0].head.version, at)
     return found
 
 
-def _lower(version: int, known: int) -> StateError:
-    return StateError(
-        f"the store leads to version {version}, but the weights had version {known} already: a signed list was "
-        "replayed, or the trainer has begun again with an empty store. In the second case, make a new receiver, "
-        "without its old folder"
-    )
+def check_newer(run: bytes | None, version: int, at: Identity | None) -> None:
+    """Raise StateError if a version is lower than that of weights, or of another run and not higher."""
+    if at is not None and version < at.version + other_run(at.run, run):
+        raise StateError(
+            f"a signed update leads to version {version}, but the weights had version {at.version} already: an old "
+            "update was replayed, or the trainer has begun again with an empty store. In the second case, make a new "
+            "receiver, without its old folder"
+        )
 
 
 def _backwards(updates: Iterable[Listed], last: Identity, at: Identity | None) -> list[Listed] | None:

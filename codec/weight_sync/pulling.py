@@ -49,10 +49,12 @@ def pull(
     progress : callable, optional
         Called with each update after it was applied.
     token : str, optional
-        Token of the server, as in :func:`serve`. Over http, it is sent to this machine only, unless ``cafile=False``.
+        Token of the server, as in :func:`serve`, with the same default. Over http, it is sent to this machine only,
+        unless ``cafile=False``.
     cafile : path or False, optional
-        PEM file with the certificate of the server, or of its issuer. Default: the system's certificates. False: allow
-        to send `token` over http, which encrypts nothing.
+        PEM file with the certificate of the server, or of its issuer. Default: the file that the environment variable
+        CODEC_STORE_CA_FILE names; if it is not set, the system's certificates. False: allow to send `token` over http,
+        which encrypts nothing.
 
     Returns
     -------

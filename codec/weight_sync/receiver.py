@@ -7,9 +7,11 @@ from typing import Any
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
 from codec.files.signing import Key, SigningKey
+from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import Identity
+from codec.weight_sync.listing import check_newer
 from codec.weight_sync.served import Served
 from codec.weight_sync.serving import Serving, Write
 from codec.weight_sync.signatures import check_signature
@@ -47,8 +49,8 @@ class WeightReceiver(Closing):
         Engine and number of threads, made by :func:`options`.
     verify : bytes, str, path or Ed25519PublicKey; optional
         Secret or public key of the trainer, as ``sign=`` of :class:`WeightSender`. Updates and lists that are not
-        signed with it are refused, and :func:`pull` goes to no lower version, not even of another run. Default:
-        signatures are ignored.
+        signed with it are refused, and so are lower versions, even of another run. Default: the key in the file that
+        the environment variable CODEC_VERIFY_KEY_FILE names; if it is not set, signatures are ignored.
 
     Attributes
     ----------
@@ -95,7 +97,7 @@ class WeightReceiver(Closing):
         options: CallOptions | None = None,
         verify: Key | SigningKey | None = None,
     ) -> None:
-        self.key = SigningKey.to_verify(verify)
+        self.key = environment.verify_key(verify)
         self._base = base_in(folder, max_nbytes, options)
         self._serving = Serving(self._base)
         self._staged: Update | None = None
@@ -166,8 +168,8 @@ class WeightReceiver(Closing):
         update : Update, bytes, buffer or array
             The update. Its bytes must not change before :meth:`commit`.
         restart : bool
-            True: accept a snapshot of any run and version, such as that of a trainer that has begun again. Default: the
-            update must be of the same run as the weights, and newer.
+            True: accept a snapshot of any run and version, such as that of a trainer that has begun again; with
+            ``verify=``, no lower version. Default: the update must be of the same run as the weights, and newer.
 
         Returns
         -------
@@ -189,6 +191,7 @@ class WeightReceiver(Closing):
         parsed = update if isinstance(update, Update) else Update(update)
         if self.key is not None:
             check_signature(parsed.data, parsed.signature, self.key)
+            check_newer(parsed.run, parsed.version, self._base.identity)
         self._base.check_order(parsed, restart=restart)
         self._base.check(parsed)
         self._serving.begin()

@@ -8,6 +8,7 @@ from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
 from codec.files.signing import Key, SigningKey
+from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import MAX_VERSION, RUN_NBYTES, Identity
@@ -41,6 +42,7 @@ class WeightSender(Closing):
     sign : bytes, str, path or Ed25519PrivateKey; optional
         Key that signs all updates for receivers with ``verify=``: a secret key of at least 16 bytes, which receivers
         need, too, or an Ed25519 key, in PEM or of the package cryptography. A str or path names a file with the key.
+        Default: the key in the file that the environment variable CODEC_SIGN_KEY_FILE names, if it is set.
 
     Attributes
     ----------
@@ -81,7 +83,7 @@ class WeightSender(Closing):
         options: CallOptions | None = None,
         sign: Key | SigningKey | None = None,
     ) -> None:
-        self._key = SigningKey.to_sign(sign)
+        self._key = environment.sign_key(sign)
         if weights is None and folder is None:
             raise ArgumentError("pass weights, those that receivers have, or a folder that holds them")
         self._base = base_in(folder, None, options)

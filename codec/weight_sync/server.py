@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from codec.arguments import whole
 from codec.errors import ArgumentError
+from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class UpdateServer(Closing):
         other machines can reach this one.
     """
 
-    def __init__(self, server: "Server") -> None:
-        host, port = _reachable(str(server.server_address[0]), server.family), server.server_address[1]
+    def __init__(self, server: "Server", name: str | None = None) -> None:
+        host, port = name or _reachable(str(server.server_address[0]), server.family), server.server_address[1]
         scheme = "http" if server.tls is None else "https"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._server = server
@@ -66,11 +67,13 @@ def serve(
     port : int
         Port to listen on; 0: any free port.
     token : str, optional
-        Secret that receivers must pass to :func:`pull`, such as ``secrets.token_urlsafe()`` returns.
+        Secret that receivers must pass to :func:`pull`, such as ``secrets.token_urlsafe()`` returns. Default: the one
+        in the file that the environment variable CODEC_STORE_TOKEN_FILE names, if it is set.
     tls : path, or pair of paths; optional
         PEM file with the server's certificate and private key; or a file of the certificate, and one of the key. The
-        server then accepts only TLS 1.2 and 1.3, and its URL begins with https. Receivers must connect to a host name
-        or address that the certificate names.
+        server then accepts only TLS 1.2 and 1.3, and its URL begins with https, and has `host` if that is a name.
+        Receivers must connect to a host name or address that the certificate names. Default: the file that the
+        environment variable CODEC_STORE_TLS_FILE names, if it is set.
 
     Returns
     -------
@@ -82,18 +85,23 @@ def serve(
     ArgumentError
         The server cannot listen on this address and port, or cannot use `token` or `tls`.
     """
-    from codec.weight_sync.credentials import BearerToken, server_context  # slow to import
-    from codec.weight_sync.handler import Server
+    from codec.weight_sync.handler import Server  # slow to import
 
     number = whole("port", port, 0, 65535)
-    secret = None if token is None else BearerToken(token)
-    context = None if tls is None else server_context(tls)
+    secret, context = environment.bearer_token(token), environment.server_tls(tls)
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
-        return UpdateServer(Server(Path(folder), address, family, secret, context))
+        server = Server(Path(folder), address, family, secret, context)
+        return UpdateServer(server, None if context is None or _is_address(host) else host)
     except (OSError, ValueError) as e:
         raise ArgumentError(f"the server cannot listen on {host}:{port}: {getattr(e, 'strerror', None) or e}") from None
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host.partition("%")[0]))
+    return False
 
 
 def _reachable(host: str, family: socket.AddressFamily) -> str:

@@ -15,6 +15,7 @@ from codec.arguments import whole
 from codec.errors import ArgumentError, CodecError, StateError
 from codec.files.replacing import replaced
 from codec.files.signing import Key, SigningKey
+from codec.weight_sync import environment
 from codec.weight_sync.identity import MAX_VERSION, other_run
 from codec.weight_sync.listing import Listed, Listing, file_name
 from codec.weight_sync.source import read_head
@@ -69,7 +70,7 @@ class UpdateStore:
         base: int | None = None,
         sign: Key | SigningKey | None = None,
     ) -> None:
-        self.key = SigningKey.to_sign(sign)
+        self.key = environment.sign_key(sign)
         self.folder = Path(folder)
         self._base = None if base is None else whole("base", base, 0, MAX_VERSION)
         self._keep = whole("keep", keep, 1)

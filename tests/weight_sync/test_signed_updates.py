@@ -205,7 +205,7 @@ def test_keys_come_from_bytes_and_files(tmp_path):
             codec.WeightReceiver(verify=given)
     path.write_bytes(bytes(70000))
     path.chmod(0o600)
-    with pytest.raises(codec.ArgumentError, match="not a key"):
+    with pytest.raises(codec.ArgumentError, match="neither a key nor a token"):
         SigningKey(path)
 
 
