@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import shutil
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 import codec
+from codec.integrations.trl import CodecWeightTransfer
 from codec.integrations.weights import update_info
-from codec.weight_sync import Publisher, pull
+from codec.weight_sync import Publisher, UpdateStore, pull
 
 
 def stand_in(monkeypatch, plugin, modules):
@@ -166,3 +168,72 @@ def test_vllm_engine_whose_rollback_failed_loads_everything(vllm, tmp_path):
     assert all(np.array_equal(loaded[name], x) for name, x in weights.items())
     assert isinstance(engine._receiver, codec.WeightReceiver)
     engine.shutdown()
+
+
+@pytest.fixture
+def signed(monkeypatch, tmp_path):
+    """Set the variables that name the trainer's key."""
+    key = tmp_path / "key"
+    key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
+    for name in ("CODEC_SIGN_KEY_FILE", "CODEC_VERIFY_KEY_FILE"):
+        monkeypatch.setenv(name, str(key))
+
+
+def forged(folder, run=None):
+    """Publish weights to a folder as a mirror without the key does, optionally with the run of the trainer."""
+    sender = codec.WeightSender({name: np.ones(300, np.float32) for name in "abcd"}, version=9)
+    sender._key, sender._base.run = None, run or sender.run
+    store = UpdateStore(folder)
+    store.key = None
+    store.clear()
+    store.publish(sender.snapshot())
+    return sender.snapshot()
+
+
+def test_verl_rollout_refuses_unsigned_and_replayed_updates(signed, verl, tmp_path):
+    asyncio.run(verl.update())
+    shutil.copytree(tmp_path, tmp_path / "old", ignore=lambda *_: ["old"])
+    asyncio.run(verl.update("a"))
+    verl.rollout.init_process_group(str(tmp_path / "old"), -1)  # a mirror replays the first version
+    with pytest.raises(codec.StateError, match="leads to version 0, but the weights had version 1"):
+        asyncio.run(verl.receive())
+    forged(tmp_path, verl.rollout._receiver.run)
+    verl.rollout.init_process_group(str(tmp_path), 1)
+    with pytest.raises(codec.FrameError, match="not signed"):
+        asyncio.run(verl.receive())
+    assert verl.rollout._receiver.version == 1
+    assert verl.is_served()
+
+
+def test_vllm_engine_refuses_unsigned_and_replayed_updates(signed, vllm, tmp_path):
+    engine = engine_of(vllm, 0)
+    engine._load = lambda tensors: [tensor for _, tensor in tensors]
+    with Publisher(tmp_path / "store") as publisher:
+        engine.init_transfer_engine(vllm.CodecInitInfo(publisher.source))
+        updates = []
+        for step in range(2):
+            updates.append(publisher.stage({name: np.full(300, step, np.float32) for name in "abcd"}, full=True))
+            for phase in ("stage", "load"):
+                engine.receive_weights(vllm.CodecUpdateInfo(**update_info(updates[step], phase)))
+            publisher.commit()
+        with pytest.raises(codec.StateError, match="leads to version 0, but the weights had version 1"):
+            engine.receive_weights(vllm.CodecUpdateInfo(**update_info(updates[0], "stage")))
+        update = forged(tmp_path / "store", engine._receiver.run)
+        with pytest.raises(codec.FrameError, match="not signed"):
+            engine.receive_weights(vllm.CodecUpdateInfo(**update_info(update, "stage")))
+    assert engine._receiver.version == 1
+    engine.shutdown()
+
+
+def test_transfer_of_trl_passes_token_and_key_and_shows_neither(tmp_path):
+    sent, token = [], "token-of-the-store"
+    client = SimpleNamespace(wait_for_server_ready=lambda: None, init_weight_transfer_engine=sent.append)
+    transfer = CodecWeightTransfer(client, tmp_path, host="127.0.0.1", token=token, sign=b"0123456789abcdef")
+    transfer.init_weight_transfer()
+    transfer._publisher.publish({"w": np.ones(3, np.float32)})
+    assert pull(codec.WeightReceiver(verify=b"0123456789abcdef"), sent[0]["source"], token=token) == 0
+    with pytest.raises(codec.ArgumentError, match="requires a token"):
+        pull(codec.WeightReceiver(), sent[0]["source"])
+    assert token not in repr(sent) + repr(vars(transfer)) + repr(vars(transfer._publisher))
+    transfer.destroy()

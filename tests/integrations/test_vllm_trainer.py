@@ -83,6 +83,21 @@ def test_weights_of_a_module_are_published(interface, tmp_path):
     engine.shutdown()
 
 
+@pytest.mark.parametrize("interface", ["owned"], indirect=True)
+def test_token_and_key_are_passed_to_the_publisher_and_not_shown(interface, tmp_path):
+    base, trainer = interface
+    token, key, client = "token-of-the-store", b"0123456789abcdef", Client()
+    info = trainer.CodecTrainerInitInfo(str(tmp_path), host="127.0.0.1", rank=0, token=token, sign=key)
+    source = base.ModuleSource(torch.nn.Linear(3, 2))
+    engine = trainer.CodecTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
+    engine.send_weights()
+    receiver = codec.WeightReceiver(verify=key)
+    assert pull(receiver, engine._publisher.source, token=token) == 0
+    assert token not in repr(info)
+    assert key.decode() not in repr(info)
+    engine.shutdown()
+
+
 @pytest.mark.parametrize("interface", ALL, indirect=True)
 def test_other_ranks_iterate_their_source(interface, tmp_path):
     base, trainer = interface
