@@ -309,3 +309,30 @@ def test_checkpoint_without_a_tensor_that_its_index_names_is_an_error(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-0.safetensors", "b": "model-0.safetensors"}}))
     with pytest.raises(codec.ArgumentError, match="has no tensor 'b'"):
         slime._opened(tmp_path / "base", tmp_path)
+
+
+def test_store_is_signed_by_the_trainer_and_verified_by_engines(run, tmp_path, monkeypatch):
+    key = tmp_path / "key"
+    key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
+    for name in ("CODEC_SIGN_KEY_FILE", "CODEC_VERIFY_KEY_FILE"):
+        monkeypatch.setenv(name, str(key))
+    run.begin()
+    run.publish(run.write())
+    run.publish(run.write())  # after it has checked what it has published
+    slime.fetch(str(run.engine), 2)
+    assert run.versions() == ["weight_v000001", "weight_v000002"]
+    head, update = run.store / "head", run.store / f"{3:020d}.update"
+    run.publish(run.write())
+    listing, data = head.read_bytes(), update.read_bytes()
+    head.write_bytes(listing.partition(b', "signature"')[0] + b"}")
+    with pytest.raises(codec.FrameError, match="list of updates is not signed"):
+        slime.fetch(str(run.engine), 3)
+    head.write_bytes(listing)
+    update.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(codec.FrameError, match="signature of the update does not match"):
+        slime.fetch(str(run.engine), 3)
+    assert run.versions() == ["weight_v000001", "weight_v000002"]
+    update.write_bytes(data)
+    slime.fetch(str(run.engine), 3)
+    assert run.versions()[-1] == "weight_v000003"
