@@ -258,7 +258,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         name = _NAMES.fullmatch(self.path)
         try:
-            fd, nbytes = regular(self._updates.root / name[1]) if name else (-1, 0)
+            # no links: who may write to the folder must not make this process serve other files
+            fd, nbytes = regular(self._updates.root / name[1], os.O_NOFOLLOW) if name else (-1, 0)
         except OSError:
             fd, nbytes = -1, 0
         if fd < 0:

@@ -27,9 +27,9 @@ def mapped(path: str | PathLike[str]) -> mmap.mmap | bytes:
         raise ArgumentError(f"{os.fspath(path)!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
 
 
-def regular(path: str | PathLike[str]) -> tuple[int, int]:
+def regular(path: str | PathLike[str], flags: int = 0) -> tuple[int, int]:
     """Open a regular file for reading, without waiting for a pipe or device; return its descriptor and its size."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    fd = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode):
         return fd, status.st_size

@@ -4,6 +4,8 @@ import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -202,6 +204,16 @@ def test_connection_without_a_thread_is_given_back(tmp_path, monkeypatch):
                 read_head(publisher.source, timeout=10)
         assert pull(codec.WeightReceiver(), publisher.source, timeout=10) == 0
         assert left == [0]
+
+
+def test_links_in_the_folder_are_not_served(tmp_path):
+    (tmp_path / "secret").write_text("hunter2")
+    UpdateStore(tmp_path / "store")
+    (tmp_path / "store" / f"{1:020d}.update").symlink_to(tmp_path / "secret")
+    with serve(tmp_path / "store") as server:
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{server.url}/{1:020d}.update", timeout=30)
+        assert read_head(server.url).updates == ()
 
 
 def test_other_methods_paths_and_ranges_get_no_files(tmp_path):

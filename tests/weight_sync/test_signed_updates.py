@@ -145,6 +145,33 @@ def test_replayed_lists_cannot_go_back(tmp_path):
     assert (pull(ignoring, folder), pull(ignoring, older)) == (4, 2)
 
 
+def test_list_of_one_run_with_files_of_another_is_refused(tmp_path):
+    """Both runs have equal versions and the key."""
+    for name, seed in (("one", 0), ("two", 5)):
+        with Publisher(tmp_path / name, sign=KEY) as publisher:
+            publisher.publish(stepped(weights(), seed))
+            publisher.publish(stepped(weights(), seed + 1))
+    for path in (tmp_path / "two").glob("0*"):
+        shutil.copytree(tmp_path / "one", tmp_path / path.name)
+        shutil.copy(path, tmp_path / path.name)
+        receiver = codec.WeightReceiver(verify=KEY)
+        for _ in range(2):
+            with pytest.raises(codec.FrameError, match=r"is not the update that|has more than"):
+                pull(receiver, tmp_path / path.name)
+        assert receiver.version == (0 if path.suffix == ".update" else None)
+
+
+def test_snapshot_of_an_earlier_run_is_refused_over_another_connection():
+    old, new = (codec.WeightSender(weights(), version=version, sign=KEY) for version in (3, 4))
+    receiver, ignoring = codec.WeightReceiver(verify=KEY), codec.WeightReceiver()
+    for each in (receiver, ignoring):
+        each.apply(new.snapshot().data)
+    ignoring.apply(old.snapshot().data, restart=True)
+    with pytest.raises(codec.StateError, match="leads to version 3, but the weights had version 4 already"):
+        receiver.apply(old.snapshot().data, restart=True)
+    assert (receiver.version, ignoring.version) == (4, 3)
+
+
 def test_files_of_a_folder_cannot_change_after_their_check(store, monkeypatch):
     """A receiver with a key copies the files of a folder, which others may write to."""
     folder, all_weights = store

@@ -271,6 +271,46 @@ def test_slow_requests_and_handshakes_are_cut(tmp_path, trusted, monkeypatch):
                 drip(s, begin + bytes(400))
 
 
+def test_stalled_handshakes_do_not_delay_receivers(tmp_path, trusted):
+    both, public = trusted
+    with Publisher(tmp_path, host="127.0.0.1", tls=both) as publisher:
+        published(publisher, 1)
+        address = ("127.0.0.1", publisher._server._server.server_port)
+        stalled = [socket.create_connection(address) for _ in range(20)]
+        for s in stalled[:10]:
+            s.sendall(b"\x16\x03\x01")
+        began = time.monotonic()
+        assert pull(codec.WeightReceiver(), publisher.source, cafile=public) == 0
+        assert time.monotonic() - began < handler._REQUEST_SECONDS / 2
+        for s in stalled:
+            s.close()
+
+
+def test_name_of_the_host_is_in_the_url_and_the_certificate(tmp_path, monkeypatch):
+    both, public = certificate(tmp_path, "named", "DNS:localhost")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+    with Publisher(tmp_path / "store", host="localhost", tls=both, token=TOKEN) as publisher:
+        published(publisher, 1)
+        assert publisher.source.startswith("https://localhost:")
+        assert pull(codec.WeightReceiver(), publisher.source, cafile=public, token=TOKEN) == 0
+        address = publisher.source.replace("localhost", "127.0.0.1")
+        with pytest.raises(codec.ArgumentError, match="of another host"):
+            pull(codec.WeightReceiver(), address, cafile=public, token=TOKEN)
+
+
+def test_ipv6_address_is_in_the_url_and_the_certificate(tmp_path):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    both, public = certificate(tmp_path, "six", "IP:::1")
+    with Publisher(tmp_path / "store", host="::1", tls=both, token=TOKEN) as publisher:
+        published(publisher, 1)
+        assert publisher.source.startswith("https://[::1]:")
+        assert pull(codec.WeightReceiver(), publisher.source, cafile=public, token=TOKEN) == 0
+
+
 def test_slow_header_of_a_server_is_an_error_in_time():
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
