@@ -127,8 +127,9 @@ class Connection:
             has = "requires a token: pass token=" if self._token is None else "does not accept this token"
             raise ArgumentError(f"{url} cannot be read: the server {has}")
         if 300 <= reply.status < 400 and location is not None:
+            where = location.partition("?")[0]  # a query may hold a secret
             raise ArgumentError(
-                f"{url} cannot be read: it redirects to {location!r:.120}, which is not followed: pass the URL of the "
+                f"{url} cannot be read: it redirects to {where!r:.120}, which is not followed: pass the URL of the "
                 "server itself"
             )
         raise ArgumentError(f"{url} cannot be read: the server replied {reply.status} {reply.reason!r:.80}")
