@@ -129,7 +129,10 @@ def tls_error(error: ssl.SSLError) -> str:
         return f"the certificate of the server is of another host ({why.rstrip('.')}): use a host that it names"
     if error.verify_code in _TIMES:
         return f"the certificate of the server is out of date ({why}): renew it, and check the clocks"
-    return f"the certificate of the server is not trusted ({why}): pass its issuer's, or the certificate, as cafile="
+    return (
+        f"the certificate of the server is not trusted ({why}): pass it, or its issuer's, as cafile= or by "
+        "CODEC_STORE_CA_FILE"
+    )
 
 
 _HOSTS, _TIMES = (62, 64), (9, 10)  # verification codes of OpenSSL: other host or address; not yet valid, expired

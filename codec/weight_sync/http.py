@@ -123,9 +123,12 @@ class Connection:
             raise ArgumentError(
                 f"{url} does not exist: {self._url} is not a store of updates, or has deleted this old update"
             )
+        if reply.status == 401 and self._token is None:
+            raise ArgumentError(
+                f"{url} cannot be read: the server requires a token: pass token=, or set CODEC_STORE_TOKEN_FILE"
+            )
         if reply.status == 401:
-            has = "requires a token: pass token=" if self._token is None else "does not accept this token"
-            raise ArgumentError(f"{url} cannot be read: the server {has}")
+            raise ArgumentError(f"{url} cannot be read: the server does not accept this token")
         if 300 <= reply.status < 400 and location is not None:
             where = location.partition("?")[0]  # a query may hold a secret
             raise ArgumentError(

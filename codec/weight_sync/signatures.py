@@ -51,7 +51,7 @@ def check_signature(data: memoryview, signature: bytes | None, key: SigningKey) 
     """
     if signature is None:
         raise FrameError(
-            "the update is not signed, but this object was made with a key: sign it by sign= of the trainer"
+            "the update is not signed, but this object has a key: make the trainer's with sign= or CODEC_SIGN_KEY_FILE"
         )
     key.check(signature, _UPDATE, [data[: -len(_MAGIC + signature)]], "the update")
 
@@ -73,7 +73,7 @@ def check_list(body: bytes, key: SigningKey) -> None:
     signature = b"" if end is None else bytes.fromhex(end[1].decode())
     if end is None or not is_signature(signature):
         raise FrameError(
-            "the list of updates is not signed, but this object was made with a key: make the Publisher with sign=, "
-            "and with an empty folder"
+            "the list of updates is not signed, but this object has a key: make the Publisher with sign= or "
+            "CODEC_SIGN_KEY_FILE, and with an empty folder"
         )
     key.check(signature, _LIST, [body[: -len(end[0])], b"}"], "the list of updates")
