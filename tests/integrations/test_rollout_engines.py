@@ -214,8 +214,12 @@ def test_vllm_engine_refuses_unsigned_and_replayed_updates(signed, vllm, tmp_pat
         updates = []
         for step in range(2):
             updates.append(publisher.stage({name: np.full(300, step, np.float32) for name in "abcd"}, full=True))
-            for phase in ("stage", "load"):
-                engine.receive_weights(vllm.CodecUpdateInfo(**update_info(updates[step], phase)))
+            engine.receive_weights(vllm.CodecUpdateInfo(**update_info(updates[step], "stage")))
+            file = tmp_path / "store" / f"{step:020d}.snapshot"
+            data = file.read_bytes()
+            file.write_bytes(bytes(len(data)))  # the engine loads the copy that it has checked
+            engine.receive_weights(vllm.CodecUpdateInfo(**update_info(updates[step], "load")))
+            file.write_bytes(data)
             publisher.commit()
         with pytest.raises(codec.StateError, match="leads to version 0, but the weights had version 1"):
             engine.receive_weights(vllm.CodecUpdateInfo(**update_info(updates[0], "stage")))
