@@ -45,7 +45,7 @@ def pull(
     like, into : optional
         As in :meth:`WeightReceiver.apply`.
     timeout : float
-        Maximum time without data from a server, in seconds.
+        Maximum time without data from a server, in seconds. Data must arrive with at least 16 KiB/s.
     progress : callable, optional
         Called with each update after it was applied.
     token : str, optional
@@ -70,7 +70,8 @@ def pull(
         No chain leads from the receiver's version or a snapshot to the last version, the store is older than the
         receiver (with ``verify=`` also if it is of another run), or the folder of the receiver cannot be written.
     FrameError, LimitError
-        As in :meth:`WeightReceiver.stage`, or the list is not signed, or a file is not the one that it names.
+        As in :meth:`WeightReceiver.stage`, or the list is not signed, or a file is not the one that it names, or has
+        far more bytes than `max_nbytes`.
         The receiver keeps the last version that it has reached.
     """
     applied = False

@@ -56,7 +56,8 @@ def serve(
     """Serve the files of an :class:`UpdateStore` over HTTP. Clients can read only ``head`` and the update files.
 
     Without `token`, any client that reaches the address can read the weights; without `tls`, also anyone on the way.
-    Up to 64 connections are served at a time; further clients wait. A client has 10 s for a request of at most 16 KiB.
+    Up to 64 connections are served at a time; further clients wait. A client has 10 s for a request of at most 16 KiB,
+    and 2 minutes for each MiB of the reply.
 
     Parameters
     ----------
