@@ -34,7 +34,8 @@ WORKER = ("codec/torch/reduction/execution.py", "codec/torch/reduction/arguments
 class Reduced:
     """Tensors that are all-reduced with error feedback."""
 
-    files = (*PROGRAM, *WORKER, "collectives/calls.py", "feedback/feedback.py", "feedback/turn.py", "residual_store.py")
+    files = (*PROGRAM, *WORKER, "collectives/calls.py", "collectives/outputs.py", "feedback/feedback.py")
+    files = (*files, "feedback/turn.py", "residual_store.py")
     backend = "gloo"
 
     def __init__(self, rank, size):

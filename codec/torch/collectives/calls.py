@@ -15,7 +15,7 @@ from codec import ArgumentError, CallOptions
 from codec._options import settings_of
 from codec.specs import Lossless, SpecLike
 from codec.tensors.segments import pack
-from codec.tensors.view import mark_written
+from codec.torch.collectives.outputs import prepare_output, store_output
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.feedback.turn import FeedbackTurn, spec_or_default
 from codec.torch.group.communicator import Communicator, start
@@ -28,7 +28,6 @@ from codec.torch.reduction.arguments import (
     publish,
     reduction_of,
     unwrapped,
-    values_of,
 )
 from codec.torch.reduction.execution import algorithm_of, run, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
@@ -142,7 +141,7 @@ def all_reduce(
                     values, spec_or_default(spec, feedback), op, stream, segments=segments, settings=settings
                 )
                 check_request(requested, r.spec, r.op, feedback=isinstance(feedback, Feedback))
-                _prepare_output(r, values, out, settings)
+                prepare_output(r, values, out, settings)
                 turn.begin(r, tensor)
                 return r
 
@@ -150,7 +149,7 @@ def all_reduce(
                 turn.feed(r, tensor, window, algorithm)
 
             def store(result: Values, r: Reduction) -> None:
-                _store(result, r, unwrapped(tensor)[0], out)
+                store_output(result, r, unwrapped(tensor)[0], out)
                 turn.commit()
 
             await run_all_reduce(comm, collective, requested, prepare, store, feed)
@@ -169,52 +168,6 @@ def _begin(
     """Run work(comm, collective) in the thread of the group; return its handle if `async_op`, else None."""
     # One line: an interrupt between two lines would be an error on this rank alone, after all ranks have succeeded.
     return started if isinstance(started := start(name, group, settings, async_op, work), Work) else None
-
-
-def _prepare_output(r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None, settings: CallOptions) -> None:
-    """Check the output of an all-reduce, and choose the memory in which the result is computed."""
-    if out is not None:
-        r.out = _output_values(out, tensor, r, settings)
-        return
-    check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
-    if r.can_defer and r.x.ctypes.data == tensor.data_ptr():
-        r.deferred = []
-
-
-def _store(result: Values, r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None) -> None:
-    """Store the result of an all-reduce in `out`, or in the tensor itself if `out` is None."""
-    if r.deferred is not None:
-        for decode in r.deferred:
-            decode()
-        mark_written(tensor)
-    elif out is None:
-        publish(result, r, tensor)
-    elif r.out is None:
-        publish(result, r, out)
-
-
-def _output_values(out: torch.Tensor, tensor: torch.Tensor, r: Reduction, settings: CallOptions) -> Values | None:
-    """Check ``out=`` and return its memory; None if the result is computed elsewhere."""
-    check_output(out, tensor.dtype, tensor.numel(), "out=")
-    if out.device.type not in ("cpu", tensor.device.type) or not out.is_contiguous():
-        raise ArgumentError(
-            f"out= must be contiguous, and in host memory or on the device of the tensor, got strides {out.stride()} "
-            f"on {out.device}"
-        )
-    if out.device == tensor.device and _share_memory(out, tensor):
-        raise ArgumentError("out= shares memory with the tensor: pass memory of its own")
-    if out.device.type != "cpu" and not r.on_device:  # the tensor is copied to the host
-        return None
-    if r.on_device and out.device != tensor.device:
-        return None
-    return values_of(out, settings)
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors may share memory; `a` must be contiguous."""
-    if not b.is_contiguous():
-        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def reduce_scatter(

@@ -186,15 +186,15 @@ def test_results_are_stored_in_inference_tensors_and_leaves(ranks):
 
 
 def _failing_to_store(rank, size):
-    from codec.torch.collectives import calls
+    from codec.torch.collectives import outputs
 
-    x, publish = torch.full((N,), rank + 1.0), calls.publish
+    x, publish = torch.full((N,), rank + 1.0), outputs.publish
 
     def failing(*args):
         raise RuntimeError("cannot store")
 
     if rank == 0:
-        calls.publish = failing
+        outputs.publish = failing
     try:
         if rank == 0:
             with pytest.raises(RuntimeError, match="cannot store"):
@@ -202,7 +202,7 @@ def _failing_to_store(rank, size):
         else:
             codec.torch.all_reduce(x, op="sum")
     finally:
-        calls.publish = publish
+        outputs.publish = publish
     with pytest.raises(codec.PeerError):
         codec.torch.all_reduce(x, op="mean")
 
