@@ -67,16 +67,17 @@ def test_frames_and_bfloat16_send_fewer_bytes_within_and_equal_bytes_between():
 
 
 def _small(rank, size):
-    group = init_device_mesh("cpu", (2, 2))
+    group = init_device_mesh("cpu", (2, size // 2))
     x = rank_values(rank, (16, 1024))  # 64 KiB
     codec.torch.all_reduce(x, group=group, options=codec.options(within=codec.Float8()))
     return x
 
 
-def test_small_tensors_stay_uncompressed():
-    xs = [rank_values(rank, (16, 1024)) for rank in range(4)]
-    expected = sum_in_order([sum_in_order(xs[:2]), sum_in_order(xs[2:])])
-    assert all(torch.equal(x, expected) for x in run_ranks(4, _small))
+def test_small_tensors_stay_uncompressed_and_are_added_in_the_order_of_ranks():
+    xs = [rank_values(rank, (16, 1024)) for rank in range(6)]
+    expected, other = (sum_in_order([sum_in_order(some[:3]), sum_in_order(some[3:])]) for some in (xs, xs[::-1]))
+    assert not torch.equal(expected, other)
+    assert all(torch.equal(x, expected) for x in run_ranks(6, _small))
 
 
 def _context(rank, size):

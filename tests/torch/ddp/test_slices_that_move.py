@@ -60,12 +60,14 @@ def _accounted(rank, size, within, way, fails):
     results, gradients = torch.zeros(2, SIDE * SIDE, dtype=torch.float64)
     weights = []
     for rates[:] in RATES:
-        for _ in range(PERIOD):
+        for step in range(PERIOD):
             g = torch.randn(SIDE, SIDE, generator=generator)
             model.zero_grad()
             model(g).backward()
             results += model.module.w.grad.flatten()
             gradients += g.flatten() / size
+            if fails and not step:
+                assert hook.reducer.state.shares.weights is None, "slices are equal after a failed step"
         if weights and not fails and not weights[-1][rank]:
             kept = effect(hook.state_dict(), size, ["server"])
             assert not kept.any(), "a rank without a slice has passed its residuals of sums on"
