@@ -251,7 +251,7 @@ def test_error_of_one_shard_changes_nothing_on_any_rank(four):
 
 
 def _hybrid(rank, size):
-    """Train two sites of four ranks, in each of which HSDP has two copies of two shards."""
+    """Train two sites of four ranks, in each of which HSDP has two copies of two shards; then change one copy."""
     cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("between", "copies", "shards"))
     within = cube["copies", "shards"]
     model = Tied()
@@ -261,14 +261,21 @@ def _hybrid(rank, size):
     local = codec.torch.LocalSteps(model, optimizer, group=group, every=3, spec=ROUNDED)
     train(model, optimizer, range(4), local.step)
     local.finish()
-    return whole(model), local.stats()
+    found = whole(model)
+    again = codec.torch.LocalSteps(model, optimizer, group=group, every=100, spec=ROUNDED)
+    train(model, optimizer, range(4, 5), again.step)
+    if rank == 5:
+        model.back.weight.detach().to_local()[0, 0] += 1e-3
+    return found, local.stats(), raised(again.synchronize)
 
 
-def test_copies_of_shards_are_sent_once():
+def test_copies_of_shards_are_sent_once_and_must_be_equal():
     found = run_ranks(8, _hybrid)
     total = sum(p.numel() for p in Tied().parameters() if p.requires_grad)
-    for ours, stats in found:
+    for ours, stats, (kind, message) in found:
         np.testing.assert_array_equal(ours, found[0][0])
         assert stats.synchronizations == 2
-    assert sum(stats.values for _, stats in found) == pytest.approx(2 * total, abs=8)
-    assert sum(stats.sent_nbytes for _, stats in found[:4]) < 2 * 0.75 * total
+        assert kind == "PeerError"
+        assert "other arguments" in message
+    assert sum(stats.values for _, stats, _ in found) == pytest.approx(2 * total, abs=8)
+    assert sum(stats.sent_nbytes for _, stats, _ in found[:4]) < 2 * 0.75 * total
