@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import codec
+from codec.files import signing
+from codec.weight_sync import signatures
 from support.certificates import openssl
 from support.command import run
 from support.model_files import safetensors
@@ -142,3 +144,13 @@ def test_signature_in_an_update_is_verified(tmp_path, key, capsys):
     assert "signed with this key" in capsys.readouterr().out
     assert "signature of the update does not match" in failed(capsys, "verify", tmp_path / "other", "--key", key)
     assert ".sig" in failed(capsys, "verify", tmp_path / "none", "--key", key)
+
+
+def test_signature_of_a_file_is_not_that_of_an_update(tmp_path, key, capsys):
+    """Signatures have purposes: who can have any file signed can forge neither updates nor lists of updates."""
+    codec.WeightSender({"w": np.ones(5, ml_dtypes.bfloat16)}).snapshot(file=tmp_path / "update")
+    with (tmp_path / "update").open("rb") as file:
+        signature = signing.file_signature(file, signing.SigningKey(key))
+    forged = (tmp_path / "update").read_bytes() + signatures._MAGIC + signature
+    (tmp_path / "forged").write_bytes(forged)
+    assert "signature of the update does not match" in failed(capsys, "verify", tmp_path / "forged", "--key", key)
