@@ -41,6 +41,8 @@ def _groups(rank, size):
         want = grads if want is None else want
         torch.testing.assert_close(grads, want)
         assert hook.stats().levels == levels[name], name
+        if levels[name] == "2 x 2 ranks":
+            assert hook.reducer.group.levels.within.ranks == (rank // 2 * 2, rank // 2 * 2 + 1), name
     # register() replaces the group of ddp_hook()
     model = DistributedDataParallel(small_net())
     hook = codec.torch.ddp_hook(group=mesh).register(model, group=groups["one dimension"])
