@@ -264,7 +264,7 @@ def _interrupted(rank, size):
 
 
 def test_failed_backward_pass_ends_buckets_that_wait_to_be_joined():
-    run_ranks(2, _interrupted)
+    run_ranks(2, _interrupted, limit=60)
 
 
 def _items(rank, size, differ):
