@@ -10,7 +10,7 @@ from codec.advisor.cost_model import LinkModel
 from codec.specs import Quantize, Spec
 from codec.torch.auto.meter import MICRO, PICO, Meter
 from codec.torch.auto.selector import Selector
-from codec.torch.network.info import ConnectionInfo
+from codec.torch.network.sockets import ConnectionInfo
 
 # A direction switches to a less lossy level if its wire time is then at most this share of the slowest direction's.
 _SHARE = 0.5

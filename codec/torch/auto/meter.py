@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from codec.advisor.cost_model import LinkModel
-from codec.torch.network.info import ConnectionInfo
+from codec.torch.network.sockets import ConnectionInfo
 
 PICO, MICRO = 1e12, 1e6
 STEP = 3  # number of integers of StepMeter.report

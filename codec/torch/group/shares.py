@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from codec.torch.network.info import ConnectionInfo
+from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.transport.channel import Channel
 
 PERIOD = 16  # steps between two measurements

@@ -12,7 +12,7 @@ from typing import Any
 
 from codec import PeerError
 from codec.torch.network.inbox import Arrival, Inbox, Inboxes, Receive
-from codec.torch.network.info import ConnectionInfo
+from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.network.stripe import HEADER, Send, Stripe
 from codec.torch.network.waits import Wait
 

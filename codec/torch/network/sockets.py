@@ -1,7 +1,8 @@
-"""Address of this machine to which other ranks connect, and the limit of open files, which sockets count towards."""
+"""Addresses of this machine, options and statistics of TCP connections (struct tcp_info), and the limit of open files."""
 
 import errno
 import fcntl
+import functools
 import os
 import resource
 import socket
@@ -9,11 +10,17 @@ import struct
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from codec import PeerError
 
 _SIOCGIFADDR = 0x8915  # Linux: IPv4 address of an interface
 _LINK_LOCAL = 0x20  # Linux: scope of IPv6 addresses
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
+_FAR = 0.005  # seconds of a round trip from which a connection uses bbr
+
+_RTT, _ACKED, _BUSY = 68, 120, 168  # offsets of tcpi_rtt (u32), tcpi_bytes_acked and tcpi_busy_time (u64)
+_NBYTES = _BUSY + 8
 
 
 def host_address() -> str:
@@ -93,3 +100,51 @@ def reason(error: OSError) -> str:
         return str(error)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"{error}; the limit of this process is {limit} (RLIMIT_NOFILE): raise it with `ulimit -n`"
+
+
+@functools.cache
+def _congestion_controls() -> list[str]:
+    """Return the names of the congestion controls that the kernel has loaded."""
+    with suppress(OSError):
+        return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    return []
+
+
+def prepare(sock: Any) -> None:
+    """Make a connected socket non-blocking, and set its options for messages between ranks.
+
+    The congestion control is the one that the environment variable CODEC_TCP_CONGESTION names. By default, connections
+    with long round trips use bbr, whose rate does not fall with each lost packet. Without the wanted one, the kernel's
+    default remains.
+    """
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    wanted = os.environ.get("CODEC_TCP_CONGESTION", "bbr" if connection_info(sock).rtt >= _FAR else "")
+    if wanted in _congestion_controls():
+        with suppress(OSError):  # this user may not choose it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted.encode())
+
+
+class ConnectionInfo(NamedTuple):
+    """Statistics of a connection; 0 for values that the kernel does not provide."""
+
+    rtt: float = 0.0  # round-trip time in seconds, a running mean
+    acked_nbytes: int = 0  # bytes that the peer has acknowledged
+    busy: float = 0.0  # seconds in which sent bytes were not yet acknowledged
+
+
+def connection_info(sock: Any) -> ConnectionInfo:
+    """Return the statistics of a connected socket."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
+    except OSError:
+        return ConnectionInfo()
+
+    def field(offset: int, nbytes: int) -> int:
+        return int.from_bytes(info[offset : offset + nbytes], "little") if len(info) >= offset + nbytes else 0
+
+    return ConnectionInfo(field(_RTT, 4) * 1e-6, field(_ACKED, 8), field(_BUSY, 8) * 1e-6)

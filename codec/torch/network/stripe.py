@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from codec.torch.network.inbox import Arrival
-from codec.torch.network.info import ConnectionInfo, connection_info, prepare
+from codec.torch.network.sockets import ConnectionInfo, connection_info, prepare
 from codec.torch.network.waits import Wait
 
 HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from codec import PeerError
-from codec.torch.network.info import ConnectionInfo, connection_info, prepare
+from codec.torch.network.sockets import ConnectionInfo, connection_info, prepare
 
 Array = np.ndarray[Any, Any]
 

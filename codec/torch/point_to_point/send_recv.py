@@ -13,7 +13,7 @@ from codec.torch.group.levels import all_ranks
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.network.endpoint import Endpoint, endpoint_of, use_secret
-from codec.torch.network.info import ConnectionInfo
+from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.network.tcp import PeerConnection
 
 DEFAULT_MAX_NBYTES = 1 << 30

@@ -6,7 +6,7 @@ import pytest
 
 from codec.torch.auto.meter import Meter
 from codec.torch.auto.selector import Selector
-from codec.torch.network.info import ConnectionInfo
+from codec.torch.network.sockets import ConnectionInfo
 
 # Bytes per step and coding seconds per step of four levels: raw, lossless frames, 8 bits, 4 bits.
 NBYTES, COMPUTE = (3.3e6, 2.7e6, 0.85e6, 0.46e6), (0.0, 0.030, 0.010, 0.015)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from codec.torch.ddp.step import StepState
 from codec.torch.group.shares import PERIOD, UNITS, LinkShares, rate_of, weights_for
-from codec.torch.network.info import ConnectionInfo
+from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.reduction.partition import cut
 from codec.torch.transport.levels import Levels
 

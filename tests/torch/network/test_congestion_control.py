@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from codec.torch.network import info
+from codec.torch.network import sockets
 from support.meshes import tcp_pair
 
 
@@ -16,7 +16,7 @@ def of_new_connection():
         a, b = tcp_pair()
         with a, b:
             before = _name(a)
-            info.prepare(a)
+            sockets.prepare(a)
             assert a.gettimeout() == 0
             assert a.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             return before, _name(a)
@@ -43,13 +43,13 @@ def test_unknown_congestion_control_leaves_the_default_of_the_kernel(of_new_conn
 @pytest.mark.parametrize("far", [True, False])
 def test_connections_with_long_round_trips_alone_use_bbr_where_the_kernel_has_it(of_new_connection, monkeypatch, far):
     monkeypatch.delenv("CODEC_TCP_CONGESTION", raising=False)
-    monkeypatch.setattr(info, "_FAR", 0.0 if far else 60.0)
+    monkeypatch.setattr(sockets, "_FAR", 0.0 if far else 60.0)
     before, after = of_new_connection()
-    assert after == ("bbr" if far and "bbr" in info._congestion_controls() else before)
+    assert after == ("bbr" if far and "bbr" in sockets._congestion_controls() else before)
 
 
 def test_congestion_control_that_the_kernel_refuses_is_no_error(of_new_connection, monkeypatch):
     monkeypatch.setenv("CODEC_TCP_CONGESTION", "none such")
-    monkeypatch.setattr(info, "_congestion_controls", lambda: ["none such"])
+    monkeypatch.setattr(sockets, "_congestion_controls", lambda: ["none such"])
     before, after = of_new_connection()
     assert after == before

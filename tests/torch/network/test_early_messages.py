@@ -6,8 +6,8 @@ from contextlib import closing, contextmanager
 import pytest
 
 from codec.torch.network import inbox, mesh
-from codec.torch.network.info import ConnectionInfo
 from codec.torch.network.mesh import Mesh
+from codec.torch.network.sockets import ConnectionInfo
 from support.meshes import SECONDS, SIGNATURE, ask, outcome, packed, received, tcp_pair, until
 
 COST = 1 << 10  # bytes that an early message counts besides its body
