@@ -3,14 +3,19 @@
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from codec._c.traits import needs_base
 from codec._secret import Secret, secret_of
+from codec._security import Security
+from codec._tls import Tls, tls_of
 from codec.arguments import check_timeout, shown, truth, whole
 from codec.errors import ArgumentError, EngineError, SpecError
 from codec.presets import resolve
 from codec.specs import Preset, Sign, Spec, TopK, Truncate
+
+if TYPE_CHECKING:
+    import ssl
 
 Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
 
@@ -34,7 +39,13 @@ class CallOptions:
     timeout: timedelta | None = None
     within: Spec | Literal["bfloat16"] | None = None
     secret: Secret | None = field(default=None, repr=False)
+    tls: Tls | None = field(default=None, repr=False)
     nontemporal: bool = False  # decode with non-temporal stores; collectives set it for pieces of a large result
+
+    @property
+    def security(self) -> Security:
+        """Secret and TLS setting for the first call that uses a group."""
+        return Security(self.secret, self.tls)
 
     def __enter__(self) -> "CallOptions":
         outer = _scope.get()
@@ -73,6 +84,7 @@ def options(
     timeout: float | timedelta | None = None,
     within: Spec | Preset | Literal["bfloat16"] | None = None,
     secret: bytes | str | None = None,
+    tls: Literal["psk"] | tuple["ssl.SSLContext", "ssl.SSLContext"] | None = None,
 ) -> CallOptions:
     """Return settings for one call, passed as ``options=``, or for all calls inside a ``with`` block.
 
@@ -106,8 +118,12 @@ def options(
         Tensors of up to 64 KiB stay uncompressed. Default: all tensors do. Other calls ignore it.
     secret : bytes or str, optional
         Secret of 16 bytes or more, equal on all ranks, for the first call of :mod:`codec.torch` that uses a group: all
-        TCP connections of the group prove it. Messages are not encrypted. Default: that of the file
-        ``CODEC_SECRET_FILE``, or ``CODEC_SECRET``; if none is set, connections are not authenticated.
+        TCP connections of the group prove it. Default: that of the file ``CODEC_SECRET_FILE``, or ``CODEC_SECRET``.
+    tls : str or pair of ssl.SSLContext, optional
+        Encryption of these connections by TLS 1.3, in the same call. "psk": ranks authenticate by their secret. A pair:
+        contexts of the rank that listens and of the one that connects, which both require certificates unless there is
+        a secret. Default: ``CODEC_TLS=psk``, or the files ``CODEC_TLS_CERT``, ``CODEC_TLS_KEY`` and ``CODEC_TLS_CA``;
+        if none is set, messages are not encrypted, and without a secret not authenticated.
 
     Returns
     -------
@@ -142,6 +158,7 @@ def options(
         check_timeout(timeout),
         None if within is None else _check_within(within),
         None if secret is None else secret_of(secret),
+        None if tls is None else tls_of(tls),
     )
 
 

@@ -112,10 +112,13 @@ def _contents(path: str) -> bytes:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise ArgumentError(f"{FILE_VARIABLE}={path} is not a regular file")
-            if mode & stat.S_IROTH:
-                _logger.warning(
-                    "other users can read the secret in %s=%s: run `chmod o= %s`", FILE_VARIABLE, path, path
-                )
+            warn_if_readable(f"the secret in {FILE_VARIABLE}", path, mode)
             return file.read(_MOST_NBYTES + 3)
     except (OSError, ValueError) as e:  # ValueError: a null character in the path
         raise ArgumentError(f"{FILE_VARIABLE}={path} cannot be read: {e}") from e
+
+
+def warn_if_readable(name: str, path: str, mode: int) -> None:
+    """Log a warning if other users can read a file with this mode."""
+    if mode & stat.S_IROTH:
+        _logger.warning("other users can read %s=%s: run `chmod o= %s`", name, path, path)

@@ -11,6 +11,8 @@ import codec
 LAYERS = [
     {"errors", "readable", "_ownership"},
     {"arguments", "_secret"},
+    {"_tls"},
+    {"_security"},
     {"specs"},
     {"_c"},
     {"tensors", "presets"},

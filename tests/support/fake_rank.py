@@ -51,7 +51,7 @@ class FakeRank:
             host = store.get("0")[ADDRESS.size :].decode()
             self.sock = socket.create_connection((host, port), timeout=2 * TIMEOUT)
             if secret is None:
-                self.sock.sendall(HELLO.pack(b"CDPH", token, version, rank, TAG))
+                self.sock.sendall(HELLO.pack(b"CDPH", token, version, rank, TAG, 0))
             else:
                 hand = Hand(token, group_of(dist.group.WORLD.group_name, [0, 1]), rank, 0, TAG)
                 self.sock.sendall(hand.hello())
@@ -65,7 +65,7 @@ class FakeRank:
             store.set("0", mine)
             self.sock = server.accept()[0]
             self.sock.settimeout(2 * TIMEOUT)
-            assert self._take(HELLO.size) == HELLO.pack(b"CDPH", token, protocol_hash(), 1, TAG)
+            assert self._take(HELLO.size) == HELLO.pack(b"CDPH", token, protocol_hash(), 1, TAG, 0)
 
     def raw(self, data):
         """Send raw bytes, without the header of a message."""

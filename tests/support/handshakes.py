@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from codec._secret import Secret
+from codec._security import Security
 from codec.torch.network.endpoint import Endpoint
 from codec.torch.network.handshake import HandshakeTerms
 from codec.torch.network.version import protocol_hash
 from support.meshes import SECONDS, Group
 
-HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
+HELLO = struct.Struct("<4s16sqqqB")  # magic, token, hash of the version, rank, tag, flags
 ADDRESS = struct.Struct("<q16sHB")  # hash of the version, token, port, flags; followed by the host
 CLIENT, SERVER = b"codec.torch client", b"codec.torch server"
 
@@ -33,7 +34,7 @@ def without_secret(monkeypatch):
 
 
 def version():
-    digest = hashlib.blake2b(b"('codec.torch', 4)", digest_size=8).digest()
+    digest = hashlib.blake2b(b"('codec.torch', 5)", digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -54,15 +55,17 @@ class Hand(NamedTuple):
     tag: int
     client_nonce: bytes = b"n" * 32
     server_nonce: bytes = b"m" * 32
+    flags: int = 1
+    binding: bytes = bytes(32)
 
-    def hello(self, magic=b"CDPS"):
-        """Return the first bytes of the client."""
-        nonce = self.client_nonce if magic == b"CDPS" else b""
-        return HELLO.pack(magic, self.token, version(), self.client, self.tag) + nonce
+    def hello(self):
+        """Return the first bytes of the client, with its nonce if it has a secret and no TLS."""
+        nonce = self.client_nonce if self.flags == 1 else b""
+        return HELLO.pack(b"CDPH", self.token, version(), self.client, self.tag, self.flags) + nonce
 
     def proof(self, secret, label):
         numbers = struct.pack("<qqq", self.client, self.server, self.tag)
-        text = label + self.token + struct.pack("<q", version()) + self.group + numbers
+        text = label + self.token + struct.pack("<qB", version(), self.flags) + self.group + numbers + self.binding
         return hmac.new(secret, text + self.client_nonce + self.server_nonce, hashlib.sha256).digest()
 
 
@@ -115,7 +118,7 @@ def endpoints(*keys, store=None):
     """Return the store, and an endpoint for each rank, whose secret is a key or None."""
     store = store or dist.HashStore()
     return store, [
-        Endpoint(Group(rank, len(keys), store), SECONDS, key and Secret(key)) for rank, key in enumerate(keys)
+        Endpoint(Group(rank, len(keys), store), SECONDS, Security(key and Secret(key))) for rank, key in enumerate(keys)
     ]
 
 
@@ -136,7 +139,7 @@ def handshake_block():
     """Return a handshake of two ranks with the secret `0123456789abcdef`, as written by hand and by codec."""
     key = b"0123456789abcdef"
     hand = Hand(bytes(range(16)), group_of("0", [0, 1]), 1, 0, -2, b"\1" * 32, b"\2" * 32)
-    mine = HandshakeTerms(hand.token, protocol_hash(), hand.group, 1, 0, -2, hand.client_nonce, hand.server_nonce)
+    mine = HandshakeTerms(hand.token, protocol_hash(), 1, hand.group, 1, 0, -2, bytes(32), *hand[5:7])
     proofs = [hand.proof(key, label) for label in (CLIENT, SERVER)]
     assert proofs == [mine.proof(Secret(key), server=server) for server in (False, True)]
     steps = {

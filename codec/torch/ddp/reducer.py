@@ -149,7 +149,7 @@ class Reducer:
         step = self.state.current
         if backward_pass() is not None:
             call_after_backward(self._end_of(step, last=bucket.last))
-        comm = communicator_of(self.group, self.settings.timeout, self.settings.secret)
+        comm = communicator_of(self.group, self.settings.timeout, self.settings.security)
         work, runs = step.joiner.add(bucket, comm.channel.size, comm.worker.before_wait)
         for run, joined in runs:
             step.runs.append(run)

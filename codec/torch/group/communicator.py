@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from codec import ArgumentError, CallOptions, PeerError
 from codec._options import settings_of
-from codec._secret import Secret
+from codec._security import NONE, Security
 from codec.arguments import Timeout, check_timeout
 from codec.torch._compat import rank_not_in_group, warn_not_in_group
 from codec.torch.group.autotune import RawFallback
 from codec.torch.group.levels import NON_MEMBER, LeveledGroup, all_ranks, group_of
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
-from codec.torch.network.endpoint import use_secret
+from codec.torch.network.endpoint import use_security
 from codec.torch.network.version import hash64
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
@@ -137,7 +137,7 @@ def _slot_of(group: Any) -> _Slot:
         return _slots.setdefault(group, _Slot())
 
 
-def communicator_of(group: Any, timeout: Timeout | None = None, secret: Secret | None = None) -> Communicator:
+def communicator_of(group: Any, timeout: Timeout | None = None, security: Security = NONE) -> Communicator:
     """Return the communicator of a group. The first call creates it, together with all other ranks.
 
     Parameters
@@ -146,20 +146,20 @@ def communicator_of(group: Any, timeout: Timeout | None = None, secret: Secret |
         As for :func:`codec.torch.all_reduce`.
     timeout : float, timedelta or None
         Timeout of a new communicator.
-    secret : Secret or None
-        Secret of the ranks, in the options of a call.
+    security : Security
+        Secret and TLS setting, in the options of a call.
 
     Raises
     ------
     ArgumentError
         `group` or `timeout` has an invalid type or value, torch.distributed is not initialized, or the group has
-        another secret.
+        another secret or TLS setting.
     PeerError
         The ranks cannot be connected.
     """
     check_timeout(timeout)
     key = group_of(group)
-    use_secret(all_ranks(key), secret)
+    use_security(all_ranks(key), security)
     slot = _slot_of(key)
     with slot.lock:
         if slot.communicator is None:
@@ -260,8 +260,8 @@ def start(
 ) -> Any:
     """Run work(communicator, collective) in the worker thread of a group.
 
-    An invalid timeout or secret is reported to all ranks, like other invalid arguments. So this rank connects to the
-    others before it raises the error.
+    An invalid timeout, secret or TLS setting is reported to all ranks, like other invalid arguments. So this rank
+    connects to the others before it raises the error.
 
     Parameters
     ----------
@@ -270,7 +270,7 @@ def start(
     group, async_op
         As for :func:`codec.torch.all_reduce`.
     settings : CallOptions or None
-        Timeout and secret of the call. None: the timeout of the group, and the secret of the context.
+        Timeout, secret and TLS setting of the call. None: the timeout of the group, and the rest of the context.
     work : callable
         Coroutine function that runs the collective and returns its result.
 
@@ -286,7 +286,7 @@ def start(
     timeout = None if settings is None else settings.timeout
     try:
         check_timeout(timeout)
-        use_secret(all_ranks(group), (settings or settings_of(None)).secret)
+        use_security(all_ranks(group), (settings or settings_of(None)).security)
     except ArgumentError as e:
         timeout, error = None, e
     comm = communicator_of(group, timeout)

@@ -1,12 +1,12 @@
 """Connect the ranks of a group to a mesh (docs/spec/protocol.md, section 2)."""
 
-import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from codec.torch.network.endpoint import endpoint_of
+from codec.torch.network.handshake import Channel
 from codec.torch.network.mesh import Mesh
 from codec.torch.network.sockets import reserve_descriptors
 
@@ -34,7 +34,7 @@ def connect(group: Any, timeout: timedelta, peers: Sequence[int] | None = None) 
     """
     rank, size = group.rank(), group.size()
     others = [o for o in range(size) if o != rank] if peers is None else sorted(peers)
-    sockets: dict[int, list[socket.socket]] = {}
+    sockets: dict[int, list[Channel]] = {}
     if others:
         end = time.monotonic() + timeout.total_seconds()
         reserve_descriptors(STRIPES * len(others) + _OTHER_DESCRIPTORS)

@@ -14,16 +14,17 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from codec import ArgumentError, PeerError
-from codec._secret import Secret, secret_of, secret_of_environment
+from codec._secret import FILE_VARIABLE as SECRET_VARIABLE
+from codec._security import NONE, Security, difference, security_of_environment
+from codec._tls import VARIABLE as TLS_VARIABLE
 from codec.torch._compat import group_identity, timeout_of
-from codec.torch.network.handshake import NONCE_NBYTES, ClientHandshake, HandshakeTerms, Key, Listener
+from codec.torch.network.handshake import Channel, ClientHandshake, HandshakeTerms, Key, Listener
 from codec.torch.network.sockets import family, reason
 from codec.torch.network.store import AddressBook
 from codec.torch.network.tcp import FORKED, PeerConnection
 from codec.torch.network.version import protocol_hash
 
 ADDRESS = struct.Struct("<q16sHB")  # hash of the protocol's version, token, port, flags; the host follows
-_HAS_SECRET = 1  # flag of a rank that has a secret
 _LONGEST_SELECT = 1000.0  # maximum seconds of one select; the limit of the system call is 2^31 ms
 
 
@@ -33,7 +34,7 @@ class PeerAddress(NamedTuple):
     token: bytes
     port: int
     host: str
-    has_secret: bool = False
+    flags: int = 0  # Security.flags
 
 
 class Endpoint:
@@ -45,39 +46,49 @@ class Endpoint:
         Group of ranks. Each rank with an endpoint writes its address to the store of the group.
     seconds : float or None
         Longest wait for the store; None: the timeout of the group.
-    secret : Secret or None
-        Secret of the ranks; None: connections are not authenticated.
+    security : Security
+        Secret and TLS setting of the ranks.
+
+    Raises
+    ------
+    ArgumentError
+        `security` is less than what this rank has requested.
     """
 
-    def __init__(self, group: Any, seconds: float | None, secret: Secret | None) -> None:
+    def __init__(self, group: Any, seconds: float | None, security: Security = NONE) -> None:
+        security.check()
+        self.security = security
+        self._server_context, self._client_context = (None, None) if security.tls is None else security.tls.contexts()
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.timeout: timedelta = timeout_of(group)
         self.lock = threading.Lock()
         self.pairs: dict[Key, Any] = {}  # connections of codec.torch.send and recv, by rank and tag; guarded by `lock`
         self._pid = os.getpid()
-        self._secret, self._group = secret, sha256(group_identity(group).encode()).digest()
+        self._group = sha256(group_identity(group).encode()).digest()
         try:
-            self._listener = Listener(self.rank, self.size, self._group, secret)
+            self._listener = Listener(self.rank, self.size, self._group, security, self._server_context)
             weakref.finalize(self, self._listener.stop)
             self._book = AddressBook(group.get_group_store())
             self._addresses: dict[int, PeerAddress] = {}  # addresses that this rank has read, by rank
-            flags = 0 if secret is None else _HAS_SECRET
-            address = ADDRESS.pack(protocol_hash(), self._listener.token, self._listener.port, flags)
+            address = ADDRESS.pack(protocol_hash(), self._listener.token, self._listener.port, security.flags)
             limit = self.timeout.total_seconds() if seconds is None else seconds
             self._book.publish(self.rank, address + self._listener.host.encode(), limit)
         except (OSError, RuntimeError) as e:
             why = reason(e) if isinstance(e, OSError) else e
             raise PeerError(f"rank {self.rank} cannot open a port for other ranks: {why}") from e
 
-    def check_secret(self, secret: Secret) -> None:
-        """Raise ArgumentError if the endpoint has another secret, or none."""
-        if self._secret != secret:
-            which = "no secret" if self._secret is None else "another secret"
-            raise ArgumentError(
-                f"options(secret=): this rank already communicates in the group with {which}: pass the secret to the "
-                "first call that uses the group, or set CODEC_SECRET_FILE"
-            )
+    def check_security(self, security: Security) -> None:
+        """Raise ArgumentError if the endpoint has other settings than those that are given."""
+        for name, variable, mine, given in zip(
+            ("secret", "TLS setting"), (SECRET_VARIABLE, TLS_VARIABLE), self.security, security, strict=True
+        ):
+            if given is not None and given != mine:
+                which = "no" if mine is None else "another"
+                raise ArgumentError(
+                    f"options(): this rank already communicates in the group with {which} {name}: pass the {name} "
+                    f"to the first call that uses the group, or set {variable}"
+                )
 
     def check_process(self) -> None:
         """Raise PeerError in a process that was forked from the process that created the endpoint."""
@@ -113,18 +124,18 @@ class Endpoint:
                 for key, _ in ready:
                     client = key.data
                     try:
-                        complete = client.advance()
+                        wanted = client.advance()
                     except OSError as e:
                         raise self._unreachable(client.peer, e) from e
                     error = self._difference(client.peer)
                     differing = differing or error
                     if error is not None:
-                        selector.unregister(client.sock)  # the hello has told the peer that only one rank has a secret
-                    elif complete:
-                        selector.unregister(client.sock)
-                        connections[client.peer] = self._connection(client)
+                        selector.unregister(client.sock)  # the hello has told the peer that settings differ
+                    elif wanted:
+                        selector.modify(client.sock, wanted, client)
                     else:
-                        selector.modify(client.sock, selectors.EVENT_READ, client)
+                        selector.unregister(client.sock)
+                        connections[client.peer] = self._connection(client.channel, client.peer)
             if differing is not None:
                 raise differing
             undo.pop_all()
@@ -136,31 +147,27 @@ class Endpoint:
         sock = socket.socket(family(address.host), socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with suppress(BlockingIOError):
                 sock.connect((address.host, address.port))
         except BaseException:
             sock.close()
             raise
-        nonce = os.urandom(NONCE_NBYTES)
-        terms = HandshakeTerms(address.token, protocol_hash(), self._group, self.rank, peer, tag, nonce, b"")
-        return ClientHandshake(sock, peer, terms, self._secret)
+        flags, secret = self.security.flags, self.security.secret
+        terms = HandshakeTerms(address.token, protocol_hash(), flags, self._group, self.rank, peer, tag)
+        return ClientHandshake(sock, address.host, terms, secret, self._client_context)
 
-    def _connection(self, client: ClientHandshake) -> PeerConnection:
+    def _connection(self, channel: Channel | None, peer: int) -> PeerConnection:
+        assert channel is not None
         try:
-            return PeerConnection(client.sock, client.peer)
+            return PeerConnection(channel, peer)
         except OSError as e:
-            raise PeerError(f"rank {client.peer} is gone: {e}") from e
+            raise PeerError(f"rank {peer} is gone: {e}") from e
 
     def _difference(self, peer: int) -> PeerError | None:
-        """Return an error if, by the address of a rank, only one of this rank and that rank has a secret."""
-        theirs, mine = self._addresses[peer].has_secret, self._secret is not None
-        if theirs == mine:
-            return None
-        has, lacks = (self.rank, peer) if mine else (peer, self.rank)
-        return PeerError(
-            f"rank {has} has a secret, and rank {lacks} has none: set CODEC_SECRET_FILE, CODEC_SECRET or "
-            "codec.options(secret=) on all ranks or on none, and make a new group"
-        )
+        """Return an error if, by the address of a rank, only one of this rank and that rank has a secret, or TLS."""
+        why = difference(self.rank, self.security.flags, peer, self._addresses[peer].flags)
+        return None if why is None else PeerError(why)
 
     def _unreachable(self, peer: int, error: OSError) -> PeerError:
         at = self._addresses[peer]
@@ -188,7 +195,7 @@ class Endpoint:
         Raises
         ------
         PeerError
-            The rank has not connected in time; or only one of this rank and that rank has a secret.
+            The rank has not connected in time; or only one of this rank and that rank has a secret, or TLS.
         """
         listener, deadline = self._listener, None if seconds is None else time.monotonic() + seconds
         while True:
@@ -236,11 +243,11 @@ class Endpoint:
                 f"rank {peer} and rank {self.rank} have different versions of the protocol: install the same codec on "
                 "all ranks"
             )
-        return PeerAddress(token, port, host, bool(flags & _HAS_SECRET))
+        return PeerAddress(token, port, host, flags)
 
 
 _endpoints: "weakref.WeakKeyDictionary[Any, Endpoint]" = weakref.WeakKeyDictionary()
-_secrets: "weakref.WeakKeyDictionary[Any, Secret]" = weakref.WeakKeyDictionary()  # options(secret=) of groups
+_given: "weakref.WeakKeyDictionary[Any, Security]" = weakref.WeakKeyDictionary()  # from options() of groups' calls
 _endpoints_lock = threading.Lock()
 
 
@@ -253,23 +260,22 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def use_secret(group: Any, secret: Secret | None) -> None:
-    """Use the secret of a call's options for the endpoint of a group; None: do nothing.
+def use_security(group: Any, security: Security) -> None:
+    """Use the settings of a call's options for the endpoint of a group.
 
     Raises
     ------
     ArgumentError
-        The group already has an endpoint with another secret, or without one.
+        The group already has an endpoint with other settings.
     """
-    if secret is None:
+    if security == NONE:
         return
-    secret = secret_of(secret)
     with _endpoints_lock:
         endpoint = _endpoints.get(group)
         if endpoint is None:
-            _secrets[group] = secret
+            _given[group] = security.over(_given.get(group, NONE))
     if endpoint is not None:
-        endpoint.check_secret(secret)
+        endpoint.check_security(security)
 
 
 def endpoint_of(group: Any, seconds: float | None = None) -> Endpoint:
@@ -287,12 +293,12 @@ def endpoint_of(group: Any, seconds: float | None = None) -> Endpoint:
     PeerError
         No port can be opened, or the endpoint belongs to the process that forked this one.
     ArgumentError
-        The secret in the environment is invalid.
+        The secret or the TLS setting is invalid.
     """
     with _endpoints_lock:
         endpoint = _endpoints.get(group)
         if endpoint is None:
-            secret = _secrets.get(group) or secret_of_environment()
-            endpoint = _endpoints[group] = Endpoint(group, seconds, secret)
+            security = _given.get(group, NONE).over(security_of_environment())
+            endpoint = _endpoints[group] = Endpoint(group, seconds, security)
     endpoint.check_process()
     return endpoint

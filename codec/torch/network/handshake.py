@@ -1,28 +1,34 @@
-"""Handshake of a new connection, on both sides: hello and proofs (docs/spec/protocol.md, sections 2.2 and 2.3)."""
+"""Handshake of a new connection, on both sides: hello, TLS and proofs (docs/spec/protocol.md, sections 2.2 to 2.4)."""
 
 import logging
 import os
 import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Generator
 from contextlib import suppress
 from hmac import compare_digest
-from typing import Any, NamedTuple
+from selectors import EVENT_READ, EVENT_WRITE
+from typing import Any, NamedTuple, TypeAlias
 
 from codec import PeerError
 from codec._secret import Secret
+from codec._security import Security, difference
 from codec.torch.network.sockets import family, host_address, reason
 from codec.torch.network.tcp import PeerConnection
+from codec.torch.network.tls import TlsError, TlsSocket
 from codec.torch.network.version import protocol_hash
 
-HELLO = struct.Struct("<4s16sqqq")  # magic, token of the listening rank, hash of the protocol's version, rank, tag
-HELLO_MAGIC, SECRET_MAGIC = b"CDPH", b"CDPS"  # without and with a secret
+HELLO = struct.Struct("<4s16sqqqB")  # magic, token of the listening rank, version's hash, rank, tag, flags
+HELLO_MAGIC = b"CDPH"
 NONCE_NBYTES = PROOF_NBYTES = 32
-_PROVEN = struct.Struct("<18s16sq32sqqq32s32s")  # fields of HandshakeTerms, after the label
+_PROVEN = struct.Struct("<18s16sqB32sqqq32s32s32s")  # fields of HandshakeTerms, after the label
 _LABELS = b"codec.torch client", b"codec.torch server"
+_ACKNOWLEDGEMENT = b"\1"  # of the server, if it has verified the client's certificate and there is no secret
 TOKEN_NBYTES = 16
 _HELLO_SECONDS = 20.0  # seconds in which a new connection must complete its handshake
 _MOST_STRANGERS = 256  # maximum number of connections in a handshake, besides one for each rank
@@ -31,6 +37,8 @@ _MOST_TAGS = 1024  # maximum number of tags of one rank with connections that ar
 _MOST_WARNINGS = 100  # maximum number of logged refusals of one port
 
 Key = tuple[int, int]  # rank and tag
+Channel: TypeAlias = socket.socket | TlsSocket
+Steps: TypeAlias = Generator[int, None, Channel]  # yields the event of the socket to wait for
 
 logger = logging.getLogger("codec.torch")
 
@@ -43,80 +51,134 @@ class HandshakeTerms(NamedTuple):
 
     token: bytes  # of the server's port
     version: int  # hash of the protocol's version
+    flags: int  # Security.flags of both ranks
     group: bytes  # SHA-256 that identifies the group
     client: int
     server: int
     tag: int
-    client_nonce: bytes
-    server_nonce: bytes
+    binding: bytes = bytes(32)  # TlsSocket.binding(); zeros without TLS
+    client_nonce: bytes = b""
+    server_nonce: bytes = b""
+
+    def hello(self) -> bytes:
+        """Return the first bytes of the client."""
+        return HELLO.pack(HELLO_MAGIC, self.token, self.version, self.client, self.tag, self.flags)
 
     def proof(self, secret: Secret, *, server: bool) -> bytes:
         """Return the proof of one side, which the other side cannot send back as its own."""
         return secret.prove(_PROVEN.pack(_LABELS[server], *self))
 
 
+class Refused(Exception):
+    """The other side has not proven the secret; the message is a sentence about it, which begins with "it" or "its"."""
+
+
+def _send(channel: Channel, data: bytes) -> Generator[int]:
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[channel.sendmsg([left]) :]
+        except BlockingIOError:
+            yield EVENT_WRITE
+
+
+def _receive(channel: Channel, nbytes: int) -> Generator[int, None, bytes]:
+    """Receive bytes, and leave those after them unread."""
+    data = memoryview(bytearray(nbytes))
+    left = data
+    while left:
+        try:
+            n = channel.recv_into(left)
+        except BlockingIOError:
+            yield EVENT_READ
+            continue
+        if not n:
+            raise ConnectionError("it has closed the connection")
+        left = left[n:]
+    return bytes(data)
+
+
 class ClientHandshake:
-    """Handshake of the connecting side, on a non-blocking socket.
+    """Handshake of the connecting side, on a non-blocking socket that is being connected.
 
     Parameters
     ----------
     sock : socket.socket
-        Socket that is being connected.
-    peer : int
-        Rank that listens.
+        The socket.
+    host : str
+        Address of the server.
     terms : HandshakeTerms
-        Facts, without the server's nonce.
+        Facts, without the binding and the nonces.
     secret : Secret or None
         Secret of this rank.
+    context : ssl.SSLContext or None
+        TLS context of this rank.
     """
 
-    def __init__(self, sock: socket.socket, peer: int, terms: HandshakeTerms, secret: Secret | None) -> None:
-        self.sock, self.peer = sock, peer
-        self._terms, self._secret = terms, secret
-        self._said = False
-        self._received = bytearray()
+    def __init__(
+        self,
+        sock: socket.socket,
+        host: str,
+        terms: HandshakeTerms,
+        secret: Secret | None,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        self.sock, self.peer = sock, terms.server
+        self.channel: Channel | None = None  # once the handshake is complete
+        self._host, self._terms, self._secret, self._context = host, terms, secret, context
+        self._steps = self._advance()
 
-    def advance(self) -> bool:
-        """Go on, once the socket is ready; return True if the handshake is complete.
+    def advance(self) -> int:
+        """Go on, once the socket is ready; return the event to wait for, 0 if the handshake is complete.
 
         Raises
         ------
         OSError
             The connection has failed.
         PeerError
-            The server has not proven the secret.
+            The ranks do not agree on TLS, or the server has not proven the secret.
         """
-        if not self._said:
-            self._say_hello()
-            return self._secret is None
         try:
-            data = self.sock.recv(NONCE_NBYTES + PROOF_NBYTES - len(self._received))
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        self._received += data
-        if not data:
-            raise self._refusal("has closed the connection before it has proven the secret")
-        if len(self._received) < NONCE_NBYTES + PROOF_NBYTES:
-            return False
-        assert self._secret is not None
-        nonce, proof = bytes(self._received[:NONCE_NBYTES]), bytes(self._received[NONCE_NBYTES:])
-        terms = self._terms._replace(server_nonce=nonce)
-        if not compare_digest(proof, terms.proof(self._secret, server=True)):
-            raise self._refusal("has not proven the secret of this rank")
-        self.sock.sendall(terms.proof(self._secret, server=False))  # the buffer has room, as for the hello
-        return True
+            return next(self._steps)
+        except StopIteration as end:
+            self.channel = end.value
+            return 0
 
-    def _say_hello(self) -> None:
+    def _advance(self) -> Steps:
         number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise OSError(number, os.strerror(number))
-        t = self._terms
-        magic, nonce = (HELLO_MAGIC, b"") if self._secret is None else (SECRET_MAGIC, t.client_nonce)
-        # The buffer of a new socket has room for the hello.
-        self.sock.sendall(HELLO.pack(magic, t.token, t.version, t.client, t.tag) + nonce)
-        self._said = True
+        yield from _send(self.sock, self._terms.hello())
+        if self._terms.flags:
+            yield EVENT_WRITE  # the caller ends the handshake here if the server has other flags
+        channel, terms, step = self.sock, self._terms, ""
+        try:
+            if self._context is not None:
+                step = "completed TLS: set the same tls= or variables CODEC_TLS*"
+                channel = TlsSocket(self.sock, self._context, server=False, host=self._host)
+                yield from channel.handshake()
+                terms = terms._replace(binding=channel.binding())
+                if self._secret is None:
+                    yield from _receive(channel, len(_ACKNOWLEDGEMENT))
+            if self._secret is not None:
+                step = "proven the secret: set the same secret (CODEC_SECRET_FILE)"
+                yield from self._prove(channel, terms, self._secret)
+        except TlsError as e:
+            raise self._refusal(f"cannot be connected by TLS: {e}") from e
+        except Refused as e:
+            raise self._refusal(f"{e}: set the same secret (CODEC_SECRET_FILE) on all ranks") from None
+        except OSError:
+            raise self._refusal(f"has closed the connection before it has {step} on all ranks") from None
+        return channel
+
+    def _prove(self, channel: Channel, terms: HandshakeTerms, secret: Secret) -> Generator[int]:
+        terms = terms._replace(client_nonce=os.urandom(NONCE_NBYTES))
+        yield from _send(channel, terms.client_nonce)
+        answer = yield from _receive(channel, NONCE_NBYTES + PROOF_NBYTES)
+        terms = terms._replace(server_nonce=answer[:NONCE_NBYTES])
+        if not compare_digest(answer[NONCE_NBYTES:], terms.proof(secret, server=True)):
+            raise Refused("has not proven the secret of this rank")
+        yield from _send(channel, terms.proof(secret, server=False))
 
     def _refusal(self, why: str) -> PeerError:
         address = "an unknown address"
@@ -124,7 +186,7 @@ class ClientHandshake:
             address = shown_address(self.sock.getpeername())
         text = f"rank {self.peer} at {address} {why}"
         logger.warning("rank %d has closed a connection: %s", self._terms.client, text)
-        return PeerError(f"{text}: set the same secret (CODEC_SECRET_FILE) on all ranks")
+        return PeerError(text)
 
 
 def shown_address(address: tuple[Any, ...]) -> str:
@@ -138,17 +200,17 @@ class _Stranger:
     def __init__(self, address: tuple[Any, ...]) -> None:
         self.since = time.monotonic()
         self.address = shown_address(address)
-        self.received = bytearray()
-        self.wanted = HELLO.size  # bytes of the next step
         self.key: Key | None = None  # once the hello has arrived
-        self.terms: HandshakeTerms | None = None  # once this rank has sent its proof
+        self.step = ""  # step of the handshake that is not complete
+        self.steps: Steps | None = None
+        self.channel: Channel | None = None  # once the handshake is complete
 
 
 class Listener:
     """Thread that accepts connections and sorts them by rank and tag.
 
-    A connection is closed if its first bytes are not a valid hello or, where this rank has a secret, if it does not
-    prove the secret.
+    A connection is closed if its first bytes are not a valid hello, if TLS fails or, where this rank has a secret, if
+    it does not prove the secret.
 
     Parameters
     ----------
@@ -156,21 +218,23 @@ class Listener:
         Rank of this process, and number of ranks.
     group : bytes
         SHA-256 that identifies the group.
-    secret : Secret or None
-        Secret of the ranks.
+    security : Security
+        Secret and TLS setting of the ranks.
+    context : ssl.SSLContext or None
+        TLS context of this rank.
     """
 
-    def __init__(self, rank: int, size: int, group: bytes, secret: Secret | None) -> None:
+    def __init__(self, rank: int, size: int, group: bytes, security: Security, context: ssl.SSLContext | None) -> None:
         self.host = host_address()
         self._sock = socket.create_server((self.host, 0), family=family(self.host), backlog=1024)
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
         self.token = os.urandom(TOKEN_NBYTES)
-        self._rank, self._size, self._group, self._secret = rank, size, group, secret
+        self._rank, self._size, self._group, self._security, self._context = rank, size, group, security, context
         self.arrival = threading.Condition()
         self._waiting: dict[Key, deque[PeerConnection]] = {}
         self._strangers: dict[socket.socket, _Stranger] = {}
-        self.differing = set[int]()  # ranks whose hello says that they have a secret and this rank has none, or reverse
+        self.differing = set[int]()  # ranks whose hello has other flags than this rank
         self.failure = ""  # error of the last attempt to accept a connection
         self.refusal = ""  # reason why a connection with a valid hello was refused
         self._warnings = 0
@@ -207,16 +271,17 @@ class Listener:
                     sock: Any = key.fileobj
                     if sock is self._sock:
                         self._accept(selector)
-                    elif (complete := self._read(sock, strangers[sock])) is not None:
+                    elif wanted := self._advance(sock, strangers[sock]):
+                        selector.modify(sock, wanted)
+                    else:
                         stranger = strangers[sock]
                         forget(sock)
-                        if not complete or stranger.key is None or not self._file(stranger.key, sock):
+                        if not self._file(stranger):
                             sock.close()
                 now = time.monotonic()
                 for sock, stranger in list(strangers.items()):
                     if now - stranger.since > _HELLO_SECONDS or len(strangers) > _MOST_STRANGERS + self._size:
-                        if stranger.key is not None:
-                            self._refuse(stranger, "it has not proven the secret in time")
+                        self._refuse(stranger, f"it has not {stranger.step} in time")
                         forget(sock)
                         sock.close()
             for sock in list(strangers):
@@ -240,75 +305,60 @@ class Listener:
             return
         self.failure = ""
         sock.setblocking(False)
+        with suppress(OSError):  # the peer has already broken the connection
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._strangers[sock] = _Stranger(address)
         selector.register(sock, selectors.EVENT_READ)
 
-    def _read(self, sock: Any, stranger: _Stranger) -> bool | None:
-        """Read received bytes; return True if the handshake is complete, False if it has failed, otherwise None."""
+    def _advance(self, sock: socket.socket, stranger: _Stranger) -> int:
+        """Go on with a handshake; return the event to wait for, or 0 if it has succeeded or failed."""
+        if stranger.steps is None:
+            stranger.steps = self._steps(sock, stranger)
         try:
-            data = sock.recv(stranger.wanted - len(stranger.received))  # leave the message after the handshake unread
-        except BlockingIOError:
-            return None
+            return next(stranger.steps)
+        except StopIteration as end:
+            stranger.channel = end.value
+        except (TlsError, Refused) as e:
+            self._refuse(stranger, str(e))
         except OSError:
-            data = b""
-        stranger.received += data
-        if data and len(stranger.received) < stranger.wanted:
-            return None
-        if not data:
-            if stranger.key is not None:
-                self._refuse(stranger, "it has ended before it has proven the secret")
-            return False
-        if stranger.key is None:
-            return self._read_hello(bytes(stranger.received), stranger)
-        if stranger.terms is None:
-            return self._prove(sock, stranger)
-        assert self._secret is not None
-        proof = bytes(stranger.received[-PROOF_NBYTES:])
-        if compare_digest(proof, stranger.terms.proof(self._secret, server=False)):
-            return True
-        self._refuse(stranger, "its proof of the secret is wrong")
-        return False
+            self._refuse(stranger, f"it has ended before it has {stranger.step}")
+        return 0
 
-    def _read_hello(self, hello: bytes, stranger: _Stranger) -> bool | None:
-        magic, token, version, rank, tag = HELLO.unpack(hello)
-        known = magic in (HELLO_MAGIC, SECRET_MAGIC) and compare_digest(token, self.token)
+    def _steps(self, sock: socket.socket, stranger: _Stranger) -> Steps:
+        hello = yield from _receive(sock, HELLO.size)
+        magic, token, version, rank, tag, flags = HELLO.unpack(hello)
+        known = magic == HELLO_MAGIC and compare_digest(token, self.token)
         if not known or version != protocol_hash() or not 0 <= rank < self._size or rank == self._rank:
-            return False
+            raise ConnectionError("it is no rank")
         stranger.key = rank, tag
-        if (magic == SECRET_MAGIC) != (self._secret is not None):
-            self._refuse(
-                stranger,
-                "it does not prove the secret of this rank"
-                if self._secret is not None
-                else "it has a secret, and this rank has none",
-            )
+        if (why := difference(self._rank, self._security.flags, rank, flags)) is not None:
             with self.arrival:
                 self.differing.add(rank)
                 self.arrival.notify_all()
-            return False
-        if self._secret is None:
-            return True
-        stranger.wanted += NONCE_NBYTES
-        return None
-
-    def _prove(self, sock: Any, stranger: _Stranger) -> bool | None:
-        """Send the nonce and the proof of this rank."""
-        assert stranger.key is not None
-        assert self._secret is not None
-        rank, tag = stranger.key
-        theirs, mine = bytes(stranger.received[HELLO.size :]), os.urandom(NONCE_NBYTES)
-        stranger.terms = HandshakeTerms(self.token, protocol_hash(), self._group, rank, self._rank, tag, theirs, mine)
-        try:
-            sock.sendall(mine + stranger.terms.proof(self._secret, server=True))  # the buffer has room
-        except OSError:
-            self._refuse(stranger, "it has ended before it has proven the secret")
-            return False
-        stranger.wanted += PROOF_NBYTES
-        return None
+            raise Refused(f"its hello says that {why}")
+        channel, secret = sock, self._security.secret
+        terms = HandshakeTerms(self.token, version, flags, self._group, rank, self._rank, tag)
+        if self._context is not None:
+            stranger.step = "completed TLS"
+            channel = TlsSocket(sock, self._context, server=True)
+            yield from channel.handshake()
+            terms = terms._replace(binding=channel.binding())
+            if secret is None:
+                yield from _send(channel, _ACKNOWLEDGEMENT)
+        if secret is not None:
+            stranger.step = "proven the secret"
+            theirs = yield from _receive(channel, NONCE_NBYTES)
+            terms = terms._replace(client_nonce=theirs, server_nonce=os.urandom(NONCE_NBYTES))
+            yield from _send(channel, terms.server_nonce + terms.proof(secret, server=True))
+            proof = yield from _receive(channel, PROOF_NBYTES)
+            if not compare_digest(proof, terms.proof(secret, server=False)):
+                raise Refused("its proof of the secret is wrong")
+        return channel
 
     def _refuse(self, stranger: _Stranger, why: str) -> None:
-        """Log that a connection with a valid hello is closed."""
-        assert stranger.key is not None
+        """Log that a connection is closed, if it has sent a valid hello."""
+        if stranger.key is None:
+            return
         rank, tag = stranger.key
         self.refusal = f"a connection from {stranger.address}, as rank {rank} with tag {tag}: {why}"
         self._warnings += 1
@@ -316,10 +366,13 @@ class Listener:
             last = "" if self._warnings < _MOST_WARNINGS else "; further ones are not logged"
             logger.warning("rank %d has refused %s%s", self._rank, self.refusal, last)
 
-    def _file(self, key: Key, sock: socket.socket) -> bool:
+    def _file(self, stranger: _Stranger) -> bool:
         """Queue a connection for :meth:`take`; return False if it must be closed."""
+        key, channel = stranger.key, stranger.channel
+        if key is None or channel is None:
+            return False
         try:
-            connection = PeerConnection(sock, key[0])
+            connection = PeerConnection(channel, key[0])
         except OSError:  # the peer has just broken it, which must not end this thread
             return False
         with self.arrival:

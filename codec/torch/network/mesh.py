@@ -14,6 +14,7 @@ from codec import PeerError
 from codec.torch.network.inbox import Arrival, Inbox, Inboxes, Receive
 from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.network.stripe import HEADER, Send, Stripe
+from codec.torch.network.tls import TlsSocket
 from codec.torch.network.waits import Wait
 
 CLOSED = "a peer was lost, or the group was shut down: make a new group"
@@ -46,7 +47,7 @@ class Mesh:
         Connected sockets of each other rank, which the mesh owns from now on.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, Sequence[socket.socket]]) -> None:
+    def __init__(self, rank: int, sockets: Mapping[int, Sequence[socket.socket | TlsSocket]]) -> None:
         self.rank = rank
         self.progress = dict.fromkeys(sockets, time.monotonic())  # arrival time of each rank's last message
         self._lock = threading.Lock()  # guards inboxes, lost ranks, and paused connections
@@ -55,7 +56,7 @@ class Mesh:
         self._stripes = {o: [Stripe(s, o, self._poll) for s in each] for o, each in sockets.items()}
         self._by_fd = {s.fd: s for each in self._stripes.values() for s in each}
         self._paused = set[Stripe]()  # connections whose next message is early, and is not read yet
-        self._resumed = set[Stripe]()  # paused connections that the network thread tries again to read
+        self._resumed = set[Stripe]()  # connections that the network thread tries to read, whatever poll reports
         self._inboxes = Inboxes(sockets)
         self._lost: dict[int, str] = {}  # reason of the loss, by lost rank
         self._closed = False
@@ -66,6 +67,7 @@ class Mesh:
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
         self._poll.register(self._wakes, select.EPOLLIN)
+        self._resume(s for s in self._by_fd.values() if s.buffered)
         if sockets:
             mine = weakref.ref(self), self._poll, self._wakes
             threading.Thread(target=_serve, args=mine, name=f"codec, rank {rank}, network", daemon=True).start()
@@ -306,6 +308,9 @@ class Mesh:
             if not stripe.read_body():
                 break
             left -= HEADER.size + self._complete(stripe)
+        if left <= 0 and stripe.buffered:
+            with self._lock:
+                self._resume([stripe])
         if stripe.ended:
             self._lose(stripe, "it has closed the connection")
 
@@ -353,7 +358,7 @@ class Mesh:
         return arrival.nbytes
 
     def _read_paused(self) -> None:
-        """Try again to read from the paused connections that :meth:`_resume` was called for."""
+        """Try again to read from the connections that :meth:`_resume` was called for."""
         with suppress(BlockingIOError):
             self._wakes.recv(4096)
         if self._closed:
@@ -366,7 +371,7 @@ class Mesh:
             self._handle(stripe, select.EPOLLIN)
 
     def _resume(self, stripes: Iterable[Stripe]) -> None:
-        """Make the network thread try again to read from paused connections. The caller must hold the lock."""
+        """Make the network thread read from connections that poll does not report. The caller must hold the lock."""
         before = len(self._resumed)
         self._resumed.update(stripes)
         if len(self._resumed) > before:

@@ -1,4 +1,4 @@
-"""Addresses of this machine, options and statistics of TCP connections (struct tcp_info), and the limit of open files."""
+"""Addresses of this machine, options and statistics of TCP connections, and the limit of open files."""
 
 import errno
 import fcntl
@@ -130,7 +130,7 @@ def prepare(sock: Any) -> None:
 
 
 class ConnectionInfo(NamedTuple):
-    """Statistics of a connection; 0 for values that the kernel does not provide."""
+    """Statistics of a connection (struct tcp_info); 0 for values that the kernel does not provide."""
 
     rtt: float = 0.0  # round-trip time in seconds, a running mean
     acked_nbytes: int = 0  # bytes that the peer has acknowledged

@@ -13,6 +13,7 @@ from typing import Any
 
 from codec.torch.network.inbox import Arrival
 from codec.torch.network.sockets import ConnectionInfo, connection_info, prepare
+from codec.torch.network.tls import TlsSocket
 from codec.torch.network.waits import Wait
 
 HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
@@ -56,7 +57,7 @@ class Stripe:
 
     Parameters
     ----------
-    sock : socket.socket
+    sock : socket.socket or TlsSocket
         Connected socket, which this object owns from now on.
     peer : int
         Rank at the other end.
@@ -64,7 +65,7 @@ class Stripe:
         Poll object of the network thread.
     """
 
-    def __init__(self, sock: socket.socket, peer: int, poll: Any) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, peer: int, poll: Any) -> None:
         prepare(sock)
         self.peer, self.fd = peer, sock.fileno()
         self.ended = False  # True: the connection is closed by the other rank, or broken
@@ -80,6 +81,11 @@ class Stripe:
         poll.register(self.fd, self._armed)
 
     # Reading
+
+    @property
+    def buffered(self) -> bool:
+        """True if bytes have been read from the socket, but not by this object, so that poll does not report them."""
+        return isinstance(self._sock, TlsSocket) and self._sock.buffered
 
     def read_header(self) -> bool:
         """Read the received part of a header; return True if the header is complete."""

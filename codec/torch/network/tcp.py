@@ -15,6 +15,7 @@ import numpy as np
 
 from codec import PeerError
 from codec.torch.network.sockets import ConnectionInfo, connection_info, prepare
+from codec.torch.network.tls import TlsSocket
 
 Array = np.ndarray[Any, Any]
 
@@ -38,13 +39,13 @@ class PeerConnection:
 
     Parameters
     ----------
-    sock : socket.socket
+    sock : socket.socket or TlsSocket
         Connected socket, which this object owns from now on.
     peer : int
         Rank at the other end, for error messages.
     """
 
-    def __init__(self, sock: socket.socket, peer: int) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, peer: int) -> None:
         prepare(sock)
         self.peer = peer
         self.sent_nbytes = self.received_nbytes = 0  # total bytes, including message headers
@@ -142,7 +143,7 @@ class PeerConnection:
         if gone:
             raise self._lost()
 
-    def detach(self) -> socket.socket:
+    def detach(self) -> socket.socket | TlsSocket:
         """Return the socket, which the caller then owns; this object must not be used afterwards."""
         self._closed = True
         self._finalizer.detach()

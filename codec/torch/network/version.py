@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-PROTOCOL_VERSION = 4  # version of protocol.md; increment it with each incompatible change
+PROTOCOL_VERSION = 5  # version of protocol.md; increment it with each incompatible change
 
 
 def hash64(*values: Any) -> int:

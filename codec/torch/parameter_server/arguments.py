@@ -5,14 +5,14 @@ from datetime import timedelta
 from typing import Any, cast
 
 from codec import ArgumentError
-from codec._secret import Secret
+from codec._security import NONE, Security
 from codec.arguments import shown, whole
 from codec.torch import _compat
 from codec.torch.group.levels import all_ranks
-from codec.torch.network.endpoint import Endpoint, endpoint_of, use_secret
+from codec.torch.network.endpoint import Endpoint, endpoint_of, use_security
 
 
-def endpoint_for(group: Any, timeout: timedelta | None, secret: Secret | None = None) -> Endpoint:
+def endpoint_for(group: Any, timeout: timedelta | None, security: Security = NONE) -> Endpoint:
     """Return the endpoint of this rank in a group, of which it must be a member.
 
     Parameters
@@ -21,18 +21,18 @@ def endpoint_for(group: Any, timeout: timedelta | None, secret: Secret | None = 
         Group of all servers and workers; None: all ranks.
     timeout : timedelta or None
         Longest wait for the group's store; None: the timeout of the group.
-    secret : Secret or None
-        Secret of the ranks, in the options of a call.
+    security : Security
+        Secret and TLS setting, in the options of a call.
 
     Raises
     ------
     ArgumentError
-        `group` is no process group, or has another secret; or this rank is not in it.
+        `group` is no process group, or has another secret or TLS setting; or this rank is not in it.
     """
     key = all_ranks(group)
     if _compat.rank_not_in_group(key):
         raise ArgumentError("this rank is not in the group: call this function only on ranks of the group")
-    use_secret(key, secret)
+    use_security(key, security)
     return endpoint_of(key, None if timeout is None else timeout.total_seconds())
 
 

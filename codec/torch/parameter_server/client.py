@@ -64,7 +64,7 @@ class ParameterClient:
     def __init__(self, servers: Sequence[int], *, group: Any = None, options: CallOptions | None = None) -> None:
         settings = settings_of(options)
         timeout = check_timeout(settings.timeout)
-        endpoint = endpoint_for(group, timeout, settings.secret)
+        endpoint = endpoint_for(group, timeout, settings.security)
         ranks = check_ranks("servers", servers, endpoint, member=False)
         self._lock = threading.RLock()
         self._session = Session(endpoint, ranks, (timeout or endpoint.timeout).total_seconds())

@@ -147,7 +147,7 @@ class ParameterServer:
             whole("max_keys", max_keys, 1, (1 << 31) - 1), whole("max_key_nbytes", max_key_nbytes, 0, 1 << 36)
         )
         max_steps = whole("max_steps", max_steps, 1, 1 << 20)
-        self._endpoint: Endpoint = endpoint_for(group, timeout, settings.secret)
+        self._endpoint: Endpoint = endpoint_for(group, timeout, settings.security)
         self._workers = check_ranks("workers", workers, self._endpoint, other=servers)
         ranks = check_ranks("servers", servers, self._endpoint, member=True)
         self._means = MeanEncoder(ranks, self._endpoint.rank, feedback=truth("feedback", feedback))

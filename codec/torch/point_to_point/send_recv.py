@@ -12,7 +12,7 @@ from codec.torch.group.communicator import warn_non_member
 from codec.torch.group.levels import all_ranks
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
-from codec.torch.network.endpoint import Endpoint, endpoint_of, use_secret
+from codec.torch.network.endpoint import Endpoint, endpoint_of, use_security
 from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.network.tcp import PeerConnection
 
@@ -297,7 +297,7 @@ def _route(call: str, name: str, peer: Any, group: Any, tag: Any, options: CallO
     key = all_ranks(group)
     if warn_non_member(key, call):
         return None
-    use_secret(key, settings.secret)
+    use_security(key, settings.security)
     endpoint = endpoint_of(key, None if timeout is None else timeout.total_seconds())
     peer = whole(name, peer, 0, endpoint.size - 1)
     if peer == endpoint.rank:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import codec
 from codec._secret import Secret
+from codec._security import Security
 from codec.torch.network.connect import connect
-from codec.torch.network.endpoint import Endpoint, endpoint_of, use_secret
+from codec.torch.network.endpoint import Endpoint, endpoint_of, use_security
 from support.handshakes import (
     CLIENT,
     KEY,
@@ -49,7 +50,7 @@ def _environment(monkeypatch):
 
 def _mirror(sock, hello):
     """Answer with the client's own nonce and a proof of the client, as far as an attacker has one."""
-    return hello[44:] + hello[44:]
+    return hello[45:] + hello[45:]
 
 
 ANSWERS = {
@@ -59,16 +60,16 @@ ANSWERS = {
     "nothing": lambda sock, hello: b"",
     "half": lambda sock, hello: bytes(40),
     "another secret": lambda sock, hello: (
-        bytes(32) + Hand(b"t" * 16, PAIR, 1, 0, 3, hello[44:], bytes(32)).proof(OTHER, SERVER)
+        bytes(32) + Hand(b"t" * 16, PAIR, 1, 0, 3, hello[45:], bytes(32)).proof(OTHER, SERVER)
     ),
     "proof of a client": lambda sock, hello: (
-        bytes(32) + Hand(b"t" * 16, PAIR, 1, 0, 3, hello[44:], bytes(32)).proof(KEY, CLIENT)
+        bytes(32) + Hand(b"t" * 16, PAIR, 1, 0, 3, hello[45:], bytes(32)).proof(KEY, CLIENT)
     ),
     "another group": lambda sock, hello: (
-        bytes(32) + Hand(b"t" * 16, group_of("", [0, 2]), 1, 0, 3, hello[44:], bytes(32)).proof(KEY, SERVER)
+        bytes(32) + Hand(b"t" * 16, group_of("", [0, 2]), 1, 0, 3, hello[45:], bytes(32)).proof(KEY, SERVER)
     ),
     "another rank": lambda sock, hello: (
-        bytes(32) + Hand(b"t" * 16, PAIR, 1, 1, 3, hello[44:], bytes(32)).proof(KEY, SERVER)
+        bytes(32) + Hand(b"t" * 16, PAIR, 1, 1, 3, hello[45:], bytes(32)).proof(KEY, SERVER)
     ),
     "replayed": lambda sock, hello: bytes(32) + Hand(b"t" * 16, PAIR, 1, 0, 3, b"o" * 32, bytes(32)).proof(KEY, SERVER),
 }
@@ -77,13 +78,13 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_port_that_does_not_prove_the_secret_gets_neither_proof_nor_message(name, caplog):
     store = dist.HashStore()
-    one = Endpoint(Group(1, 2, store), SECONDS, Secret(KEY))
+    one = Endpoint(Group(1, 2, store), SECONDS, Security(Secret(KEY)))
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         publish(store, 0, server.getsockname()[1], token=b"t" * 16)
         connected = pool.submit(one.connect, [0], 3, SECONDS)
         sock, _ = server.accept()
         sock.settimeout(SECONDS)
-        sock.sendall(ANSWERS[name](sock, read(sock, 76)))
+        sock.sendall(ANSWERS[name](sock, read(sock, 77)))
         sock.shutdown(socket.SHUT_WR)
         with pytest.raises(codec.PeerError, match=r"rank 0 at 127.0.0.1, port \d+ has .*secret"):
             connected.result()
@@ -94,7 +95,7 @@ def test_port_that_does_not_prove_the_secret_gets_neither_proof_nor_message(name
 
 def test_silent_port_is_an_error_at_the_timeout():
     store = dist.HashStore()
-    one = Endpoint(Group(1, 2, store), SECONDS, Secret(KEY))
+    one = Endpoint(Group(1, 2, store), SECONDS, Security(Secret(KEY)))
     with socket.create_server(("127.0.0.1", 0)) as server:
         publish(store, 0, server.getsockname()[1])
         with pytest.raises(codec.PeerError, match=r"rank 0 cannot be reached.*timed out"):
@@ -103,14 +104,14 @@ def test_silent_port_is_an_error_at_the_timeout():
 
 def test_nonces_of_a_client_are_new_for_each_connection():
     store, seen = dist.HashStore(), set()
-    one = Endpoint(Group(1, 2, store), SECONDS, Secret(KEY))
+    one = Endpoint(Group(1, 2, store), SECONDS, Security(Secret(KEY)))
     with socket.create_server(("127.0.0.1", 0)) as server:
         publish(store, 0, server.getsockname()[1])
         for _ in range(3):
             with pytest.raises(codec.PeerError):
                 one.connect([0], 3, 0.1)
             with server.accept()[0] as sock:
-                seen.add(read(sock, 76)[44:])
+                seen.add(read(sock, 77)[45:])
     assert len(seen) == 3
 
 
@@ -119,7 +120,7 @@ def test_connection_passed_on_to_another_group_or_rank_is_refused():
     elsewhere, (other, _) = endpoints(KEY, KEY)
     other._listener._group = group_of("7", [0, 1])  # as if torch had given it another name
     store = dist.HashStore()
-    one = Endpoint(Group(1, 2, store), SECONDS, Secret(KEY))
+    one = Endpoint(Group(1, 2, store), SECONDS, Security(Secret(KEY)))
     token, flags, (_, port) = address_of(elsewhere, 0)
     publish(store, 0, port, token=token, flags=flags)
     with pytest.raises(codec.PeerError, match="has not proven the secret"):
@@ -134,7 +135,7 @@ def test_flag_in_the_store_gains_an_attacker_nothing(caplog):
         token, flags, (_, port) = address_of(store, 0)
         assert flags == (theirs is not None)
         publish(store, 0, port, token=token, flags=1 - flags)  # before rank 1 reads it
-        one = Endpoint(Group(1, 2, store), SECONDS, Secret(KEY))
+        one = Endpoint(Group(1, 2, store), SECONDS, Security(Secret(KEY)))
         with pytest.raises(codec.PeerError, match="secret"):
             one.connect([0], 1, SECONDS)
         until(lambda zero=zero: zero._listener._strangers == {})
@@ -149,7 +150,7 @@ def test_mixed_ranks_all_raise_at_once_and_name_both_kinds(has):
     store = dist.HashStore()
     groups = [Group(rank, 3, store) for rank in range(3)]
     for group, key in zip(groups, has, strict=True):
-        use_secret(group, key and Secret(key))
+        use_security(group, Security(key and Secret(key)))
 
     def run(group):
         with pytest.raises(codec.PeerError) as raised:
@@ -197,16 +198,16 @@ def test_new_secret_after_a_restart_refuses_the_old_one(tmp_path, monkeypatch):
 def test_secret_of_options_applies_to_the_first_call_of_a_group():
     store = dist.HashStore()
     group = Group(0, 2, store)
-    use_secret(group, codec.options(secret=KEY.decode()).secret)
+    use_security(group, codec.options(secret=KEY.decode()).security)
     zero = endpoint_of(group)
     assert address_of(store, 0)[1] == 1
-    use_secret(group, Secret(KEY))  # the same one
+    use_security(group, Security(Secret(KEY)))  # the same one
     with pytest.raises(codec.ArgumentError, match="already communicates in the group with another secret"):
-        use_secret(group, Secret(OTHER))
+        use_security(group, Security(Secret(OTHER)))
     plain = Group(0, 2, dist.HashStore())
     endpoint_of(plain)
     with pytest.raises(codec.ArgumentError, match="with no secret: pass the secret to the first call"):
-        use_secret(plain, Secret(KEY))
+        use_security(plain, Security(Secret(KEY)))
     assert waiting(zero) == {}
 
 
@@ -214,11 +215,11 @@ def test_options_override_the_environment(monkeypatch):
     monkeypatch.setenv("CODEC_SECRET", OTHER.decode())
     store = dist.HashStore()
     groups = [Group(rank, 2, store) for rank in range(2)]
-    use_secret(groups[0], Secret(OTHER))
+    use_security(groups[0], Security(Secret(OTHER)))
     met(*map(endpoint_of, groups))
     store = dist.HashStore()
     groups = [Group(rank, 2, store) for rank in range(2)]
-    use_secret(groups[0], Secret(KEY))
+    use_security(groups[0], Security(Secret(KEY)))
     zero, one = map(endpoint_of, groups)
     with pytest.raises(codec.PeerError, match="has not proven"):
         one.connect([0], 0, SECONDS)
@@ -276,13 +277,13 @@ def test_child_of_fork_uses_no_connection_of_its_parent_and_can_connect_anew():
 def test_handshakes_of_many_ranks_are_in_flight_at_the_same_time():
     """A rank connects to 12 ports that each wait 0.1 s before they answer."""
     store = dist.HashStore()
-    last = Endpoint(Group(12, 13, store), SECONDS, Secret(KEY))
+    last = Endpoint(Group(12, 13, store), SECONDS, Security(Secret(KEY)))
     group = group_of("", list(range(13)))
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(12)]
 
     def answer(rank):
         sock, _ = servers[rank].accept()
-        fields = Hand(bytes(16), group, 12, rank, 1, read(sock, 76)[44:])
+        fields = Hand(bytes(16), group, 12, rank, 1, read(sock, 77)[45:])
         time.sleep(0.1)
         with sock:
             sock.sendall(fields.server_nonce + fields.proof(KEY, SERVER))

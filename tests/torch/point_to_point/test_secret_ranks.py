@@ -20,7 +20,7 @@ KEY, OTHER = "0123456789abcdef-the-secret", "fedcba9876543210-another-one"
 
 def _proven(group=None):
     """Return True if the endpoint of a group has the secret KEY, which it demands of every connection."""
-    return endpoint_of(group or dist.group.WORLD)._secret == codec.options(secret=KEY).secret
+    return endpoint_of(group or dist.group.WORLD).security == codec.options(secret=KEY).security
 
 
 def _communicate(rank, size):

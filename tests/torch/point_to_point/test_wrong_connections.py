@@ -43,7 +43,8 @@ def hello(peer, tag, *, token=None, version=None, rank=None, magic=handshake.HEL
     true_token, port, host, _ = mine._addresses[peer]
     sock = socket.create_connection((host, port))
     version = protocol_hash() if version is None else version
-    return sock, handshake.HELLO.pack(magic, token or true_token, version, mine.rank if rank is None else rank, tag)
+    rank = mine.rank if rank is None else rank
+    return sock, handshake.HELLO.pack(magic, token or true_token, version, rank, tag, 0)
 
 
 HOSTILE = {

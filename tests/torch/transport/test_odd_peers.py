@@ -74,11 +74,11 @@ def _with_strangers(rank, size):
     version, token, port, _ = ADDRESS.unpack_from(store.get("0"))
     host = store.get("0")[ADDRESS.size :].decode()
     hellos = [
-        HELLO.pack(b"CDPH", bytes(16), version, 1, TAG),
-        HELLO.pack(b"CDPH", token, version + 1, 1, TAG),
-        HELLO.pack(b"CDPH", token, version, 0, TAG),
-        HELLO.pack(b"CDCM", token, version, 1, TAG),
-        os.urandom(44),
+        HELLO.pack(b"CDPH", bytes(16), version, 1, TAG, 0),
+        HELLO.pack(b"CDPH", token, version + 1, 1, TAG, 0),
+        HELLO.pack(b"CDPH", token, version, 0, TAG, 0),
+        HELLO.pack(b"CDCM", token, version, 1, TAG, 0),
+        os.urandom(45),
         b"CDPH",
     ]
     strangers = []
