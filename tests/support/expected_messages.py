@@ -13,7 +13,7 @@ import torch
 import codec
 import codec.torch
 
-VERSION = ("codec.torch", 4)  # hashed as text for the address; 4 is the protocol version
+VERSION = ("codec.torch", 5)  # hashed as text for the address; 5 is the protocol version
 DATA, ABORT = range(2)  # message kinds
 FAILED, NONFINITE, DIFFERS = range(2, 5)  # status codes in abort messages
 HEADER = struct.Struct("<4sIQIIqQ")

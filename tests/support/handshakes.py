@@ -1,4 +1,4 @@
-"""Handshakes written by hand from docs/spec/protocol.md, section 2.3: a rank, or an attacker, without codec's code.
+"""Handshakes written by hand from docs/spec/protocol.md, sections 2.2 to 2.4: a rank, or an attacker, without codec's code.
 
 The endpoints of :func:`endpoints` run codec's code.
 """
@@ -144,7 +144,7 @@ def handshake_block():
     assert proofs == [mine.proof(Secret(key), server=server) for server in (False, True)]
     steps = {
         "SHA-256 of ('0', [0, 1])": hand.group,
-        "hello of rank 1": hand.hello(),
+        "hello and nonce of rank 1": hand.hello(),
         "answer of rank 0": hand.server_nonce + proofs[1],
         "proof of rank 1": proofs[0],
     }
