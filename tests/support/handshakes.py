@@ -1,4 +1,4 @@
-"""Handshakes written by hand from docs/spec/protocol.md, sections 2.2 to 2.4: a rank, or an attacker, without codec's code.
+"""Handshakes written by hand from docs/spec/protocol.md, section 2: a rank, or an attacker, without codec's code.
 
 The endpoints of :func:`endpoints` run codec's code.
 """

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from codec import PeerError
 from codec._secret import Secret
-from codec._security import Security, difference
+from codec._security import HAS_SECRET, HAS_TLS, Security, difference
 from codec.torch.network.sockets import family, host_address, reason
 from codec.torch.network.tcp import PeerConnection
 from codec.torch.network.tls import TlsError, TlsSocket
@@ -327,7 +327,7 @@ class Listener:
     def _steps(self, sock: socket.socket, stranger: _Stranger) -> Steps:
         hello = yield from _receive(sock, HELLO.size)
         magic, token, version, rank, tag, flags = HELLO.unpack(hello)
-        known = magic == HELLO_MAGIC and compare_digest(token, self.token)
+        known = magic == HELLO_MAGIC and compare_digest(token, self.token) and not flags & ~(HAS_SECRET | HAS_TLS)
         if not known or version != protocol_hash() or not 0 <= rank < self._size or rank == self._rank:
             raise ConnectionError("it is no rank")
         stranger.key = rank, tag
