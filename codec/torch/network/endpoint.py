@@ -155,7 +155,7 @@ class Endpoint:
             raise
         flags, secret = self.security.flags, self.security.secret
         terms = HandshakeTerms(address.token, protocol_hash(), flags, self._group, self.rank, peer, tag)
-        return ClientHandshake(sock, address.host, terms, secret, self._client_context)
+        return ClientHandshake(sock, (address.host, address.port), terms, secret, self._client_context)
 
     def _connection(self, channel: Channel | None, peer: int) -> PeerConnection:
         assert channel is not None

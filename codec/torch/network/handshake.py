@@ -105,8 +105,8 @@ class ClientHandshake:
     ----------
     sock : socket.socket
         The socket.
-    host : str
-        Address of the server.
+    address : tuple of str and int
+        Host and port of the server.
     terms : HandshakeTerms
         Facts, without the binding and the nonces.
     secret : Secret or None
@@ -118,14 +118,14 @@ class ClientHandshake:
     def __init__(
         self,
         sock: socket.socket,
-        host: str,
+        address: tuple[str, int],
         terms: HandshakeTerms,
         secret: Secret | None,
         context: ssl.SSLContext | None,
     ) -> None:
         self.sock, self.peer = sock, terms.server
         self.channel: Channel | None = None  # once the handshake is complete
-        self._host, self._terms, self._secret, self._context = host, terms, secret, context
+        self._address, self._terms, self._secret, self._context = address, terms, secret, context
         self._steps = self._advance()
 
     def advance(self) -> int:
@@ -155,7 +155,7 @@ class ClientHandshake:
         try:
             if self._context is not None:
                 step = "completed TLS: set the same tls= or variables CODEC_TLS*"
-                channel = TlsSocket(self.sock, self._context, server=False, host=self._host)
+                channel = TlsSocket(self.sock, self._context, server=False, host=self._address[0])
                 yield from channel.handshake()
                 terms = terms._replace(binding=channel.binding())
                 if self._secret is None:
@@ -181,10 +181,7 @@ class ClientHandshake:
         yield from _send(channel, terms.proof(secret, server=False))
 
     def _refusal(self, why: str) -> PeerError:
-        address = "an unknown address"
-        with suppress(OSError):
-            address = shown_address(self.sock.getpeername())
-        text = f"rank {self.peer} at {address} {why}"
+        text = f"rank {self.peer} at {shown_address(self._address)} {why}"
         logger.warning("rank %d has closed a connection: %s", self._terms.client, text)
         return PeerError(text)
 
