@@ -7,7 +7,9 @@ from typing import Any
 
 from codec._c import PACKAGE, pool
 from codec._c.library import isas
-from codec._secret import FILE_VARIABLE, VARIABLE, secret_of_environment
+from codec._secret import FILE_VARIABLE
+from codec._security import security_of_environment
+from codec._tls import FILE_VARIABLES, VARIABLE
 from codec.cli.console import EXIT_CODES, add_json, print_entries
 from codec.engines import engines
 from codec.errors import ArgumentError
@@ -20,6 +22,7 @@ _PACKAGES = {  # by distribution: the features that need it
     "numba": 'engine="numba"',
     "cupy-cuda12x": 'engine="cuda"',
     "cupy-cuda13x": 'engine="cuda"',
+    "cryptography": "CODEC_TLS=psk",
     "zstandard": "small packed files",
     "cryptography": "Ed25519 keys",
     "safetensors": "",
@@ -35,7 +38,10 @@ _VARIABLES = (
     "CODEC_CUDA_LIBRARY",
     "CODEC_DDP",
     "CODEC_TCP_CONGESTION",
-    FILE_VARIABLE,  # never VARIABLE, whose value is the secret
+    "GLOO_DEVICE_TRANSPORT",
+    FILE_VARIABLE,  # never CODEC_SECRET, whose value is the secret
+    VARIABLE,
+    *FILE_VARIABLES,
 )
 
 
@@ -76,13 +82,13 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def _connections() -> str:
-    """Return whether connections between ranks that inherit this environment are authenticated."""
+    """Return how connections between ranks that inherit this environment are protected."""
     try:
-        if secret_of_environment() is None:
-            return f"not authenticated, not encrypted (neither {FILE_VARIABLE} nor {VARIABLE} is set)"
+        security = security_of_environment()
+        security.check()
     except ArgumentError as e:
         return f"not possible: {e}"
-    return f"authenticated by {FILE_VARIABLE if FILE_VARIABLE in os.environ else VARIABLE}, not encrypted"
+    return str(security)
 
 
 def _version(distribution: str) -> str | None:

@@ -54,7 +54,7 @@ STATS = HookStats(
             "1 value by Sign(scale='l1', group_size=None)",
         ),
         (
-            Counters(*[getattr(STATS, f) for f in Counters.__dataclass_fields__]),
+            Counters(**{f: getattr(STATS, f) for f in Counters.__dataclass_fields__}),
             "20 collectives (2 uncompressed) of 1.5 MB: 340 kB sent, 340 kB received; encoding 491 ms, wire 500 ms, "
             "decoding 250 ms",
         ),

@@ -121,20 +121,26 @@ def test_doctor_tells_why_an_engine_is_missing(capsys):
         assert entries[f"engine {name}"] == ("available" if why_not is None else f"not available: {why_not}")
 
 
-def test_doctor_tells_whether_connections_are_authenticated_and_not_the_secret(monkeypatch, capsys):
+def test_doctor_tells_how_connections_are_protected_and_not_the_secret(monkeypatch, capsys):
     def connections():
         assert main(["doctor", "--json"]) == 0
         out = capsys.readouterr().out
         assert "0123456789" not in out
         return json.loads(out)["connections"]
 
-    monkeypatch.delenv("CODEC_SECRET", raising=False)
-    monkeypatch.delenv("CODEC_SECRET_FILE", raising=False)
-    assert connections().startswith("not authenticated, not encrypted")
+    for name in [name for name in os.environ if name.startswith(("CODEC_SECRET", "CODEC_TLS", "GLOO_DEVICE"))]:
+        monkeypatch.delenv(name)
+    assert connections() == "not encrypted, not authenticated"
+    monkeypatch.setenv("CODEC_TLS", "psk")
+    assert connections().startswith("not possible: tls needs a secret (CODEC_SECRET_FILE), or contexts")
     monkeypatch.setenv("CODEC_SECRET", "0123456789")
     assert connections().startswith("not possible: CODEC_SECRET must have 16")
     monkeypatch.setenv("CODEC_SECRET", "0123456789" * 2)
-    assert connections() == "authenticated by CODEC_SECRET, not encrypted"
+    assert connections() == "encrypted, authenticated"
+    monkeypatch.delenv("CODEC_TLS")
+    assert connections() == "not encrypted, authenticated"
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+    assert "encrypts the connections of Gloo, but not those of codec: set CODEC_TLS_CERT," in connections()
 
 
 def test_bench_measures_presets_and_installed_compressors(tmp_path, monkeypatch, capsys):

@@ -7,11 +7,13 @@ import threading
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 
+import pytest
 import torch.distributed as dist
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+import codec
 from codec._secret import Secret
 from codec._security import Security
 from codec._tls import Tls
@@ -85,6 +87,19 @@ def secured(*each, store=None):
     """Return the store, and an endpoint for each rank with its settings."""
     store = store or dist.HashStore()
     return store, [Endpoint(Group(rank, len(each), store), SECONDS, security) for rank, security in enumerate(each)]
+
+
+def encrypted(pair):
+    return all(isinstance(connection._sock, TlsSocket) for connection in pair)
+
+
+def refusals(zero, one, seconds=1.0):
+    """Connect rank 1 to rank 0; return the errors of both."""
+    with pytest.raises(codec.PeerError) as client:
+        one.connect([0], 1, SECONDS)
+    with pytest.raises(codec.PeerError) as server:
+        zero.accept(1, 1, seconds)
+    return str(client.value), str(server.value)
 
 
 def finish(*steps):

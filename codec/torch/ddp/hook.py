@@ -237,9 +237,6 @@ class Hook(lifetime.Watched):
     def stats(self, *, by_parameter: bool = False) -> HookStats:
         """Return statistics of this hook on this rank.
 
-        Sent messages are not encrypted. Without ``codec.options(secret=)`` or ``CODEC_SECRET_FILE``, their connections
-        are not authenticated.
-
         Parameters
         ----------
         by_parameter : bool

@@ -205,9 +205,6 @@ def close_communicator(group: Any, *, cancel: bool) -> None:
 def group_stats(group: Any = None) -> Counters:
     """Return the totals of a group's collectives so far, on this rank.
 
-    The counted messages are not encrypted. Their connections are not authenticated without ``codec.options(secret=)``,
-    ``CODEC_SECRET_FILE`` or ``CODEC_SECRET``.
-
     Parameters
     ----------
     group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional

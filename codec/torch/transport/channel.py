@@ -12,6 +12,7 @@ from codec import PeerError
 from codec.arguments import Timeout, check_timeout
 from codec.torch._compat import timeout_of
 from codec.torch.network.connect import connect
+from codec.torch.network.endpoint import endpoint_of
 from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
@@ -63,6 +64,8 @@ class Channel:
         self.counters = Counters()
         self.buffers = Buffers()
         self.mesh = connect(group, self.timeout, self.levels.connected)
+        if self.size > 1:
+            self.counters.connections = str(endpoint_of(group).security)
         flat, others = self.levels.flat, (self.levels.all if self.levels.flat else self.levels.within).others
         self.device = DeviceTransfer(self.mesh, others, self.timeout, self.counters.add_wait, within=not flat)
         self._cancelled = False

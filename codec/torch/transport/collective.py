@@ -96,7 +96,7 @@ class Collective:
         self.levels = channel.levels
         self.rank, self.size, self.others = self.levels.all.rank, self.levels.all.size, self.levels.all.others
         self.number, self.mesh, self.device = number, channel.mesh, channel.device
-        self.counters = Counters()
+        self.counters = Counters(connections=channel.counters.connections)
         self.clock = Stopwatch(self.counters)
         self.arena = Arena(channel.buffers)
         self.agreed = False

@@ -44,6 +44,9 @@ class Counters(Rounded):
         step count as one collective.
     waited_s : dict of int to float
         Seconds of `wire_s` by the rank whose message ended the wait.
+    connections : str
+        Protection of the connections: "encrypted, authenticated", "not encrypted, authenticated" or "not encrypted, not
+        authenticated" (``docs/guides/multi-node.md``); empty before the first collective, and for one rank.
 
     Examples
     --------
@@ -65,6 +68,7 @@ class Counters(Rounded):
     cpu_s: float = 0.0
     round_trips: float = 0.0
     waited_s: dict[int, float] = field(default_factory=dict[int, float])
+    connections: str = field(default="", kw_only=True)
 
     def __str__(self) -> str:
         """Return one line: number of collectives, total bytes and total times."""
@@ -91,6 +95,7 @@ class Counters(Rounded):
         """Add the totals of other collectives to these."""
         for name in _TOTALS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.connections = self.connections or other.connections
         for rank, seconds in other.waited_s.items():
             self.waited_s[rank] = self.waited_s.get(rank, 0.0) + seconds
 
@@ -101,7 +106,7 @@ class Counters(Rounded):
             self.waited_s[source] = self.waited_s.get(source, 0.0) + seconds
 
     def _combined(self, other: "Counters", sign: int) -> "Counters":
-        found = Counters()
+        found = Counters(connections=self.connections or other.connections)
         for name in _TOTALS:
             setattr(found, name, getattr(self, name) + sign * getattr(other, name))
         for rank in sorted({*self.waited_s, *other.waited_s}):
@@ -109,7 +114,7 @@ class Counters(Rounded):
         return found
 
 
-_TOTALS = [f.name for f in fields(Counters) if f.name != "waited_s"]
+_TOTALS = [f.name for f in fields(Counters) if f.name not in ("waited_s", "connections")]
 
 
 class Stopwatch:

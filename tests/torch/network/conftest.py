@@ -1,9 +1,10 @@
-"""Fixtures: two connected meshes in one process, and a mesh whose peer is a socket that the test writes to."""
+"""Fixtures: connected meshes in one process, a mesh whose peer is a socket of the test, and issuers of certificates."""
 
 import pytest
 
 from codec.torch.network.mesh import Mesh
 from support.meshes import tcp_pair
+from support.tls import Authority
 
 
 @pytest.fixture
@@ -23,3 +24,13 @@ def hand():
     with b:
         yield mesh, b
     mesh.close()
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("other"), "another ca")
