@@ -43,6 +43,8 @@ class Channel:
         Machines of the ranks.
     peers : tuple of int
         Ranks to which this rank sends frames; in two levels, one of each other machine.
+    connections : str
+        Protection of the connections; empty for one rank.
     counters : Counters
         Totals of all collectives that have ended.
     mesh : Mesh
@@ -64,8 +66,8 @@ class Channel:
         self.counters = Counters()
         self.buffers = Buffers()
         self.mesh = connect(group, self.timeout, self.levels.connected)
-        if self.size > 1:
-            self.counters.connections = str(endpoint_of(group).security)
+        self.connections = str(endpoint_of(group).security) if self.size > 1 else ""
+        self.counters.connections = self.connections
         flat, others = self.levels.flat, (self.levels.all if self.levels.flat else self.levels.within).others
         self.device = DeviceTransfer(self.mesh, others, self.timeout, self.counters.add_wait, within=not flat)
         self._cancelled = False
