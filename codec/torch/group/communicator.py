@@ -53,7 +53,8 @@ class Communicator:
         if levels is not None:
             self.run(lambda c: _check_levels(c, levels))
         near = group if levels is None else group.within
-        if channel.size > 1 and uses_nccl(near):
+        exposed = levels is None and channel.encrypted  # NCCL does not encrypt what leaves a machine
+        if channel.size > 1 and uses_nccl(near) and not exposed:
             usable = self.run(lambda c: c.part(hash64("GPUs")).gather([rank_is_usable()]))
             worker.submit(lambda: channel.device.connect(near, usable)).result()
             if channel.device.connected:

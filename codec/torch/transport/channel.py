@@ -43,6 +43,8 @@ class Channel:
         Machines of the ranks.
     peers : tuple of int
         Ranks to which this rank sends frames; in two levels, one of each other machine.
+    encrypted : bool
+        True: connections use TLS.
     connections : str
         Protection of the connections; empty for one rank.
     counters : Counters
@@ -66,8 +68,9 @@ class Channel:
         self.counters = Counters()
         self.buffers = Buffers()
         self.mesh = connect(group, self.timeout, self.levels.connected)
-        self.connections = str(endpoint_of(group).security) if self.size > 1 else ""
-        self.counters.connections = self.connections
+        security = endpoint_of(group).security if self.size > 1 else None
+        self.encrypted = security is not None and security.tls is not None
+        self.connections = self.counters.connections = "" if security is None else str(security)
         flat, others = self.levels.flat, (self.levels.all if self.levels.flat else self.levels.within).others
         self.device = DeviceTransfer(self.mesh, others, self.timeout, self.counters.add_wait, within=not flat)
         self._cancelled = False
@@ -83,7 +86,9 @@ class Channel:
         """
         self.check_open()
         self.device.begin(number)
-        return Collective(self, number)
+        collective = Collective(self, number)
+        collective.counters.connections = self.connections
+        return collective
 
     def check_open(self) -> None:
         """Raise PeerError if the channel is closed; close it first if it was cancelled."""

@@ -57,7 +57,6 @@ class _Channel(Protocol):
     mesh: Mesh
     buffers: Buffers
     device: DeviceTransfer
-    connections: str
 
     def writing(self) -> AbstractContextManager[None]:
         """Return a context manager for writing to tensors of the caller."""
@@ -97,7 +96,7 @@ class Collective:
         self.levels = channel.levels
         self.rank, self.size, self.others = self.levels.all.rank, self.levels.all.size, self.levels.all.others
         self.number, self.mesh, self.device = number, channel.mesh, channel.device
-        self.counters = Counters(connections=channel.connections)
+        self.counters = Counters()
         self.clock = Stopwatch(self.counters)
         self.arena = Arena(channel.buffers)
         self.agreed = False

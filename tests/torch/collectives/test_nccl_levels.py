@@ -96,6 +96,22 @@ def test_all_machines_use_host_memory_if_a_rank_cannot_encode_on_its_gpu(four, k
     assert four.run(_unusable, kind) == [False] * 4
 
 
+def _encrypted(rank, size, kind):
+    mesh = init_device_mesh("cpu", (2, 2))
+    with gpu(kind) as put, codec.options(secret="0123456789abcdef", tls="psk"):
+        for group in (mesh, torch.distributed.new_group()):
+            assert (
+                compare(put, codec.torch.all_reduce, rank_values(rank, SHAPE), group=group, options=how()) == "success"
+            )
+            channel = communicator_of(group).channel
+            assert channel.connections == "encrypted, authenticated"
+            assert (channel.device.connected, channel.device.connected_within) == (False, group is mesh)
+
+
+def test_frames_between_machines_are_encrypted_and_not_sent_by_nccl(four, kind):
+    four.run(_encrypted, kind)
+
+
 def _trained(rank, size, kind):
     mesh, calls = init_device_mesh("cpu", (2, 2)), []
     device = transfer_of(mesh)
