@@ -1,7 +1,6 @@
 """TLS between the ranks of a group: the setting, and the contexts made from it (docs/guides/multi-node.md)."""
 
 import os
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 from codec._secret import warn_if_readable
@@ -200,7 +199,10 @@ def _ephemeral_contexts() -> "Contexts":
     )
     server, client = _new_contexts()
     client.verify_mode = _ssl().CERT_NONE
-    with closing(open(os.memfd_create("codec"), "wb", buffering=0)) as file:
+    with open(os.memfd_create("codec"), "wb", buffering=0) as file:  # OpenSSL reads files only
         file.write(pem)
-        server.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        try:
+            server.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        except FileNotFoundError:
+            raise ArgumentError("tls='psk' needs the file system /proc: mount it, or use certificates") from None
     return server, client

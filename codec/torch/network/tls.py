@@ -14,7 +14,6 @@ from codec._tls import distrust
 _CHUNK_NBYTES = 1 << 16  # maximum bytes that one call encrypts; a record of TLS has 2^14
 _FETCH_NBYTES = 1 << 16  # maximum bytes that one system call reads
 _MOST_HANDSHAKE_NBYTES = 1 << 16  # maximum bytes that the other side may send in its handshake
-_MOST_ANSWER_NBYTES = 1 << 14  # maximum bytes of OpenSSL's own messages, such as key updates, that are not sent yet
 
 
 class TlsError(OSError):
@@ -143,8 +142,6 @@ class TlsSocket:
                     n = -1
                 except ssl.SSLError as e:
                     raise TlsError(explain(e)) from e
-                if self._outgoing.pending > _MOST_ANSWER_NBYTES:
-                    raise TlsError("it requests too many answers of TLS")
             if n > 0:
                 filled += n
                 continue

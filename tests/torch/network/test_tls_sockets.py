@@ -4,6 +4,7 @@ import os
 import random
 import select
 import socket
+import subprocess
 import threading
 import time
 
@@ -11,13 +12,15 @@ import pytest
 import torch.distributed as dist
 
 import codec
+from codec._tls import Tls
 from codec.torch.network import mesh as meshes
 from codec.torch.network import tls
 from codec.torch.network.endpoint import Endpoint
 from codec.torch.network.mesh import Mesh
 from codec.torch.network.tcp import PeerConnection
+from codec.torch.network.tls import TlsSocket
 from support.meshes import ABORT, SECONDS, Group, ask, outcome, packed, received, until
-from support.tls import PSK, tls_pair
+from support.tls import PSK, finish, tls_pair
 
 
 @pytest.fixture
@@ -148,6 +151,37 @@ def test_changed_records_are_refused(pair, change):
     client._sock.sendall(wrong)
     with pytest.raises(tls.TlsError, match="it has sent bytes that were changed on the way"):
         _take(server, 6)
+
+
+@pytest.fixture
+def openssl():
+    """Return a TlsSocket that a process of ``openssl s_client`` has connected to, and the process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = ["openssl", "s_client", "-quiet", "-tls1_3", "-connect", f"127.0.0.1:{server.getsockname()[1]}"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen([*command, "-no_ign_eof"], **pipes) as process:
+            sock, _ = server.accept()
+            sock.setblocking(False)
+            mine = TlsSocket(sock, Tls().contexts()[0], server=True)
+            finish(mine.handshake())
+            yield mine, process
+            process.kill()
+            mine.close()
+
+
+def test_keys_are_updated_when_the_other_side_requests_it(openssl):
+    sock, process = openssl
+    for i in range(3):
+        process.stdin.write(b"K\n")
+        process.stdin.flush()
+        assert select.select([sock], [], [], SECONDS)[0]
+        with pytest.raises(BlockingIOError):  # a record without bytes of the caller
+            sock.recv_into(bytearray(1))
+        assert sock.sendmsg([b"%d\n" % i]) == 2
+        assert process.stdout.readline() == b"%d\n" % i
+        process.stdin.write(b"message %d\n" % i)
+        process.stdin.flush()
+        assert _take(sock, 10) == b"message %d\n" % i
 
 
 def test_both_directions_at_once(pair):
