@@ -91,7 +91,7 @@ def _serve(pipe, namespace):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else "eth0"
     if namespace is not None:
-        _enter(namespace)
+        enter_namespace(namespace)
     importlib.import_module("codec.torch")
     _settings_at_start.update(_settings())
     while True:
@@ -106,7 +106,7 @@ def _serve(pipe, namespace):
         pipe.send(answer)
 
 
-def _enter(namespace):
+def enter_namespace(namespace):
     """Enter a network namespace. Python has os.setns only from 3.12 on."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
