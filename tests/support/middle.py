@@ -89,6 +89,34 @@ def exchanged(toward, at, nbytes):
     return Edit(toward, at, 2 * nbytes, lambda old: old[nbytes:] + old[:nbytes])
 
 
+def exchanged_tags(toward_other):
+    """Return an attack that writes another tag into the hello of each connection; `toward_other` maps tags."""
+    edits = {}
+
+    def replace(old):
+        tag = int.from_bytes(old, "little", signed=True)
+        return toward_other[tag].to_bytes(8, "little", signed=True)
+
+    def attack(wire, toward, offset, data):
+        edit = edits.setdefault(wire.number, Edit(TO_SERVER, 36, 8, replace, wire.number))
+        return edit(wire, toward, offset, data)
+
+    return attack
+
+
+class Crossed:
+    """Attack that passes the bytes of each of two connections toward rank 0 on in the other one, once `active`."""
+
+    def __init__(self, middle):
+        self._middle, self.active = middle, False
+
+    def __call__(self, wire, toward, offset, data):
+        if not self.active or toward == TO_CLIENT:
+            return data
+        self._middle.wires[1 - wire.number].sockets[1].sendall(data)
+        return b""
+
+
 class Cut:
     """Attack that closes the connection after some bytes of one direction; with `reset`, by a TCP reset."""
 
@@ -268,8 +296,8 @@ def secured(rank, size, environment):
     os.environ.update(environment)
 
 
-def lead_through(rank, size, host, port):
-    """Write the address of the proxy into the store in place of that of rank 0; return the address of rank 0."""
+def lead_through(rank, size, host, port, flags=None):
+    """Write the address of the proxy, and flags, into the store in place of those of rank 0; return its address."""
     endpoint_of(dist.group.WORLD)
     dist.barrier()
     address = None
@@ -277,7 +305,8 @@ def lead_through(rank, size, host, port):
         store = PrefixStore(PREFIX, dist.group.WORLD.get_group_store())
         value = store.get("0")
         address = value[_HOST:].decode(), int.from_bytes(value[_PORT], "little")
-        store.set("0", value[: _PORT.start] + port.to_bytes(2, "little") + value[_PORT.stop : _HOST] + host.encode())
+        flag = value[_PORT.stop : _HOST] if flags is None else bytes([flags])
+        store.set("0", value[: _PORT.start] + port.to_bytes(2, "little") + flag + host.encode())
     dist.barrier()
     return address
 
@@ -307,3 +336,35 @@ def reduced(rank, size, algorithm, timeout):
         error, text = type(e).__name__, str(e)
         assert digest(x) == before, "an error has changed the tensor"
     return error, text, time.monotonic() - begin, digest(x)
+
+
+def exchanged_messages(rank, size, first, timeout):
+    """Rank 1 sends a message with each of the tags 1 and 2; return the messages that rank 0 receives, or errors."""
+    found = []
+    for tag in (1, 2):
+        options = codec.options(timeout=timeout)
+        try:
+            if rank:
+                codec.torch.send(b"%s, tag %d" % (first, tag), 0, tag=tag, options=options)
+                found.append("sent")
+            else:
+                found.append(codec.torch.recv(1, tag=tag, options=options))
+        except codec.CodecError as e:
+            found.append(type(e).__name__)
+    return found
+
+
+def replayed(rank, size, address, data, refused):
+    """Rank 1 connects to an address and sends recorded bytes; if `refused`, wait until the connection is closed."""
+    if rank:
+        with socket.create_connection(address, SLACK) as sock:
+            sock.sendall(data)
+            if refused:
+                with contextlib.suppress(ConnectionError):
+                    while sock.recv(1 << 16):
+                        pass
+
+
+def waiting(rank, size):
+    """Return the ranks and tags of connections that this rank has accepted and not used."""
+    return sorted(endpoint_of(dist.group.WORLD)._listener._waiting)

@@ -1,5 +1,6 @@
 """Handshake of a new connection, on both sides: hello, TLS and proofs (docs/spec/protocol.md, sections 2.2 to 2.4)."""
 
+import hmac
 import logging
 import os
 import selectors
@@ -11,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Generator
 from contextlib import suppress
-from hmac import compare_digest
 from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,7 +28,6 @@ HELLO_MAGIC = b"CDPH"
 NONCE_NBYTES = PROOF_NBYTES = 32
 _PROVEN = struct.Struct("<18s16sqB32sqqq32s32s32s")  # fields of HandshakeTerms, after the label
 _LABELS = b"codec.torch client", b"codec.torch server"
-_ACKNOWLEDGEMENT = b"\1"  # of the server, if it has verified the client's certificate and there is no secret
 TOKEN_NBYTES = 16
 _HELLO_SECONDS = 20.0  # seconds in which a new connection must complete its handshake
 _MOST_STRANGERS = 256  # maximum number of connections in a handshake, besides one for each rank
@@ -44,7 +43,7 @@ logger = logging.getLogger("codec.torch")
 
 
 class HandshakeTerms(NamedTuple):
-    """Facts on which both ranks must agree; each rank proves that it knows the secret, and these.
+    """Facts on which both ranks must agree; each rank proves that it knows the secret, if there is one, and these.
 
     The client is the rank that connects, the server the one that listens.
     """
@@ -64,13 +63,17 @@ class HandshakeTerms(NamedTuple):
         """Return the first bytes of the client."""
         return HELLO.pack(HELLO_MAGIC, self.token, self.version, self.client, self.tag, self.flags)
 
-    def proof(self, secret: Secret, *, server: bool) -> bytes:
-        """Return the proof of one side, which the other side cannot send back as its own."""
-        return secret.prove(_PROVEN.pack(_LABELS[server], *self))
+    def proof(self, secret: Secret | None, *, server: bool) -> bytes:
+        """Return the proof of one side, which the other side cannot send back as its own.
+
+        Without a secret, TLS protects the proof: it shows that nobody has changed the hello or redirected the client.
+        """
+        text = _PROVEN.pack(_LABELS[server], *self)
+        return hmac.digest(b"", text, "sha256") if secret is None else secret.prove(text)
 
 
 class Refused(Exception):
-    """The other side has not proven the secret; the message is a sentence about it, which begins with "it" or "its"."""
+    """The other side has sent a wrong hello or proof; the message is the end of a sentence about it."""
 
 
 def _send(channel: Channel, data: bytes) -> Generator[int]:
@@ -158,27 +161,30 @@ class ClientHandshake:
                 channel = TlsSocket(self.sock, self._context, server=False, host=self._address[0])
                 yield from channel.handshake()
                 terms = terms._replace(binding=channel.binding())
-                if self._secret is None:
-                    yield from _receive(channel, len(_ACKNOWLEDGEMENT))
             if self._secret is not None:
                 step = "proven the secret: set the same secret (CODEC_SECRET_FILE)"
-                yield from self._prove(channel, terms, self._secret)
+            if terms.flags:
+                yield from self._prove(channel, terms)
         except TlsError as e:
             raise self._refusal(f"cannot be connected by TLS: {e}") from e
         except Refused as e:
-            raise self._refusal(f"{e}: set the same secret (CODEC_SECRET_FILE) on all ranks") from None
+            raise self._refusal(str(e)) from None
         except OSError:
             raise self._refusal(f"has closed the connection before it has {step} on all ranks") from None
         return channel
 
-    def _prove(self, channel: Channel, terms: HandshakeTerms, secret: Secret) -> Generator[int]:
+    def _prove(self, channel: Channel, terms: HandshakeTerms) -> Generator[int]:
         terms = terms._replace(client_nonce=os.urandom(NONCE_NBYTES))
         yield from _send(channel, terms.client_nonce)
         answer = yield from _receive(channel, NONCE_NBYTES + PROOF_NBYTES)
         terms = terms._replace(server_nonce=answer[:NONCE_NBYTES])
-        if not compare_digest(answer[NONCE_NBYTES:], terms.proof(secret, server=True)):
-            raise Refused("has not proven the secret of this rank")
-        yield from _send(channel, terms.proof(secret, server=False))
+        if not hmac.compare_digest(answer[NONCE_NBYTES:], terms.proof(self._secret, server=True)):
+            raise Refused(
+                "is another rank: the connection was redirected, or its hello changed"
+                if self._secret is None
+                else "has not proven the secret of this rank: set the same secret (CODEC_SECRET_FILE) on all ranks"
+            )
+        yield from _send(channel, terms.proof(self._secret, server=False))
 
     def _refusal(self, why: str) -> PeerError:
         text = f"rank {self.peer} at {shown_address(self._address)} {why}"
@@ -324,7 +330,7 @@ class Listener:
     def _steps(self, sock: socket.socket, stranger: _Stranger) -> Steps:
         hello = yield from _receive(sock, HELLO.size)
         magic, token, version, rank, tag, flags = HELLO.unpack(hello)
-        known = magic == HELLO_MAGIC and compare_digest(token, self.token) and not flags & ~(HAS_SECRET | HAS_TLS)
+        known = magic == HELLO_MAGIC and hmac.compare_digest(token, self.token) and not flags & ~(HAS_SECRET | HAS_TLS)
         if not known or version != protocol_hash() or not 0 <= rank < self._size or rank == self._rank:
             raise ConnectionError("it is no rank")
         stranger.key = rank, tag
@@ -340,16 +346,19 @@ class Listener:
             channel = TlsSocket(sock, self._context, server=True)
             yield from channel.handshake()
             terms = terms._replace(binding=channel.binding())
-            if secret is None:
-                yield from _send(channel, _ACKNOWLEDGEMENT)
         if secret is not None:
             stranger.step = "proven the secret"
+        if flags:
             theirs = yield from _receive(channel, NONCE_NBYTES)
             terms = terms._replace(client_nonce=theirs, server_nonce=os.urandom(NONCE_NBYTES))
             yield from _send(channel, terms.server_nonce + terms.proof(secret, server=True))
             proof = yield from _receive(channel, PROOF_NBYTES)
-            if not compare_digest(proof, terms.proof(secret, server=False)):
-                raise Refused("its proof of the secret is wrong")
+            if not hmac.compare_digest(proof, terms.proof(secret, server=False)):
+                raise Refused(
+                    "it has connected to another rank, or its hello was changed"
+                    if secret is None
+                    else "its proof of the secret is wrong"
+                )
         return channel
 
     def _refuse(self, stranger: _Stranger, why: str) -> None:

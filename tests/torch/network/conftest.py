@@ -1,9 +1,13 @@
-"""Fixtures: connected meshes in one process, a mesh whose peer is a socket of the test, and issuers of certificates."""
+"""Fixtures: connected meshes, a mesh whose peer is a socket of the test, issuers of certificates, a man in the middle."""
+
+import os
+import random
 
 import pytest
 
 from codec.torch.network.mesh import Mesh
 from support.meshes import tcp_pair
+from support.scenes import MODES, Scene, mode_of
 from support.tls import Authority
 
 
@@ -34,3 +38,29 @@ def ca(tmp_path_factory):
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("other"), "another ca")
+
+
+@pytest.fixture(scope="session")
+def seed():
+    """Return the seed of random attacks; CODEC_SEED repeats those of an earlier run."""
+    return int(os.environ.get("CODEC_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+@pytest.fixture
+def chance(seed, request):
+    """Return a random generator, whose seed pytest prints if the test fails."""
+    print(f"CODEC_SEED={seed}")
+    return random.Random(f"{seed} {request.node.name}")
+
+
+@pytest.fixture(scope="module")
+def scene():
+    made = Scene()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request, tmp_path_factory):
+    """Return each way to secure connections."""
+    return mode_of(request.param, tmp_path_factory.mktemp("certificates"))
