@@ -9,7 +9,7 @@ import ssl
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator
 from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE
@@ -18,7 +18,15 @@ from typing import Any, NamedTuple, TypeAlias
 from codec import PeerError
 from codec._secret import Secret
 from codec._security import HAS_SECRET, HAS_TLS, Security, difference
-from codec.torch.network.sockets import family, host_address, reason
+from codec.torch.network.sockets import (
+    descriptor_limit,
+    family,
+    host_address,
+    reason,
+    receive_all,
+    send_all,
+    shown_address,
+)
 from codec.torch.network.tcp import PeerConnection
 from codec.torch.network.tls import TlsError, TlsSocket
 from codec.torch.network.version import protocol_hash
@@ -30,6 +38,7 @@ _PROVEN = struct.Struct("<18s16sqB32sqqq32s32s32s")  # fields of HandshakeTerms,
 _LABELS = b"codec.torch client", b"codec.torch server"
 TOKEN_NBYTES = 16
 _HELLO_SECONDS = 20.0  # seconds in which a new connection must complete its handshake
+_SILENT_SECONDS = 1.0  # seconds in which a hello must arrive while this process is out of file descriptors
 _MOST_STRANGERS = 256  # maximum number of connections in a handshake, besides one for each rank
 _MOST_WAITING = 16  # maximum number of connections of one rank and tag that are not accepted yet
 _MOST_TAGS = 1024  # maximum number of tags of one rank with connections that are not accepted yet
@@ -74,31 +83,6 @@ class HandshakeTerms(NamedTuple):
 
 class Refused(Exception):
     """The other side has sent a wrong hello or proof; the message is the end of a sentence about it."""
-
-
-def _send(channel: Channel, data: bytes) -> Generator[int]:
-    left = memoryview(data)
-    while left:
-        try:
-            left = left[channel.sendmsg([left]) :]
-        except BlockingIOError:
-            yield EVENT_WRITE
-
-
-def _receive(channel: Channel, nbytes: int) -> Generator[int, None, bytes]:
-    """Receive bytes, and leave those after them unread."""
-    data = memoryview(bytearray(nbytes))
-    left = data
-    while left:
-        try:
-            n = channel.recv_into(left)
-        except BlockingIOError:
-            yield EVENT_READ
-            continue
-        if not n:
-            raise ConnectionError("it has closed the connection")
-        left = left[n:]
-    return bytes(data)
 
 
 class ClientHandshake:
@@ -151,7 +135,7 @@ class ClientHandshake:
         number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise OSError(number, os.strerror(number))
-        yield from _send(self.sock, self._terms.hello())
+        yield from send_all(self.sock, self._terms.hello())
         if self._terms.flags:
             yield EVENT_WRITE  # the caller ends the handshake here if the server has other flags
         channel, terms, step = self.sock, self._terms, ""
@@ -175,8 +159,8 @@ class ClientHandshake:
 
     def _prove(self, channel: Channel, terms: HandshakeTerms) -> Generator[int]:
         terms = terms._replace(client_nonce=os.urandom(NONCE_NBYTES))
-        yield from _send(channel, terms.client_nonce)
-        answer = yield from _receive(channel, NONCE_NBYTES + PROOF_NBYTES)
+        yield from send_all(channel, terms.client_nonce)
+        answer = yield from receive_all(channel, NONCE_NBYTES + PROOF_NBYTES)
         terms = terms._replace(server_nonce=answer[:NONCE_NBYTES])
         if not hmac.compare_digest(answer[NONCE_NBYTES:], terms.proof(self._secret, server=True)):
             raise Refused(
@@ -184,7 +168,7 @@ class ClientHandshake:
                 if self._secret is None
                 else "has not proven the secret of this rank: set the same secret (CODEC_SECRET_FILE) on all ranks"
             )
-        yield from _send(channel, terms.proof(self._secret, server=False))
+        yield from send_all(channel, terms.proof(self._secret, server=False))
 
     def _refusal(self, why: str) -> PeerError:
         text = f"rank {self.peer} at {shown_address(self._address)} {why}"
@@ -192,17 +176,12 @@ class ClientHandshake:
         return PeerError(text)
 
 
-def shown_address(address: tuple[Any, ...]) -> str:
-    """Return host and port of a socket's address for messages."""
-    return f"{address[0]}, port {address[1]}"
-
-
 class _Stranger:
     """Connection whose handshake is not complete, on the listening side."""
 
     def __init__(self, address: tuple[Any, ...]) -> None:
         self.since = time.monotonic()
-        self.address = shown_address(address)
+        self.host, self.address = address[0], shown_address(address)
         self.key: Key | None = None  # once the hello has arrived
         self.step = ""  # step of the handshake that is not complete
         self.steps: Steps | None = None
@@ -236,7 +215,8 @@ class Listener:
         self._rank, self._size, self._group, self._security, self._context = rank, size, group, security, context
         self.arrival = threading.Condition()
         self._waiting: dict[Key, deque[PeerConnection]] = {}
-        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest one first
+        self._selector = selectors.DefaultSelector()
         self.differing = set[int]()  # ranks whose hello has other flags than this rank
         self.failure = ""  # error of the last attempt to accept a connection
         self.refusal = ""  # reason why a connection with a valid hello was refused
@@ -262,33 +242,30 @@ class Listener:
 
     def _serve(self) -> None:
         strangers = self._strangers
-        with self._sock, selectors.DefaultSelector() as selector:
-            selector.register(self._sock, selectors.EVENT_READ)
-
-            def forget(sock: Any) -> None:
-                del strangers[sock]
-                selector.unregister(sock)
-
+        with self._sock, self._selector:
+            self._selector.register(self._sock, EVENT_READ)
             while not self._stopped:
-                for key, _ in selector.select(_HELLO_SECONDS if strangers else None):
+                first = next(iter(strangers.values()), None)  # the oldest one
+                limit = first and max(0.0, first.since + _HELLO_SECONDS - time.monotonic())
+                for key, _ in self._selector.select(limit):
                     sock: Any = key.fileobj
                     if sock is self._sock:
-                        self._accept(selector)
-                    elif wanted := self._advance(sock, strangers[sock]):
-                        selector.modify(sock, wanted)
+                        self._accept()
+                    elif (stranger := strangers.get(sock)) is None:
+                        continue  # closed in this turn
+                    elif wanted := self._advance(sock, stranger):
+                        self._selector.modify(sock, wanted)
                     else:
-                        stranger = strangers[sock]
-                        forget(sock)
+                        self._forget(sock)
                         if not self._file(stranger):
                             sock.close()
                 now = time.monotonic()
-                for sock, stranger in list(strangers.items()):
-                    if now - stranger.since > _HELLO_SECONDS or len(strangers) > _MOST_STRANGERS + self._size:
-                        self._refuse(stranger, f"it has not {stranger.step} in time")
-                        forget(sock)
-                        sock.close()
+                for sock in [sock for sock, stranger in strangers.items() if now - stranger.since >= _HELLO_SECONDS]:
+                    self._close(sock)
+                while len(strangers) > min(_MOST_STRANGERS, descriptor_limit() // 4) + self._size:
+                    self._close(self._victim())
             for sock in list(strangers):
-                forget(sock)
+                self._forget(sock)
                 sock.close()
         with self.arrival:
             for waiting in self._waiting.values():
@@ -296,7 +273,26 @@ class Listener:
                     connection.close()
             self._waiting.clear()
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
+    def _forget(self, sock: socket.socket) -> None:
+        del self._strangers[sock]
+        self._selector.unregister(sock)
+
+    def _close(self, sock: socket.socket) -> None:
+        """Close a connection whose handshake takes too long."""
+        stranger = self._strangers[sock]
+        self._refuse(stranger, f"it has not {stranger.step} in time")
+        self._forget(sock)
+        sock.close()
+
+    def _victim(self) -> socket.socket:
+        """Return the connection to close if there are too many: the oldest one of the host that has most of them.
+
+        So a host that opens many connections keeps no other host out.
+        """
+        hosts = Counter(stranger.host for stranger in self._strangers.values())
+        return next(sock for sock, stranger in self._strangers.items() if hosts[stranger.host] == max(hosts.values()))
+
+    def _accept(self) -> None:
         try:
             sock, address = self._sock.accept()
         except BlockingIOError:
@@ -305,13 +301,21 @@ class Listener:
             self.failure = reason(e)
             if not self._stopped:
                 time.sleep(0.05)
+                old = time.monotonic() - _SILENT_SECONDS
+                for each in [sock for sock, s in self._strangers.items() if s.key is None and s.since < old]:
+                    self._close(each)
             return
         self.failure = ""
-        sock.setblocking(False)
-        with suppress(OSError):  # the peer has already broken the connection
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            sock.setblocking(False)
+            with suppress(OSError):  # the peer has already broken the connection
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(sock, EVENT_READ)
+        except OSError as e:  # out of memory
+            self.failure = reason(e)
+            sock.close()
+            return
         self._strangers[sock] = _Stranger(address)
-        selector.register(sock, selectors.EVENT_READ)
 
     def _advance(self, sock: socket.socket, stranger: _Stranger) -> int:
         """Go on with a handshake; return the event to wait for, or 0 if it has succeeded or failed."""
@@ -325,12 +329,16 @@ class Listener:
             self._refuse(stranger, str(e))
         except OSError:
             self._refuse(stranger, f"it has ended before it has {stranger.step}")
+        except MemoryError:
+            self._refuse(stranger, "this rank has too little memory")
         return 0
 
     def _steps(self, sock: socket.socket, stranger: _Stranger) -> Steps:
-        hello = yield from _receive(sock, HELLO.size)
-        magic, token, version, rank, tag, flags = HELLO.unpack(hello)
-        known = magic == HELLO_MAGIC and hmac.compare_digest(token, self.token) and not flags & ~(HAS_SECRET | HAS_TLS)
+        if (hello := (yield from receive_all(sock, len(HELLO_MAGIC)))) != HELLO_MAGIC:
+            raise ConnectionError("it is no rank")
+        hello += yield from receive_all(sock, HELLO.size - len(hello))
+        _, token, version, rank, tag, flags = HELLO.unpack(hello)
+        known = hmac.compare_digest(token, self.token) and not flags & ~(HAS_SECRET | HAS_TLS)
         if not known or version != protocol_hash() or not 0 <= rank < self._size or rank == self._rank:
             raise ConnectionError("it is no rank")
         stranger.key = rank, tag
@@ -349,10 +357,10 @@ class Listener:
         if secret is not None:
             stranger.step = "proven the secret"
         if flags:
-            theirs = yield from _receive(channel, NONCE_NBYTES)
+            theirs = yield from receive_all(channel, NONCE_NBYTES)
             terms = terms._replace(client_nonce=theirs, server_nonce=os.urandom(NONCE_NBYTES))
-            yield from _send(channel, terms.server_nonce + terms.proof(secret, server=True))
-            proof = yield from _receive(channel, PROOF_NBYTES)
+            yield from send_all(channel, terms.server_nonce + terms.proof(secret, server=True))
+            proof = yield from receive_all(channel, PROOF_NBYTES)
             if not hmac.compare_digest(proof, terms.proof(secret, server=False)):
                 raise Refused(
                     "it has connected to another rank, or its hello was changed"

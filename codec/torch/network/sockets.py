@@ -10,6 +10,7 @@ import struct
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
+from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any, NamedTuple
 
 from codec import PeerError
@@ -94,12 +95,48 @@ def reserve_descriptors(count: int) -> None:
         )
 
 
+def shown_address(address: tuple[Any, ...]) -> str:
+    """Return host and port of a socket's address for messages."""
+    return f"{address[0]}, port {address[1]}"
+
+
+def send_all(channel: Any, data: bytes) -> Generator[int]:
+    """Send bytes on a non-blocking socket or :class:`TlsSocket`; yield the event of the socket to wait for."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[channel.sendmsg([left]) :]
+        except BlockingIOError:
+            yield EVENT_WRITE
+
+
+def receive_all(channel: Any, nbytes: int) -> Generator[int, None, bytes]:
+    """Receive bytes in the same way, and leave those after them unread."""
+    data = memoryview(bytearray(nbytes))
+    left = data
+    while left:
+        try:
+            n = channel.recv_into(left)
+        except BlockingIOError:
+            yield EVENT_READ
+            continue
+        if not n:
+            raise ConnectionError("it has closed the connection")
+        left = left[n:]
+    return bytes(data)
+
+
+def descriptor_limit() -> int:
+    """Return the maximum number of open files of this process."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 30 if limit == resource.RLIM_INFINITY else limit
+
+
 def reason(error: OSError) -> str:
     """Return the message of an error, with the limit of open files if this process has reached it."""
     if error.errno != errno.EMFILE:
         return str(error)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"{error}; the limit of this process is {limit} (RLIMIT_NOFILE): raise it with `ulimit -n`"
+    return f"{error}; the limit of this process is {descriptor_limit()} (RLIMIT_NOFILE): raise it with `ulimit -n`"
 
 
 @functools.cache
