@@ -25,6 +25,7 @@ from codec.torch.network.tcp import FORKED, PeerConnection
 from codec.torch.network.version import protocol_hash
 
 ADDRESS = struct.Struct("<q16sHB")  # hash of the protocol's version, token, port, flags; the host follows
+_STORE_SECONDS = 1.0  # seconds in which the store must have the address of a rank whose hello has arrived
 _LONGEST_SELECT = 1000.0  # maximum seconds of one select; the limit of the system call is 2^31 ms
 
 
@@ -213,10 +214,10 @@ class Endpoint:
                         raise PeerError(f"rank {peer} has not connected within the timeout{why and f': {why}'}")
                     listener.arrival.wait(left)
                 listener.differing.discard(peer)
-            # Anyone can send such a hello, so the address in the store decides.
-            limit = time.monotonic() + self.timeout.total_seconds() if deadline is None else deadline
-            self._read_addresses([peer], limit)
-            if (error := self._difference(peer)) is not None:
+            # Anyone can send such a hello, so the address in the store decides. A rank stores it before it connects.
+            with suppress(PeerError):
+                self._read_addresses([peer], time.monotonic() + _STORE_SECONDS)
+            if peer in self._addresses and (error := self._difference(peer)) is not None:
                 raise error
 
     def wake(self) -> None:

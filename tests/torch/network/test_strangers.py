@@ -6,6 +6,8 @@ import resource
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -212,3 +214,23 @@ def test_strangers_do_not_use_up_the_descriptors_of_a_rank(spare):
             until(lambda: ranks.run(_strangers)[0] > 8)
             ranks.run(_opens_files)
         assert ranks.run(_received)[0] < 15
+
+
+def test_hello_of_a_stranger_in_the_name_of_a_rank_ends_no_unlimited_wait(mode, monkeypatch):
+    """A rank stores its address before it connects, so that a hello with other flags before that is a stranger's."""
+    for name, value in mode.environment.items():
+        monkeypatch.setenv(name, value)
+    store = dist.HashStore()
+    zero = Endpoint(Group(0, 2, store), SECONDS, security_of_environment())
+    zero.timeout = timedelta(seconds=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(zero.accept, 1, 5, None)
+        fields, address = hand(store, flags=zero.security.flags ^ 1)
+        with call(address, fields.hello()) as sock:
+            assert read(sock, 1) == b""
+        with pytest.raises(TimeoutError):
+            accepted.result(1)
+        one = Endpoint(Group(1, 2, store), SECONDS, security_of_environment())
+        (there,) = one.connect([0], 5, SECONDS)
+        assert accepted.result(SECONDS).peer == 1
+        there.close()
