@@ -117,11 +117,8 @@ class Endpoint:
                     raise self._unreachable(peer, e) from e
                 undo.callback(client.sock.close)
                 selector.register(client.sock, selectors.EVENT_WRITE, client)
-            while pending := selector.get_map():
+            while selector.get_map():
                 ready = selector.select(min(max(0.001, deadline - time.monotonic()), _LONGEST_SELECT))
-                if not ready and time.monotonic() >= deadline:
-                    silent = next(iter(pending.values())).data.peer
-                    raise differing or self._unreachable(silent, TimeoutError("timed out"))
                 for key, _ in ready:
                     client = key.data
                     try:
@@ -137,6 +134,9 @@ class Endpoint:
                     else:
                         selector.unregister(client.sock)
                         connections[client.peer] = self._connection(client.channel, client.peer)
+                if (pending := selector.get_map()) and time.monotonic() >= deadline:
+                    silent = next(iter(pending.values())).data.peer
+                    raise differing or self._unreachable(silent, TimeoutError("timed out"))
             if differing is not None:
                 raise differing
             undo.pop_all()
