@@ -107,13 +107,15 @@ def exchanged_tags(toward_other):
 class Crossed:
     """Attack that passes the bytes of each of two connections toward rank 0 on in the other one, once `active`."""
 
-    def __init__(self, middle):
-        self._middle, self.active = middle, False
+    def __init__(self):
+        self.active = False
+        self._servers = {}  # socket of rank 0, by connection
 
     def __call__(self, wire, toward, offset, data):
+        self._servers[wire.number] = wire.sockets[1]
         if not self.active or toward == TO_CLIENT:
             return data
-        self._middle.wires[1 - wire.number].sockets[1].sendall(data)
+        self._servers[1 - wire.number].sendall(data)
         return b""
 
 

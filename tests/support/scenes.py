@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support import middle
-from support.certificates import certificate
 from support.middle import PATIENT, SLACK, TIMEOUT, Middle
 from support.ranks import RankPool
+from support.tls import Authority
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/network"))
 import netns
@@ -33,9 +33,7 @@ def mode_of(name, folder):
     """Return the mode of a name; certificates are made in a folder."""
     if name != "certificates":
         return Mode(name, {"plain": {}, "secret": SECRET, "psk": SECRET | {"CODEC_TLS": "psk"}}[name])
-    both, public = certificate(folder, "rank")
-    files = {"CODEC_TLS_CERT": public, "CODEC_TLS_KEY": both.with_suffix(".key"), "CODEC_TLS_CA": public}
-    return Mode(name, {name: str(path) for name, path in files.items()})
+    return Mode(name, Authority(folder).variables())
 
 
 def _network():
@@ -56,9 +54,9 @@ class Scene:
     def __init__(self):
         self.network = _network()
         names = [None] * 3 if self.network is None else self.network.names
-        host = "127.0.0.1" if self.network is None else self.network.address(2)
+        self._place = ("127.0.0.1" if self.network is None else self.network.address(2)), names[2]
         self.ranks = RankPool(2, namespaces=names[:2])
-        self.middle = Middle(host, names[2])
+        self.middle = Middle(*self._place)
         self.right = {}  # digest of the result, by algorithm
 
     def close(self):
@@ -71,7 +69,11 @@ class Scene:
         """Make a new group of ranks, whose connections the attack disturbs."""
         self.ranks.run(middle.secured, mode.environment)
         self.ranks.new_group()
-        self.middle.reset(*([] if attack is None else [attack]))
+        self.middle.__exit__()
+        self.middle = Middle(
+            *self._place
+        )  # a new port, since a late connection of another group may come to the old one
+        self.middle.attack = attack or self.middle.attack
         self.middle.target = self.ranks.run(middle.lead_through, self.middle.host, self.middle.port)[0]
 
     def undisturbed(self, mode, algorithm="two_shot", attack=None):

@@ -56,7 +56,7 @@ def test_exchanged_tags_of_two_hellos_are_an_error_if_there_is_a_proof(scene, mo
 
 
 def test_exchanged_connections_are_an_error_with_tls(scene, mode):
-    attack = Crossed(scene.middle)
+    attack = Crossed()
     scene.begin(mode, attack)
     received, _ = scene.ranks.run(middle.exchanged_messages, b"first", PATIENT)
     assert received == [b"first, tag 1", b"first, tag 2"]

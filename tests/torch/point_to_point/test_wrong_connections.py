@@ -11,6 +11,7 @@ import codec
 import codec.torch
 from codec.torch.network import endpoint, handshake
 from codec.torch.network.version import protocol_hash
+from support.handshakes import refused
 from support.point_to_point import SOON, connection, raw, within
 
 
@@ -121,8 +122,7 @@ def _strangers(rank, size):
             sock, first = hello(0, 400, **how)
             sock.settimeout(SOON)
             sock.sendall(first)
-            assert sock.recv(1) == b""
-            sock.close()
+            assert refused(sock)
         silent = [hello(0, 400)[0] for _ in range(20)]  # sockets that connect and send nothing
         codec.torch.send(b"honest", 0, tag=400)
         for sock in silent:
