@@ -148,6 +148,10 @@ def options(
     ...         codec.encode(x) == frame
     True
     """
+    try:
+        hidden = None if secret is None else secret_of(secret)
+    finally:
+        del secret  # tracebacks may show local variables
     if engine is not None and (not isinstance(engine, str) or engine not in ENGINES):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise EngineError(f"engine must be one of {', '.join(ENGINES)}, got {shown(engine)}")
     return CallOptions(
@@ -157,7 +161,7 @@ def options(
         None if algorithm is None else check_algorithm(algorithm),
         check_timeout(timeout),
         None if within is None else _check_within(within),
-        None if secret is None else secret_of(secret),
+        hidden,
         None if tls is None else tls_of(tls),
     )
 

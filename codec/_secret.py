@@ -34,9 +34,11 @@ class Secret:
     __slots__ = ("_key",)
 
     def __init__(self, value: bytes, name: str = "secret") -> None:
-        if not _LEAST_NBYTES <= len(value) <= _MOST_NBYTES:
+        nbytes = len(value)
+        if not _LEAST_NBYTES <= nbytes <= _MOST_NBYTES:
+            del value  # tracebacks may show local variables
             raise ArgumentError(
-                f"{name} must have {_LEAST_NBYTES} to {_MOST_NBYTES} bytes, got {len(value)}: use random ones, such as "
+                f"{name} must have {_LEAST_NBYTES} to {_MOST_NBYTES} bytes, got {nbytes}: use random ones, such as "
                 "those of `openssl rand -hex 32`"
             )
         self._key = value
@@ -74,16 +76,18 @@ def secret_of(value: Any) -> Secret:
     ArgumentError
         `value` has another type or size. The message does not contain `value`.
     """
-    if isinstance(value, Secret):
-        return value
-    if isinstance(value, str):
-        try:
+    try:
+        if isinstance(value, Secret):
+            return value
+        if isinstance(value, str):
             return Secret(value.encode())
-        except UnicodeEncodeError:
-            raise ArgumentError("secret must be bytes, or a str that can be encoded in UTF-8") from None
-    if not isinstance(value, bytes | bytearray):
+        if isinstance(value, bytes | bytearray):
+            return Secret(bytes(value))
         raise ArgumentError(f"secret must be bytes or a str, got an object of type {type(value).__name__}")
-    return Secret(bytes(value))
+    except UnicodeEncodeError:
+        raise ArgumentError("secret must be bytes, or a str that can be encoded in UTF-8") from None
+    finally:
+        del value  # tracebacks may show local variables
 
 
 def secret_of_environment() -> Secret | None:
@@ -96,12 +100,12 @@ def secret_of_environment() -> Secret | None:
     ArgumentError
         Both variables are set, the file cannot be read, or the secret has a wrong size, as that of an empty variable.
     """
-    path, value = os.environ.get(FILE_VARIABLE), os.environ.get(VARIABLE)
-    if path is not None and value is not None:
+    path, given = os.environ.get(FILE_VARIABLE), VARIABLE in os.environ
+    if path is not None and given:
         raise ArgumentError(f"both {FILE_VARIABLE} and {VARIABLE} are set: unset one of them")
     if path is not None:
         return Secret(_contents(path).rstrip(b"\r\n"), f"the secret in {FILE_VARIABLE}={path}")
-    return None if value is None else Secret(os.fsencode(value), VARIABLE)
+    return Secret(os.fsencode(os.environ[VARIABLE]), VARIABLE) if given else None
 
 
 def _contents(path: str) -> bytes:

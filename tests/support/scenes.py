@@ -72,7 +72,7 @@ class Scene:
         self.middle.__exit__()
         self.middle = Middle(
             *self._place
-        )  # a new port, since a late connection of another group may come to the old one
+        )  # a new port: a late connection of an old group may come to the old one
         self.middle.attack = attack or self.middle.attack
         self.middle.target = self.ranks.run(middle.lead_through, self.middle.host, self.middle.port)[0]
 

@@ -1,4 +1,4 @@
-"""Fixtures: connected meshes, a mesh whose peer is a socket of the test, issuers of certificates, a man in the middle."""
+"""Fixtures: connected meshes, a mesh whose peer is a socket of the test, certificates, a man in the middle."""
 
 import os
 import random
