@@ -61,6 +61,29 @@ def test_files_that_the_architecture_names_exist():
     assert not {name for name in named if name not in exist and "NAME" not in name}
 
 
+def test_rows_of_the_threat_model_name_code_and_tests_that_exist():
+    lines = (ROOT / "docs/internals/threat-model.md").read_text().splitlines()
+    rows = [re.split(r"\s+\|\s+", line.strip("| ")) for line in lines if line.startswith("| ")]
+    rows = {row[0]: row[2:] for row in rows if len(row) == 4 and row[0] != "event"}
+    files = [path for folder in ("codec", *FOLDERS.split("|")) for path in (ROOT / folder).rglob("*.*")]
+    names = [f"/{path.relative_to(ROOT)}" for path in files]
+    code = "".join(p.read_text() for p in files if p.suffix in SOURCES and {"codec", "native"} & {*p.parts})
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+
+    def exists(name):
+        if name.endswith(SOURCES):
+            return any(path.endswith(f"/{name}") for path in names)
+        return name in targets or re.search(rf"\b{name.split('.')[-1]}\b", code)
+
+    missing = []
+    for event, (kept, tested) in rows.items():
+        tests = re.findall(r"`(?:make )?((?:[\w/]*(?:test|fuzz)_\w+\.\w+|[\w-]+))`", tested)
+        missing += [] if tests else [(event, "no test")]
+        missing += [(event, name) for name in [*tests, *re.findall(r"`([\w./]+)`", kept)] if not exists(name)]
+    assert len(rows) > 40
+    assert not missing
+
+
 def raised_for(status):
     """Return the name of the exception that Python raises for a status of the C library; "" for success."""
     try:
