@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from hashlib import sha256
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from codec import ArgumentError, PeerError
@@ -237,7 +238,8 @@ class Endpoint:
         try:
             version, token, port, flags = ADDRESS.unpack_from(value)
             host = value[ADDRESS.size :].decode()
-        except (struct.error, UnicodeDecodeError) as e:
+            ip_address(host)  # a name would be looked up without a timeout
+        except (struct.error, ValueError) as e:
             raise PeerError(f"the key-value store of the process group has no valid address of rank {peer}") from e
         if version != protocol_hash():
             raise PeerError(

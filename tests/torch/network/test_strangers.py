@@ -234,3 +234,13 @@ def test_hello_of_a_stranger_in_the_name_of_a_rank_ends_no_unlimited_wait(mode, 
         (there,) = one.connect([0], 5, SECONDS)
         assert accepted.result(SECONDS).peer == 1
         there.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "rank.invalid", "a\0b", "x" * 300, "", "10.0.0.1 ", "::1\n", "ä"])
+def test_address_in_the_store_that_is_not_numeric_is_an_error_without_a_lookup(host, monkeypatch):
+    store, (_, one) = endpoints(KEY, KEY)
+    value = store.get("codec/point-to-point/0")
+    store.set("codec/point-to-point/0", value[:27] + host.encode())
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("a name is looked up"))
+    with pytest.raises(codec.PeerError, match="has no valid address of rank 0"):
+        one.connect([0], 3, SECONDS)
