@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -136,6 +137,45 @@ class BackwardEnd:
 def finalizes_manually(model: object) -> bool:
     """Return True if the caller ends the backward passes of a DistributedDataParallel (torch 2.15 and later)."""
     return bool(getattr(model, "require_manual_backward_finalization", False))
+
+
+# By model: id of a backward pass, and number of parameters of its buckets that have come with index 0, by id() of their
+# first parameter.
+_delayed: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int | None, dict[int, int]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def place_of(model: DistributedDataParallel, bucket: Any, n_parameters: int) -> tuple[int, bool]:
+    """Return the index of a bucket in its step, and True if it is the last one.
+
+    At the end of the first backward pass with ``static_graph=True``, DistributedDataParallel passes all buckets to the
+    hook, each with index 0 and, if there are several, none as the last. The last bucket then completes the
+    `n_parameters` of :func:`count_parameters`.
+    """
+    ddp: Any = model
+    if not ddp.static_graph or bucket.index() or bucket.is_last():
+        return bucket.index(), bucket.is_last()
+    now, parameters = backward_pass(), bucket.parameters()
+    key = id(parameters[0])
+    of, seen = _delayed.get(model, (None, {}))
+    if of is None or of != now:
+        _delayed[model] = now, (seen := {})
+    seen.setdefault(key, len(parameters))
+    index = [*seen].index(key)
+    return index, index == len(seen) - 1 and sum(seen.values()) == n_parameters
+
+
+def count_parameters(model: DistributedDataParallel) -> int:
+    """Return the number of parameters in a model's buckets.
+
+    Within a backward pass, where DistributedDataParallel locks the number, it is that of the parameters that require
+    gradients. They differ if parameters were frozen since the model was wrapped.
+    """
+    ddp: Any = model
+    if backward_pass() is None:
+        return ddp._get_ddp_logging_data()["num_parameter_tensors"]
+    return sum(p.requires_grad for p in ddp._module_parameters)
 
 
 def comm_hooks(model: DistributedDataParallel) -> list[tuple[object, object]]:

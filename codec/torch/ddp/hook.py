@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from codec import ArgumentError, SpecError, StateError
 from codec.arguments import shown
 from codec.specs import BoundSpec, Preset, Spec, check_contraction, require_feedback
 from codec.stateful import CodebookRefresher
+from codec.torch._compat import count_parameters, place_of
 from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.ddp import checkpoint, lifetime
 from codec.torch.ddp.buckets import Bucket, Optimizers, n_values, needs_optimizer, sizes_of
@@ -53,6 +54,7 @@ class Hook(lifetime.Watched):
         super().__init__()
         self.reducer, self._group = reducer, group
         self._model: weakref.ref[DistributedDataParallel] | None = None  # model that calls this hook; None: unknown
+        self._n_parameters = 0  # of its buckets
         self.__name__ = self.__qualname__ = "codec.torch.Hook"  # torch reads both attributes of a hook
 
     def __repr__(self) -> str:
@@ -117,7 +119,8 @@ class Hook(lifetime.Watched):
             except BaseException:
                 self.reducer.cancel()
                 raise
-        return self.reducer.reduce(given).get_future()
+        number, last = place_of(cast(Any, self._model)(), bucket, self._n_parameters)
+        return self.reducer.reduce(replace(given, number=number, last=last)).get_future()
 
     def register(self, model: Any, *, group: Any = None) -> "Hook":
         """Send the gradients of a model through this hook.
@@ -199,7 +202,7 @@ class Hook(lifetime.Watched):
     def _adopt(self, model: DistributedDataParallel, names: Mapping[torch.nn.Parameter, str], group: Any) -> None:
         """Start to serve a model whose gradients are averaged over the ranks of a group."""
         self.reducer.serve(names, group, model)
-        self._model = weakref.ref(model)
+        self._model, self._n_parameters = weakref.ref(model), count_parameters(model)
         lifetime.warn_of_adam(self.reducer)
         lifetime.propose_levels(group)
 

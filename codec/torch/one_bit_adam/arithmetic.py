@@ -194,7 +194,12 @@ def update(
 
 def norm(gradients: Iterable[torch.Tensor]) -> float:
     """Return the Euclidean norm over all gradients; 0 if there are none."""
-    return math.hypot(*(float(_torch.linalg.vector_norm(g, dtype=torch.float32)) for g in gradients))
+    return math.hypot(*(_norm(g) for g in gradients))
+
+
+def _norm(x: torch.Tensor) -> float:
+    """Return the Euclidean norm of a tensor; its squares are added in float32, or float64 for float64."""
+    return float(_torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
 def clip_factor(norm: float, max_norm: float, scale: float = 1.0) -> float:

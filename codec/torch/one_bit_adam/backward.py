@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, StateError
-from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, finalizes_manually, joins
+from codec.torch._compat import (
+    BackwardEnd,
+    backward_pass,
+    call_after_backward,
+    count_parameters,
+    finalizes_manually,
+    joins,
+    place_of,
+)
 from codec.torch.ddp.buckets import gradients_in
 from codec.torch.ddp.hook import Hook
 from codec.torch.one_bit_adam.schedule import Kind
@@ -118,6 +126,7 @@ class Backward:
         self.reduced: set[torch.nn.Parameter] = set()  # parameters whose gradients the last backward pass has averaged
         self._ddp, self._hook_of, self._kind_of_step = ddp, hook_of, kind_of_step
         self._moves, self._clip_factor = moves, clip_factor
+        self._n_parameters = count_parameters(ddp)
         self._before = 0  # step count of the hook at the start of this backward pass
         # Buckets that are delayed until the norm of all gradients is known.
         self._held: list[tuple[_Bucket, _Future]] = []
@@ -132,12 +141,12 @@ class Backward:
         """Reduce a bucket; in a local step, return it unchanged."""
         if "_ddp" not in self.__dict__:
             raise ArgumentError("this model is a copy, which no OneBitAdam serves: call optimizer.register(model)")
-        kind = self._kind_of_step()
-        if bucket.index() == 0:
+        kind, place = self._kind_of_step(), place_of(self._ddp, bucket, self._n_parameters)
+        if place[0] == 0:
             self._begin(kind)
-        future = self._send(kind, bucket) if self._clip_factor is None else self._hold(kind, bucket)
+        future = self._send(kind, bucket) if self._clip_factor is None else self._hold(kind, bucket, *place)
         self._buckets.append((cast(list[torch.nn.Parameter], bucket.parameters()), future))
-        if bucket.is_last() and backward_pass() is not None:
+        if place[1] and backward_pass() is not None:
             call_after_backward(lambda: self._end(kind))
         return future
 
@@ -178,15 +187,15 @@ class Backward:
         future.set_result(bucket.buffer())
         return future
 
-    def _hold(self, kind: Kind, bucket: _Bucket) -> _Future:
+    def _hold(self, kind: Kind, bucket: _Bucket, index: int, last: bool) -> _Future:
         """Delay a bucket until the last one is complete; then clip all buckets, and begin to reduce them."""
         future: _Future = torch.futures.Future()
         hook = self._hook_of(kind)
-        if bucket.index() == 0 and hook is not None and backward_pass() is not None:
+        if index == 0 and hook is not None and backward_pass() is not None:
             # If the backward pass fails on this rank, cancel the step, so that other ranks fail before their timeout.
             call_after_backward(BackwardEnd(None, hook.reducer.cancel))
         self._held.append((bucket, future))
-        if bucket.is_last():
+        if last:
             held, self._held = self._held, []
             assert self._clip_factor is not None
             factor = self._clip_factor([each.buffer() for each, _ in held if not each.buffer().is_sparse])
