@@ -99,12 +99,18 @@ class BucketRun:
 class Joiner:
     """Groups the buckets of a step into runs.
 
-    A run ends when its buckets reach SLICE_NBYTES for each rank, with the last bucket of the step, and before a bucket
-    that is large, sparse, float64, of another dtype or on another device. So it depends only on sizes and dtypes, which
-    are equal on all ranks.
+    A run ends when its buckets reach SLICE_NBYTES for each rank or `limit`, with the last bucket of the step, and
+    before a bucket that is large, sparse, float64, of another dtype or on another device. So it depends only on sizes,
+    dtypes and the limit, which are equal on all ranks.
+
+    Parameters
+    ----------
+    limit : int, optional
+        Bytes of :class:`codec.torch.group.shares.LinkShares`, the same throughout a step; None: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
         # Run that has not begun, because more buckets may join, and its handle. A run does not hold its handle, which
         # would keep the connections of a former group open.
         self._open: tuple[BucketRun, JoinedWork] | None = None
@@ -133,6 +139,7 @@ class Joiner:
             Runs that must begin now, in this order, and their handles.
         """
         most, buffer = SLICE_NBYTES * size, bucket.buffer
+        most = most if self._limit is None else min(most, self._limit)
         small = bucket.has_frames and buffer.nbytes < most
         begun: list[tuple[BucketRun, JoinedWork]] = []
         if self._open is not None and not (small and _is_alike(self._open[0].members[0].buffer, buffer)):

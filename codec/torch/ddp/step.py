@@ -141,7 +141,7 @@ class StepState:
         self.current = Step()
         self.buffers = BucketBuffers()  # memory for concatenated gradients of the current step
         self.fallback = RawFallback("gradients")  # chooses between frames and uncompressed values
-        self.shares = LinkShares()  # sizes of the ranks' slices
+        self.shares = LinkShares()  # sizes of the ranks' slices and of joined buckets
         self._plan = plan
         self.other_groups: OtherGroups | None = None
         self.names_nonfinite = True  # name the parameter in errors about NaN and Inf
@@ -171,7 +171,8 @@ class StepState:
             raise PeerError(
                 "the previous backward pass did not end, and other ranks may wait for its buckets: make a new group"
             ) from former.error
-        self.current = Step(self.count, scale, Outcome(in_flight=True))
+        joiner = Joiner(self.shares.limit if self._in_sync else None)  # other ranks may be new, and have no limit
+        self.current = Step(self.count, scale, Outcome(in_flight=True), joiner)
         return self.current
 
     async def synchronize(self, collective: Collective, step: Step) -> None:

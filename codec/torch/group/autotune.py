@@ -68,7 +68,7 @@ class Timing:
         self._tuner, self._channel, self._index, self._before, self._after = tuner, channel, index, before, after
         self.way: Way = "frames"
         self.shares: LinkShares | None = None  # slices by the rates of links, which this collective measures
-        self._n_rates = 0  # number of rates in the report
+        self._n_rates = 0  # number of integers of `shares` in the report
 
     async def wait(self) -> Way:
         """Wait for the collectives on which the way depends, start the timer, and return the way."""
@@ -101,7 +101,7 @@ class Timing:
             Duration of the collective in microseconds; share of it in which this rank computed, in thousandths; and
             estimated wait for uncompressed values in microseconds. In the estimate, the latency of round trips stays
             the same, and the remaining wait grows in proportion to the bytes. The numbers of the tuner follow. If
-            rates of links are due, they precede all of these.
+            measurements of links are due, they precede all of these.
         """
         channel = self._channel
         wall, busy = time.perf_counter() - self._started[0], time.thread_time() - self._started[1]
@@ -114,7 +114,7 @@ class Timing:
         uncompressed_nbytes = 2 * raw_nbytes * (size - 1) // size
         waited = latency + (wall - busy - latency) * uncompressed_nbytes / max(1, sent_nbytes)
         times = [round(wall * 1e6), round(busy / wall * 1e3), round(waited * 1e6)]
-        rates = [] if self.shares is None else self.shares.report(channel)
+        rates = [] if self.shares is None else self.shares.report(channel, raw_nbytes)
         self._n_rates = len(rates)
         return rates + times + self._tuner.report(channel)
 

@@ -1,4 +1,4 @@
-"""Sizes of the slices that ranks sum, by the measured rates of their links: a slow link carries a small slice."""
+"""Sizes of slices and of joined buckets, by the measured rates of links: a slow link carries a small slice."""
 
 import logging
 from collections.abc import Sequence
@@ -13,6 +13,11 @@ _MOST_RANKS = 64  # maximum number of ranks in a group whose ranks report their 
 _LEAST_BUSY = 0.02  # seconds of sending that a measurement needs, since the kernel's clock has ticks of up to 4 ms
 _LITTLE = 0.1  # share of the bytes of the link's busiest connection below which a connection may be left out
 _LEAST_GAIN = 0.1  # share of the time of a step's messages that new slices must save
+# CPU microseconds of a collective, besides those of its values, and of each of its 2 (N - 1) messages (scale.md)
+_COLLECTIVE_US, _MESSAGE_US = 1100, 160
+_LEAST_RATIO = 2  # time for which the bytes of joined buckets keep the link busy, as a multiple of this CPU time
+_MOST_NBYTES = 1 << 24  # bytes of joined buckets from which they are unlimited here
+_LEAST_CHANGE = 1.5  # factor by which a new limit must differ from the former one
 
 Weights = tuple[int, ...]
 
@@ -25,17 +30,24 @@ class LinkShares:
     With N ranks, a tensor of S bytes and slices of w_i S bytes, rank i sends S (1 + w_i (N - 2)) bytes. The weights
     minimize the longest time that a rank sends, and change only if that saves a share of it.
 
+    Joined buckets save CPU time, but a slow link is idle while they wait for each other. So their size is limited: the
+    bytes of joined buckets keep the slowest link busy for about twice the CPU time of a collective.
+
     Attributes
     ----------
     weights : tuple of int or None
         Weight of each rank's slice; None: equal slices.
+    limit : int or None
+        Bytes of gradients from which no more buckets are joined; None: no limit by the link.
     """
 
     def __init__(self) -> None:
         self.weights: Weights | None = None
+        self.limit: int | None = None
         self._count = 0  # steps so far
+        self._size, self._within = 1, 1  # ranks between machines, and within
         self._before: Sequence[ConnectionInfo] = ()  # counters at the start of the measurement
-        self._moved = False  # True: the weights have changed since the last call of :meth:`moved`
+        self._moved = False  # True: weights or limit have changed since the last call of :meth:`moved`
 
     @property
     def is_due(self) -> bool:
@@ -47,22 +59,36 @@ class LinkShares:
         if self._count % PERIOD == _FIRST:
             self._before = channel.mesh.connections(channel.peers)
 
-    def report(self, channel: Channel) -> list[int]:
-        """Return one number for each rank: the rate of this rank's link in bytes per second, 0 for the others.
+    def report(self, channel: Channel, nbytes: int) -> list[int]:
+        """Return the measurements of this rank, if they are due; otherwise an empty list.
 
-        In two levels, ranks are those of `between`, and rates of different machines' ranks are combined by place. The
-        list is empty if no report is due, or if there are fewer than 3 or more than 64 ranks.
+        With 3 to 64 ranks, the first numbers are one for each rank: the rate of this rank's link in bytes per second, 0
+        for the others. In two levels, ranks are those of `between`, and rates of different machines' ranks are combined
+        by place. The last number is the time for which a byte of gradients keeps the link busy, in picoseconds.
+
+        Parameters
+        ----------
+        channel : Channel
+            Channel of the group.
+        nbytes : int
+            Bytes of the gradients of a step before encoding; in two levels, of this rank's windows of them.
         """
-        ranks = channel.levels.between
-        if not self.is_due or not 3 <= ranks.size <= _MOST_RANKS:
+        if not self.is_due:
             return []
-        rates = [0] * ranks.size
-        rates[ranks.rank] = rate_of(self._before, channel.mesh.connections(channel.peers), PERIOD - 1 - _FIRST)
-        return rates
+        ranks, now, steps = channel.levels.between, channel.mesh.connections(channel.peers), PERIOD - 1 - _FIRST
+        rates = [0] * ranks.size if 3 <= ranks.size <= _MOST_RANKS else []
+        if rates:
+            rates[ranks.rank] = rate_of(self._before, now, steps)
+        self._size, self._within = ranks.size, channel.levels.within.size
+        return [*rates, round(1e12 * busy_of(self._before, now, steps) / max(1, steps * nbytes))]
 
-    def learn(self, rates: Sequence[int]) -> None:
-        """End a step that has succeeded, given the largest number that any rank has reported for each rank."""
+    def learn(self, largest: Sequence[int]) -> None:
+        """End a step that has succeeded, given the maxima over all ranks of the numbers of :meth:`report`."""
         self._count += 1
+        if not largest:
+            return
+        *rates, pace = largest
+        self._learn_limit(pace)
         if not rates or not all(rates):
             return
         size, former = len(rates), self.weights
@@ -73,13 +99,22 @@ class LinkShares:
             self._moved = True
             _log.info("slices of the ranks: %s; rates of their links: %s bytes/s", self.weights or "equal", rates)
 
+    def _learn_limit(self, pace: int) -> None:
+        """Set the limit of joined buckets by the picoseconds for which a byte keeps the slowest link busy."""
+        cost = _COLLECTIVE_US + 2 * (self._size - 1) * _MESSAGE_US
+        found = min(_MOST_NBYTES, self._within * _LEAST_RATIO * cost * 10**6 // max(1, pace))
+        former = self.limit or _MOST_NBYTES
+        if not former < _LEAST_CHANGE * found < _LEAST_CHANGE**2 * former:
+            self.limit, self._moved = None if found == _MOST_NBYTES else found, True
+            _log.info("buckets are joined up to %s bytes; a byte keeps the link busy for %s ps", self.limit, pace)
+
     def reset(self) -> None:
-        """Return to equal slices, because ranks may have measured different links."""
-        self._moved |= self.weights is not None
-        self.weights, self._count, self._before = None, 0, ()
+        """Return to equal slices and unlimited joined buckets, because ranks may have measured different links."""
+        self._moved |= self.weights is not None or self.limit is not None
+        self.weights, self.limit, self._count, self._before = None, None, 0, ()
 
     def moved(self) -> bool:
-        """Return True in the first step whose slices are not those of the step before."""
+        """Return True in the first step whose slices or limit are not those of the step before."""
         moved, self._moved = self._moved, False
         return moved
 
@@ -103,6 +138,18 @@ def rate_of(before: Sequence[ConnectionInfo], now: Sequence[ConnectionInfo], ste
         elif nbytes > _LITTLE * most:
             return 0
     return round(rate)
+
+
+def busy_of(before: Sequence[ConnectionInfo], now: Sequence[ConnectionInfo], steps: int) -> float:
+    """Return the seconds for which a link was busy, without a round trip of each step; 0 if that is too little."""
+    if len(before) != len(now):
+        return 0.0
+    found = 0.0
+    for was, last in zip(before, now, strict=True):
+        busy = last.busy - was.busy
+        if busy >= _LEAST_BUSY:
+            found = max(found, busy / 2, busy - steps * last.rtt)
+    return found
 
 
 def weights_for(rates: Sequence[int]) -> Weights:

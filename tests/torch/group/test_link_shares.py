@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.torch.ddp.step import StepState
-from codec.torch.group.shares import PERIOD, UNITS, LinkShares, rate_of, weights_for
+from codec.torch.group.shares import PERIOD, UNITS, LinkShares, busy_of, rate_of, weights_for
 from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.reduction.partition import cut
 from codec.torch.transport.levels import Levels
@@ -42,10 +42,10 @@ def test_weights_are_near_the_optimum(rates):
     assert seconds(weights, rates) <= best + rounding * 1.001
 
 
-def changes(shares, rates):
-    """Return True if the weights have changed after the steps of a period."""
+def changes(shares, rates, pace=0):
+    """Return True if the weights or the limit have changed after the steps of a period."""
     for _ in range(PERIOD):
-        shares.learn(rates if shares.is_due else [])
+        shares.learn([*rates, pace] if shares.is_due else [])
     return shares.moved()
 
 
@@ -60,6 +60,33 @@ def test_weights_follow_the_link_with_hysteresis():
     assert not changes(shares, [0, *uneven[1:]])  # a rank has measured nothing
     assert changes(shares, equal)
     assert shares.weights is None
+
+
+def test_limit_of_joined_buckets_follows_the_link_with_hysteresis():
+    shares = LinkShares()
+    assert not changes(shares, [])
+    assert changes(shares, [], 85_000)  # 20 Mbit/s, 4-bit frames: 2.5 ms of CPU are a half of 33 kB of gradients
+    limit = shares.limit
+    assert 10_000 < limit < 100_000
+    assert not changes(shares, [], 70_000)
+    assert not changes(shares, [], 110_000)
+    assert changes(shares, [], 8500)
+    assert shares.limit == pytest.approx(10 * limit, rel=1e-3)
+    assert changes(shares, [], 1)
+    assert shares.limit is None
+    assert not changes(shares, [], 0)
+    assert changes(shares, [], 85_000)
+    shares.reset()
+    assert shares.limit is None
+    assert shares.moved()
+
+
+def test_link_is_busy_for_the_longest_time_of_its_connections_without_round_trips():
+    before = [ConnectionInfo(0.01, 0, 0.0), ConnectionInfo(0.01, 0, 1.0)]
+    now = [ConnectionInfo(0.01, 9, 0.6), ConnectionInfo(0.01, 9, 2.1)]
+    assert busy_of(before, now, 10) == pytest.approx(1.0)
+    assert busy_of(before, now, 100) == pytest.approx(0.55)
+    assert busy_of(before, before, 10) == busy_of(before[:1], now, 10) == 0
 
 
 def test_rate_is_the_sum_of_concurrent_connections():
@@ -96,15 +123,16 @@ def channel_of(size, within=1, *, on_gpus=False):
 @pytest.mark.parametrize(
     ("size", "within", "n"), [(2, 1, 0), (3, 1, 3), (64, 1, 64), (65, 1, 0), (130, 2, 0), (4, 2, 0)]
 )
-def test_ranks_report_rates_of_3_to_64_links(size, within, n):
+def test_ranks_report_rates_of_3_to_64_links_and_the_time_of_a_byte(size, within, n):
     shares, channel = LinkShares(), channel_of(size, within)
     for _ in range(PERIOD - 1):
         shares.begin(channel)
-        assert shares.report(channel) == []
+        assert shares.report(channel, 5000) == []
         shares.learn([])
     shares.begin(channel)
-    rates = shares.report(channel)
+    *rates, pace = shares.report(channel, 5000)
     assert len(rates) == n
+    assert pace == pytest.approx(1e12 * (1 if channel.peers else 0) / 11 / 5000, rel=0.02)
     assert rates[1:] == [0] * (n - 1)
     assert n == 0 or rates[0] == pytest.approx((n - 1) * 1e6, rel=0.02)
 
