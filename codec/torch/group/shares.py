@@ -76,11 +76,14 @@ class LinkShares:
         if not self.is_due:
             return []
         ranks, now, steps = channel.levels.between, channel.mesh.connections(channel.peers), PERIOD - 1 - _FIRST
+        rate = rate_of(self._before, now, steps)
         rates = [0] * ranks.size if 3 <= ranks.size <= _MOST_RANKS else []
         if rates:
-            rates[ranks.rank] = rate_of(self._before, now, steps)
+            rates[ranks.rank] = rate
         self._size, self._within = ranks.size, channel.levels.within.size
-        return [*rates, round(1e12 * busy_of(self._before, now, steps) / max(1, steps * nbytes))]
+        each = [(was, last) for was, last in zip(self._before, now, strict=False) if not last.local]
+        acked = sum(last.acked_nbytes - was.acked_nbytes for was, last in each)
+        return [*rates, round(1e12 * acked / rate / (steps * nbytes)) if rate and nbytes else 0]
 
     def learn(self, largest: Sequence[int]) -> None:
         """End a step that has succeeded, given the maxima over all ranks of the numbers of :meth:`report`."""
@@ -125,31 +128,21 @@ def rate_of(before: Sequence[ConnectionInfo], now: Sequence[ConnectionInfo], ste
     The connections send at the same time, so that the rate of the link is the sum of their rates. A round trip of each
     step is subtracted from the time in which a connection was busy: until the first acknowledgement, it sends nothing.
     Connections that carried little are left out if they were too short to be measured: two ranks without slices send
-    each other no frames.
+    each other no frames. Connections of a machine to itself are left out, since the kernel acknowledges their small
+    messages only when the peer has time to read them.
     """
     rate = 0.0
     if len(before) != len(now):
         return 0
-    most = max(last.acked_nbytes - was.acked_nbytes for was, last in zip(before, now, strict=True))
-    for was, last in zip(before, now, strict=True):
+    remote = [(was, last) for was, last in zip(before, now, strict=True) if not last.local]
+    most = max((last.acked_nbytes - was.acked_nbytes for was, last in remote), default=0)
+    for was, last in remote:
         nbytes, busy = last.acked_nbytes - was.acked_nbytes, last.busy - was.busy
         if busy >= _LEAST_BUSY:
             rate += nbytes / max(busy / 2, busy - steps * last.rtt)
         elif nbytes > _LITTLE * most:
             return 0
     return round(rate)
-
-
-def busy_of(before: Sequence[ConnectionInfo], now: Sequence[ConnectionInfo], steps: int) -> float:
-    """Return the seconds for which a link was busy, without a round trip of each step; 0 if that is too little."""
-    if len(before) != len(now):
-        return 0.0
-    found = 0.0
-    for was, last in zip(before, now, strict=True):
-        busy = last.busy - was.busy
-        if busy >= _LEAST_BUSY:
-            found = max(found, busy / 2, busy - steps * last.rtt)
-    return found
 
 
 def weights_for(rates: Sequence[int]) -> Weights:

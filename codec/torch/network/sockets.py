@@ -172,6 +172,15 @@ class ConnectionInfo(NamedTuple):
     rtt: float = 0.0  # round-trip time in seconds, a running mean
     acked_nbytes: int = 0  # bytes that the peer has acknowledged
     busy: float = 0.0  # seconds in which sent bytes were not yet acknowledged
+    local: bool = False  # True: both ends have the same address, as on the loopback interface
+
+
+def is_local(sock: Any) -> bool:
+    """Return True if both ends of a connected socket have the same address."""
+    try:
+        return sock.getsockname()[0] == sock.getpeername()[0]
+    except OSError:  # the peer has closed the connection
+        return False
 
 
 def connection_info(sock: Any) -> ConnectionInfo:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from codec.torch.network.inbox import Arrival
-from codec.torch.network.sockets import ConnectionInfo, connection_info, prepare
+from codec.torch.network.sockets import ConnectionInfo, connection_info, is_local, prepare
 from codec.torch.network.tls import TlsSocket
 from codec.torch.network.waits import Wait
 
@@ -73,7 +73,7 @@ class Stripe:
         self.header = bytearray(HEADER.size)  # header of the next message
         self.arrival: Arrival | None = None  # message whose body is being read
         self._header_nbytes = 0  # bytes of the header that have arrived
-        self._sock, self._poll = sock, poll
+        self._sock, self._poll, self._local = sock, poll, is_local(sock)
         weakref.finalize(self, sock.close).atexit = False
         self._lock = threading.Lock()  # guards _queue and _armed
         self._queue: deque[Send] = deque()
@@ -178,4 +178,4 @@ class Stripe:
 
     def info(self) -> ConnectionInfo:
         """Return the kernel's statistics of the connection."""
-        return connection_info(self._sock)
+        return connection_info(self._sock)._replace(local=self._local)

@@ -185,6 +185,14 @@ class TlsSocket:
         """Do nothing for False: the socket does not block."""
         assert not blocking
 
+    def getsockname(self) -> Any:
+        """Return the address of this end."""
+        return self._sock.getsockname()
+
+    def getpeername(self) -> Any:
+        """Return the address of the other end."""
+        return self._sock.getpeername()
+
     def getsockopt(self, level: int, name: int, nbytes: int) -> bytes:
         """Return an option of the socket."""
         return self._sock.getsockopt(level, name, nbytes)

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch.group import autotune, shares
+from codec.torch.network import stripe
 from support.ranks import run_ranks
 
 PERIOD, LAYERS, SIDE = 3, 8, 64
@@ -48,7 +49,12 @@ def _trained(rank, size, within, spec, fails):
     """Measure other links in each period; only the last rank has the slow one."""
     shares.PERIOD, shares._FIRST = PERIOD, 0
     busy = [0.0]
-    shares.busy_of = lambda before, now, steps: steps * busy[0] / within if rank == size - 1 else 0.0
+
+    def rate_of(before, now, steps):
+        acked = sum(last.acked_nbytes - was.acked_nbytes for was, last in zip(before, now, strict=True))
+        return acked * within / steps / busy[0] if rank == size - 1 and busy[0] else 0
+
+    shares.rate_of, stripe.is_local = rate_of, lambda sock: False
     autotune.RawFallback.way = lambda self, index: "frames"
     group = init_device_mesh("cpu", (size // within, within)) if within > 1 else None
     model = DistributedDataParallel(Products(), bucket_cap_mb=SIDE * SIDE * 4 / 2**20)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.torch.ddp.step import StepState
-from codec.torch.group.shares import PERIOD, UNITS, LinkShares, busy_of, rate_of, weights_for
+from codec.torch.group.shares import PERIOD, UNITS, LinkShares, rate_of, weights_for
 from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.reduction.partition import cut
 from codec.torch.transport.levels import Levels
@@ -81,14 +81,6 @@ def test_limit_of_joined_buckets_follows_the_link_with_hysteresis():
     assert shares.moved()
 
 
-def test_link_is_busy_for_the_longest_time_of_its_connections_without_round_trips():
-    before = [ConnectionInfo(0.01, 0, 0.0), ConnectionInfo(0.01, 0, 1.0)]
-    now = [ConnectionInfo(0.01, 9, 0.6), ConnectionInfo(0.01, 9, 2.1)]
-    assert busy_of(before, now, 10) == pytest.approx(1.0)
-    assert busy_of(before, now, 100) == pytest.approx(0.55)
-    assert busy_of(before, before, 10) == busy_of(before[:1], now, 10) == 0
-
-
 def test_rate_is_the_sum_of_concurrent_connections():
     before = [ConnectionInfo(0.01, 0, 0.0), ConnectionInfo(0.01, 1000, 1.0)]
     now = [ConnectionInfo(0.01, 500_000, 0.6), ConnectionInfo(0.01, 1_001_000, 2.1)]
@@ -103,6 +95,9 @@ def test_rank_without_a_slice_is_measured_beside_another_one():
     assert rate == rate_of(before[:2], busy, 11) > 1_900_000
     assert rate_of(before, [*busy, ConnectionInfo(1e-4, 100_000, 0.001)], 11) == 0
     assert rate_of(before, [ConnectionInfo(1e-4, 0, 0.0)] * 3, 11) == 0
+    local = ConnectionInfo(1e-4, 900_000, 0.9, local=True)
+    assert rate_of(before, [*busy, local], 11) == rate
+    assert rate_of(before[:1], [local], 11) == 0
 
 
 def channel_of(size, within=1, *, on_gpus=False):
@@ -121,7 +116,7 @@ def channel_of(size, within=1, *, on_gpus=False):
 
 
 @pytest.mark.parametrize(
-    ("size", "within", "n"), [(2, 1, 0), (3, 1, 3), (64, 1, 64), (65, 1, 0), (130, 2, 0), (4, 2, 0)]
+    ("size", "within", "n"), [(1, 1, 0), (2, 1, 0), (3, 1, 3), (64, 1, 64), (65, 1, 0), (130, 2, 0), (4, 2, 0)]
 )
 def test_ranks_report_rates_of_3_to_64_links_and_the_time_of_a_byte(size, within, n):
     shares, channel = LinkShares(), channel_of(size, within)
