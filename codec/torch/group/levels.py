@@ -95,8 +95,14 @@ def _of_mesh(mesh: DeviceMesh, world: Any, one_site: bool) -> Any:
         return between
     if between.size() == 1 and not one_site:
         return within
-    whole = world if mesh.size() == world.size() else mesh._flatten().get_group()  # pyright: ignore[reportPrivateUsage]
-    return _leveled(whole, between, within)
+    if mesh.size() == world.size():
+        return _leveled(world, between, within)
+    if mesh.mesh_dim_names is None:
+        raise ArgumentError(
+            "group=: a mesh of some of the ranks needs names of its dimensions: pass init_device_mesh("
+            'mesh_dim_names=("between", "within")), or a slice of a mesh with names'
+        )
+    return _leveled(mesh._flatten().get_group(), between, within)  # pyright: ignore[reportPrivateUsage]
 
 
 def _of_pair(between: Any, within: Any, world: Any, one_site: bool) -> Any:

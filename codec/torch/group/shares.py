@@ -15,7 +15,6 @@ _LITTLE = 0.1  # share of the bytes of the link's busiest connection below which
 _LEAST_GAIN = 0.1  # share of the time of a step's messages that new slices must save
 # CPU microseconds of a collective, besides those of its values, and of each of its 2 (N - 1) messages (scale.md)
 _COLLECTIVE_US, _MESSAGE_US = 1100, 160
-_LEAST_RATIO = 2  # time for which the bytes of joined buckets keep the link busy, as a multiple of this CPU time
 _MOST_NBYTES = 1 << 24  # bytes of joined buckets from which they are unlimited here
 _LEAST_CHANGE = 1.5  # factor by which a new limit must differ from the former one
 
@@ -31,7 +30,7 @@ class LinkShares:
     minimize the longest time that a rank sends, and change only if that saves a share of it.
 
     Joined buckets save CPU time, but a slow link is idle while they wait for each other. So their size is limited: the
-    bytes of joined buckets keep the slowest link busy for about twice the CPU time of a collective.
+    bytes of joined buckets keep the slowest link busy for about as long as the CPU time of a collective.
 
     Attributes
     ----------
@@ -105,7 +104,7 @@ class LinkShares:
     def _learn_limit(self, pace: int) -> None:
         """Set the limit of joined buckets by the picoseconds for which a byte keeps the slowest link busy."""
         cost = _COLLECTIVE_US + 2 * (self._size - 1) * _MESSAGE_US
-        found = min(_MOST_NBYTES, self._within * _LEAST_RATIO * cost * 10**6 // max(1, pace))
+        found = min(_MOST_NBYTES, self._within * cost * 10**6 // max(1, pace))
         former = self.limit or _MOST_NBYTES
         if not former < _LEAST_CHANGE * found < _LEAST_CHANGE**2 * former:
             self.limit, self._moved = None if found == _MOST_NBYTES else found, True

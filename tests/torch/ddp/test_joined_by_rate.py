@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 PERIOD, LAYERS, SIDE = 3, 8, 64
 NBYTES = LAYERS * SIDE * SIDE * 4
 POLICY = codec.torch.Policy(lossless_small=False, uneven=None)
-BUSY = (NBYTES * 400e-9, NBYTES * 120e-9, 0.0)  # seconds for which the link is busy in a step, in each period
+BUSY = (NBYTES * 400e-9, NBYTES * 30e-9, 0.0)  # seconds for which the link is busy in a step, in each period
 
 
 class Products(nn.Module):

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import codec
@@ -59,6 +59,24 @@ def _groups(rank, size):
 
 def test_every_form_of_group():
     run_ranks(4, _groups)
+
+
+def _some_ranks(rank, size):
+    """Rank 4 is in no machine."""
+    unnamed = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    named = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("between", "within"))
+    found = torch.full((9,), float(rank))
+    if rank == 4:
+        return None
+    with pytest.raises(codec.ArgumentError, match="needs names of its dimensions"):
+        codec.torch.all_reduce(found, codec.Lossless(), group=unnamed)
+    assert found.tolist() == [rank] * 9
+    codec.torch.all_reduce(found, codec.Lossless(), group=named)
+    return found.tolist()
+
+
+def test_mesh_of_some_ranks_has_names():
+    assert run_ranks(5, _some_ranks, fresh=True) == [[6.0] * 9] * 4 + [None]
 
 
 def _differ(rank, size, call):
