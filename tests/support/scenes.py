@@ -70,9 +70,7 @@ class Scene:
         self.ranks.run(middle.secured, mode.environment)
         self.ranks.new_group()
         self.middle.__exit__()
-        self.middle = Middle(
-            *self._place
-        )  # a new port: a late connection of an old group may come to the old one
+        self.middle = Middle(*self._place)  # a new port: a late connection of an old group may come to the old one
         self.middle.attack = attack or self.middle.attack
         self.middle.target = self.ranks.run(middle.lead_through, self.middle.host, self.middle.port)[0]
 
