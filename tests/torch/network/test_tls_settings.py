@@ -1,6 +1,7 @@
 """Connections of ranks with TLS: settings that meet, and settings that differ."""
 
 import os
+import socket
 import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from codec._secret import Secret
 from codec._security import Security
 from codec._tls import Tls, tls_of, tls_of_environment
 from codec.torch.network.endpoint import endpoint_of
-from support.handshakes import KEY, OTHER, met, waiting
+from support.handshakes import KEY, OTHER, address_of, met, waiting
 from support.meshes import SECONDS, Group
 from support.tls import PSK, context, contexts, encrypted, refusals, secured
 
@@ -225,3 +226,11 @@ def test_key_is_in_no_file(tmp_path, monkeypatch):
     Tls().contexts()
     assert set(os.listdir("/proc/self/fd")) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_port_is_open_on_the_chosen_interface_only():
+    store, (zero,) = secured(Security())
+    _, _, (host, port) = address_of(store, 0)
+    assert host == zero._listener.host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=SECONDS)
