@@ -33,11 +33,20 @@ class BearerToken:
 
     def __init__(self, text: str) -> None:
         if not isinstance(text, str) or not _TOKEN.fullmatch(text):  # pyright: ignore[reportUnnecessaryIsInstance]
+            del text
             raise ArgumentError(
                 "a token must be a str of at least 16 letters, digits and - . _ ~ + /, such as secrets.token_urlsafe() "
                 "returns"
             )
         self._header = f"Bearer {text}"
+
+    @classmethod
+    def of(cls, given: "str | BearerToken") -> "BearerToken":
+        """Return `given` as a BearerToken."""
+        try:
+            return given if isinstance(given, cls) else cls(cast(str, given))
+        finally:
+            del given  # tracebacks may show local variables
 
     def matches(self, header: str | None) -> bool:
         """Return True if the header Authorization of a request has the token, in a time that does not depend on it."""

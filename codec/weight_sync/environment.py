@@ -52,14 +52,21 @@ def verify_key(given: Key | SigningKey | None) -> SigningKey | None:
         return SigningKey.to_verify(key)
 
 
-def bearer_token(given: str | None) -> "BearerToken | None":
+def bearer_token(given: "str | BearerToken | None") -> "BearerToken | None":
     """Return the token of an argument ``token=``."""
-    with chosen(given, TOKEN) as found:
+    if given is not None:
+        try:
+            from codec.weight_sync.credentials import BearerToken  # slow to import
+
+            return BearerToken.of(given)
+        finally:
+            del given  # tracebacks may show local variables
+    with chosen(None, TOKEN) as found:
         if found is None:
             return None
         from codec.weight_sync.credentials import BearerToken  # slow to import
 
-        return BearerToken(secret_in(found).decode("latin-1") if given is None else given)
+        return BearerToken(secret_in(found).decode("latin-1"))
 
 
 def server_tls(given: "Tls | None") -> "ssl.SSLContext | None":

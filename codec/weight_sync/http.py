@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import ssl
     from http.client import HTTPConnection, HTTPResponse
 
+    from codec.weight_sync.credentials import BearerToken
+
 Cafile = str | PathLike[str] | bool | None
 
 _BLOCK_SECONDS = 64.0  # time for 1 MiB of a file beyond the maximum time without data: 16 KiB/s
@@ -45,7 +47,9 @@ class Connection:
         The URL, the token or `cafile` is invalid, or the token would be sent unencrypted.
     """
 
-    def __init__(self, url: str, seconds: float, token: str | None = None, cafile: Cafile = None) -> None:
+    def __init__(
+        self, url: str, seconds: float, token: "str | BearerToken | None" = None, cafile: Cafile = None
+    ) -> None:
         self._url, self._seconds = url.rstrip("/"), seconds
         self._open: HTTPConnection | None = None
         self._socket: socket.socket | None = None
@@ -156,6 +160,8 @@ class Connection:
 
     def _reply(self, connection: "HTTPConnection", target: str) -> "HTTPResponse":
         """Send a request, and read the header of the reply within the timeout."""
+        if connection.sock is None:
+            connection.connect()  # not in request(), whose local variables hold the token
         connection.request("GET", target, headers={} if self._token is None else self._token.headers())
         self._socket = connection.sock  # which the connection forgets if the server will close it
         with self._within(self._seconds, "the header of a reply"):

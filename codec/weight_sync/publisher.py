@@ -90,8 +90,11 @@ class Publisher(Closing):
         self._staged: Update | None = None
         self._published = False  # True: the list in the store is of this object's run
         self._server: UpdateServer | None = None
-        if host is not None:
-            self._server = serve(self._store.folder, host, port, token=token, tls=tls)
+        try:
+            if host is not None:
+                self._server = serve(self._store.folder, host, port, token=token, tls=tls)
+        finally:
+            del token  # tracebacks may show local variables
         self.source = str(self._store.folder.resolve()) if self._server is None else self._server.url
 
     @property

@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any
 
 from codec.errors import ArgumentError, FrameError, LimitError
+from codec.weight_sync.environment import bearer_token
 from codec.weight_sync.http import Cafile
 from codec.weight_sync.listing import Listed, chain
 from codec.weight_sync.receiver import Load, WeightReceiver
@@ -75,7 +76,11 @@ def pull(
         The receiver keeps the last version that it has reached.
     """
     applied = False
-    with StoreReader(source, timeout, token=token, cafile=cafile, key=receiver.key) as store:
+    try:
+        bearer = None if token is None else bearer_token(token)
+    finally:
+        del token  # tracebacks may show local variables
+    with StoreReader(source, timeout, token=bearer, cafile=cafile, key=receiver.key) as store:
         listing = store.listing()
         newer, rest = receiver.key is not None, _MOST_LISTS - 1
         path = deque(chain(listing, receiver.identity, newer=newer))

@@ -89,7 +89,10 @@ def serve(
     from codec.weight_sync.handler import Server  # slow to import
 
     number = whole("port", port, 0, 65535)
-    secret, context = environment.bearer_token(token), environment.server_tls(tls)
+    try:
+        secret, context = environment.bearer_token(token), environment.server_tls(tls)
+    finally:
+        del token  # tracebacks may show local variables
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]

@@ -5,6 +5,7 @@ import os
 import re
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from codec.arguments import check_timeout
 from codec.errors import ArgumentError, CodecError, FrameError
@@ -15,6 +16,9 @@ from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
 from codec.weight_sync.mapping import mapped, regular
 from codec.weight_sync.temporary import copied
 from codec.weight_sync.update import Update
+
+if TYPE_CHECKING:
+    from codec.weight_sync.credentials import BearerToken
 
 TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -45,7 +49,7 @@ class StoreReader(Closing):
         source: str | PathLike[str],
         timeout: float = TIMEOUT,
         *,
-        token: str | None = None,
+        token: "str | BearerToken | None" = None,
         cafile: Cafile = None,
         key: SigningKey | None = None,
     ) -> None:

@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 
@@ -331,3 +332,23 @@ def test_slow_header_of_a_server_is_an_error_in_time():
         with pytest.raises(codec.ArgumentError, match="was not complete in time"):
             read_head(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5)
         assert time.monotonic() - began < 10
+
+
+CALLS = {
+    "no server": lambda folder, url: pull(codec.WeightReceiver(), "http://127.0.0.1:1", token=TOKEN),
+    "no reply": lambda folder, url: pull(codec.WeightReceiver(), url, token=TOKEN, timeout=0.1),
+    "no store": lambda folder, url: pull(codec.WeightReceiver(), "http://192.0.2.1:1", token=TOKEN),
+    "short token": lambda folder, url: pull(codec.WeightReceiver(), url, token=TOKEN[:10]),
+    "no address": lambda folder, url: serve(folder, "192.0.2.1", token=TOKEN),
+    "no certificate": lambda folder, url: Publisher(folder, host="127.0.0.1", token=TOKEN, tls=folder / "none"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_traceback_shows_the_token_in_local_variables(tmp_path, name):
+    UpdateStore(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(codec.CodecError) as raised:
+        CALLS[name](tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}")
+    error = traceback.TracebackException.from_exception(raised.value, capture_locals=True)
+    leaking = [line for line in error.format() if TOKEN[:8] in line]
+    assert len(leaking) == 0, name
