@@ -24,7 +24,7 @@ from support.ranks import enter_namespace
 
 TO_SERVER, TO_CLIENT = range(2)  # directions: toward rank 0, which listens; toward rank 1, which connects
 N = 30_000
-TIMEOUT = 2.0  # timeout of disturbed collectives in seconds
+TIMEOUT = 0.7  # timeout of disturbed collectives in seconds
 SLACK = 15.0  # allowance for busy machines in seconds
 PATIENT = 60.0  # timeout of collectives that must succeed in seconds
 _PORT, _HOST = slice(24, 26), 27  # place of port and host in an address (protocol.md, section 2.1)
@@ -49,19 +49,20 @@ class Edit:
 
     def __init__(self, toward, at, nbytes, replace, connection=0):
         self.toward, self.at, self.nbytes, self.replace, self.connection = toward, at, nbytes, replace, connection
-        self._held = b""
-        self.done = False
+        self._held: bytes | None = b""  # None: the bytes were replaced
+        self.done = False  # True: the attack has begun
 
     def __call__(self, wire, toward, offset, data):
         """Return the bytes to pass on in place of `data`, which begins at `offset` of its stream."""
-        if self.done or toward != self.toward or wire.number != self.connection or offset + len(data) <= self.at:
+        elsewhere = toward != self.toward or wire.number != self.connection
+        if elsewhere or self._held is None or offset + len(data) <= self.at:
             return data
-        before = data[: max(0, self.at - offset)]
+        before, self.done = data[: max(0, self.at - offset)], True
         self._held += data[len(before) :]
         if len(self._held) < self.nbytes:
             return before
-        self.done = True
-        return before + self.replace(self._held[: self.nbytes]) + self._held[self.nbytes :]
+        held, self._held = self._held, None
+        return before + self.replace(held[: self.nbytes]) + held[self.nbytes :]
 
 
 def changed(toward, at, mask=1):

@@ -122,7 +122,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("launcher", ["torch.distributed.run", nightly("codec.run")])
+@pytest.mark.parametrize("launcher", [nightly("torch.distributed.run"), nightly("codec.run")])
 def test_children_of_a_launcher_prove_the_secret_of_its_environment(launcher, tmp_path):
     program, secret = tmp_path / "train.py", tmp_path / "secret"
     program.write_text(TRAINING)
