@@ -79,6 +79,15 @@ def secured(mode, monkeypatch):
     return mode
 
 
+def test_jobs_need_secrets_of_their_own(secured):
+    """Who writes the store of a job can connect its ranks to those of another job with the same secret or issuer."""
+    here, there = dist.HashStore(), dist.HashStore()
+    (_, client), (server, _) = _ranks(2, here), _ranks(2, there)
+    here.set("codec/point-to-point/0", there.get("codec/point-to-point/0"))
+    client.connect([0], 7, SECONDS)
+    assert server.accept(1, 7, SECONDS) is not None
+
+
 def _ranks(size, store):
     return [Endpoint(Group(rank, size, store), SECONDS, security_of_environment()) for rank in range(size)]
 
