@@ -81,7 +81,7 @@ class HandshakeTerms(NamedTuple):
         return hmac.digest(b"", text, "sha256") if secret is None else secret.prove(text)
 
 
-class Refused(Exception):
+class Unproven(Exception):
     """The other side has sent a wrong hello or proof; the message is the end of a sentence about it."""
 
 
@@ -151,7 +151,7 @@ class ClientHandshake:
                 yield from self._prove(channel, terms)
         except TlsError as e:
             raise self._refusal(f"cannot be connected by TLS: {e}") from e
-        except Refused as e:
+        except Unproven as e:
             raise self._refusal(str(e)) from None
         except OSError:
             raise self._refusal(f"has closed the connection before it has {step} on all ranks") from None
@@ -163,7 +163,7 @@ class ClientHandshake:
         answer = yield from receive_all(channel, NONCE_NBYTES + PROOF_NBYTES)
         terms = terms._replace(server_nonce=answer[:NONCE_NBYTES])
         if not hmac.compare_digest(answer[NONCE_NBYTES:], terms.proof(self._secret, server=True)):
-            raise Refused(
+            raise Unproven(
                 "is another rank: the connection was redirected, or its hello changed"
                 if self._secret is None
                 else "has not proven the secret of this rank: set the same secret (CODEC_SECRET_FILE) on all ranks"
@@ -289,8 +289,8 @@ class Listener:
 
         So a host that opens many connections keeps no other host out.
         """
-        hosts = Counter(stranger.host for stranger in self._strangers.values())
-        return next(sock for sock, stranger in self._strangers.items() if hosts[stranger.host] == max(hosts.values()))
+        (host, _), *_ = Counter(stranger.host for stranger in self._strangers.values()).most_common(1)
+        return next(sock for sock, stranger in self._strangers.items() if stranger.host == host)
 
     def _accept(self) -> None:
         try:
@@ -325,7 +325,7 @@ class Listener:
             return next(stranger.steps)
         except StopIteration as end:
             stranger.channel = end.value
-        except (TlsError, Refused) as e:
+        except (TlsError, Unproven) as e:
             self._refuse(stranger, str(e))
         except OSError:
             self._refuse(stranger, f"it has ended before it has {stranger.step}")
@@ -346,7 +346,7 @@ class Listener:
             with self.arrival:
                 self.differing.add(rank)
                 self.arrival.notify_all()
-            raise Refused(f"its hello says that {why}")
+            raise Unproven(f"its hello says that {why}")
         channel, secret = sock, self._security.secret
         terms = HandshakeTerms(self.token, version, flags, self._group, rank, self._rank, tag)
         if self._context is not None:
@@ -362,7 +362,7 @@ class Listener:
             yield from send_all(channel, terms.server_nonce + terms.proof(secret, server=True))
             proof = yield from receive_all(channel, PROOF_NBYTES)
             if not hmac.compare_digest(proof, terms.proof(secret, server=False)):
-                raise Refused(
+                raise Unproven(
                     "it has connected to another rank, or its hello was changed"
                     if secret is None
                     else "its proof of the secret is wrong"
