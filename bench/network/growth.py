@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-HEADER_NBYTES = 40  # header of a message
+HEADER_NBYTES = 48  # header of a message
 GRAIN = 1024  # slices of a tensor without rows begin at multiples of this number of values
 CHUNK_NBYTES = 1 << 22  # of float32 values; a larger slice is sent as several frames
 LARGE_NBYTES = 1 << 20  # slices above this have at least two chunks

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import struct
+import zlib
 from collections import defaultdict
 from math import floor, log, prod
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ import codec.torch
 VERSION = ("codec.torch", 5)  # hashed as text for the address; 5 is the protocol version
 DATA, ABORT = range(2)  # message kinds
 FAILED, NONFINITE, DIFFERS = range(2, 5)  # status codes in abort messages
-HEADER = struct.Struct("<4sIQIIqQ")
+# magic, kind, collective, part, index, signature, size and checksum of the body, CRC-32 of these fields
+HEADER = struct.Struct("<4sIQIIqQII")
+FIELDS = slice(40)  # bytes of the header that do not depend on the contents of the body
 VERDICT = 0  # signature field of messages in a collective's last part
 REPORT = object()  # stands for a body of three durations, which differ from run to run
 MIB = 1 << 20
@@ -37,6 +40,24 @@ class Call(NamedTuple):
 
 
 EXAMPLE = Call()
+
+
+def header(
+    kind: int,
+    number: int,
+    part: int,
+    index: int,
+    signature: int,
+    body: bytes,
+    *,
+    magic: bytes = b"CDCM",
+    nbytes: int | None = None,
+) -> bytes:
+    """Return the header of a message. `nbytes`: size of the body in the header, if it is not that of `body`."""
+    size = len(body) if nbytes is None else nbytes
+    checksum = codec.digest(np.frombuffer(body, np.uint8)) >> 32
+    fields = HEADER.pack(magic, kind, number, part, index, signature, size, checksum, 0)[:-4]
+    return fields + struct.pack("<I", zlib.crc32(fields))
 
 
 # Functions that ranks run to call the collectives
@@ -193,11 +214,10 @@ class Expected:
         for rank in range(self.size):
             for to in self.others(rank):
                 for index, body in enumerate(self.sent[rank][to]):
-                    header = HEADER.pack(b"CDCM", DATA, number, 0, index, self.signature, len(body))
-                    found[rank][to].append(header + body)
+                    found[rank][to].append(header(DATA, number, 0, index, self.signature, body) + body)
                 if self.size == 2 or 0 in (rank, to):
-                    nbytes = 24 if report is REPORT else 0
-                    found[rank][to].append(HEADER.pack(b"CDCM", DATA, number, 1, 0, VERDICT, nbytes))
+                    body = bytes(24 if report is REPORT else 0)
+                    found[rank][to].append(header(DATA, number, 1, 0, VERDICT, body)[FIELDS])
         return found
 
     def slices(self) -> list[list[Piece]]:

@@ -12,14 +12,13 @@ from torch.distributed import PrefixStore
 import codec
 import codec.torch
 from codec.torch.network.version import protocol_hash
-from support import flatcall
+from support import expected_messages, flatcall
+from support.expected_messages import ABORT, DATA, HEADER
 from support.handshakes import ADDRESS, CLIENT, HELLO, Hand, group_of
 
 N = 40_000
 TIMEOUT = 3  # timeout of the group in seconds
 OURS, THEIRS = 19_456, 20_544  # number of values in the slices of rank 0 and rank 1
-HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, size of the body in bytes
-DATA, ABORT = range(2)
 LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # status codes in abort messages
 TAG = -2
 
@@ -29,7 +28,7 @@ def values():
 
 
 def header(body=b"", *, number=0, part=0, index=0, signature=0, kind=DATA, magic=b"CDCM", nbytes=None):
-    return HEADER.pack(magic, kind, number, part, index, signature, len(body) if nbytes is None else nbytes)
+    return expected_messages.header(kind, number, part, index, signature, body, magic=magic, nbytes=nbytes)
 
 
 class FakeRank:
@@ -89,7 +88,7 @@ class FakeRank:
 
     def read(self):
         """Read the next message, and return its kind, collective, part and body."""
-        _, kind, number, part, _, signature, nbytes = HEADER.unpack(self._take(HEADER.size))
+        _, kind, number, part, _, signature, nbytes, *_ = HEADER.unpack(self._take(HEADER.size))
         if kind == DATA and not part:
             self.signature = signature
         return kind, number, part, self._take(nbytes)

@@ -7,7 +7,8 @@ import time
 import torch.distributed as dist
 
 from codec.torch.network.inbox import Receive
-from codec.torch.network.stripe import HEADER
+from codec.torch.network.stripe import FIELDS
+from codec.torch.network.version import checksum, with_crc
 
 SECONDS = 20  # limit of a wait, in seconds; generous, since test machines are busy
 SIGNATURE = 7
@@ -44,7 +45,7 @@ def tcp_pair():
 
 def packed(number, body=b"", *, part=0, index=0, kind=DATA, magic=b"CDCM", nbytes=None, signature=SIGNATURE):
     nbytes = len(body) if nbytes is None else nbytes
-    return HEADER.pack(magic, kind, number, part, index, signature, nbytes) + body
+    return with_crc(FIELDS.pack(magic, kind, number, part, index, signature, nbytes, checksum([body]))) + body
 
 
 def outcome(wait, seconds=SECONDS):

@@ -2,6 +2,7 @@
 
 import codec
 from codec.torch.network import tcp
+from codec.torch.network.version import checksum, with_crc
 
 SOON = 60  # seconds: a wait that must succeed; generous, since test machines are busy
 
@@ -18,4 +19,4 @@ def connection(peer, tag):
 
 
 def raw(magic=tcp.MAGIC, number=0, nbytes=0, body=b""):
-    return tcp.MESSAGE.pack(magic, number, nbytes) + body
+    return with_crc(tcp.FIELDS.pack(magic, number, nbytes, checksum([body]))) + body

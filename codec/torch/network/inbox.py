@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from codec import FrameError
+from codec.torch.network.version import Checksum
 from codec.torch.network.waits import Wait
 
 Array = np.ndarray[Any, Any]
@@ -17,6 +18,7 @@ MOST_AHEAD_NBYTES = 1 << 32  # maximum bytes of early messages from a rank while
 MOST_INBOXES = 1 << 16  # maximum number of collectives that one other rank, but not this one, has begun
 
 _EARLY_COST = 1 << 10  # estimated bytes of memory of an early message besides its body
+_ADDED_NBYTES = 1 << 16  # bytes after which bytes that have arrived are added to the checksum, still in the cache
 _SCRATCH = memoryview(bytearray(1 << 16))  # buffer into which the bytes of dropped messages are read
 
 
@@ -70,6 +72,7 @@ class Receive(Wait):
         self.place = source, part, index
         self.most, self.room, self.exact = most, room, exact
         self.message: Array = np.empty(0, np.uint8)
+        self.damaged = False  # True: the message does not have the checksum that its sender has computed
         self.last_message: Callable[[], float] = lambda: 0.0  # returns the arrival time of the rank's last message
 
     @property
@@ -94,6 +97,9 @@ class Receive(Wait):
     def take(self, arrival: "Arrival") -> None:
         """Complete the request with a message that has arrived completely."""
         error = self.mismatch(arrival)
+        if error is None and arrival.damaged:
+            self.damaged = True
+            error = FrameError(f"a message of rank {self.source} was damaged: its checksum does not match its bytes")
         if error is None:
             self.message = arrival.body
             if self.exact and self.room is not None and arrival.body is not self.room:
@@ -111,21 +117,31 @@ class Arrival:
         Sending rank.
     number, part, index, signature : int
         Collective, part, number of the message in the part, and signature.
-    nbytes : int
-        Size of the body in bytes.
+    nbytes, checksum : int
+        Size of the body in bytes, and its checksum.
     abort : bool
         True: the message says that the rank has aborted the collective.
     """
 
     def __init__(
-        self, source: int, number: int, part: int, index: int, signature: int, nbytes: int, *, abort: bool
+        self,
+        source: int,
+        number: int,
+        part: int,
+        index: int,
+        signature: int,
+        nbytes: int,
+        checksum: int,
+        *,
+        abort: bool,
     ) -> None:
         self.source, self.number, self.part, self.index = source, number, part, index
-        self.signature, self.nbytes, self.abort = signature, nbytes, abort
+        self.signature, self.nbytes, self.checksum, self.abort = signature, nbytes, checksum, abort
         self.body: Array = np.empty(0, np.uint8)
         self.receive: Receive | None = None  # request for the message; None: not yet requested
         self.dropped = False  # True: discard the rest of the body
-        self._filled = 0  # bytes of the body that have arrived
+        self._filled = self._added = 0  # bytes of the body that have arrived, and that are in the checksum
+        self._found = Checksum()
         self._lock = threading.Lock()  # held while bytes are read, so that drop() can wait for the read
 
     @property
@@ -142,6 +158,11 @@ class Arrival:
     def complete(self) -> bool:
         """True if the whole body has arrived."""
         return self._filled == self.nbytes
+
+    @property
+    def damaged(self) -> bool:
+        """True if the body, which has arrived completely, does not have the checksum that its sender has computed."""
+        return self._found.value() != self.checksum
 
     def allocate(self, room: Array | None = None) -> None:
         """Set the buffer for the body: the beginning of `room`, or new memory."""
@@ -164,7 +185,13 @@ class Arrival:
             left = self.nbytes - self._filled
             place = _SCRATCH[: min(left, _SCRATCH.nbytes)] if self.dropped else self.body.data[self._filled :]
             n = read(place)
-            self._filled += n
+            filled = self._filled + n
+            if not self.dropped:
+                end = filled if filled == self.nbytes else filled // _ADDED_NBYTES * _ADDED_NBYTES
+                if end > self._added:
+                    self._found.add(self.body.data[self._added : end])
+                    self._added = end
+            self._filled = filled  # last, since another thread reads `complete`, then `damaged`
             return n
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from codec import PeerError
 from codec.torch.network.inbox import Arrival, Inbox, Inboxes, Receive
 from codec.torch.network.sockets import ConnectionInfo
-from codec.torch.network.stripe import HEADER, Send, Stripe
+from codec.torch.network.stripe import FIELDS, HEADER_NBYTES, Send, Stripe
 from codec.torch.network.tls import TlsSocket
+from codec.torch.network.version import without_crc
 from codec.torch.network.waits import Wait
 
 CLOSED = "a peer was lost, or the group was shut down: make a new group"
@@ -158,8 +159,7 @@ class Mesh:
             raise error
         parts = [memoryview(b).cast("B") for b in body]
         nbytes = sum(p.nbytes for p in parts)
-        header = HEADER.pack(_MAGIC, kind, number, part, index, signature, nbytes)
-        send = Send([memoryview(header), *(p for p in parts if p.nbytes)], to)
+        send = Send((_MAGIC, kind, number, part, index, signature, nbytes), parts, to)
         stripes, direct = self._stripes[to], nbytes <= _DIRECT_NBYTES
         stripe = stripes[0 if direct else index % len(stripes)]
         try:
@@ -307,7 +307,7 @@ class Mesh:
                 break
             if not stripe.read_body():
                 break
-            left -= HEADER.size + self._complete(stripe)
+            left -= HEADER_NBYTES + self._complete(stripe)
         if left <= 0 and stripe.buffered:
             with self._lock:
                 self._resume([stripe])
@@ -316,10 +316,13 @@ class Mesh:
 
     def _begin_body(self, stripe: Stripe) -> bool:
         """Choose a buffer for the message whose header has arrived; return False if it must not be read yet."""
-        magic, kind, number, part, index, signature, nbytes = HEADER.unpack(stripe.header)
+        fields = without_crc(stripe.header)
+        if fields is None:
+            raise OSError("it has sent bytes that are not a message, or a header was damaged")
+        magic, kind, number, part, index, signature, nbytes, digest = FIELDS.unpack(fields)
         if magic != _MAGIC or nbytes > _MOST_NBYTES.get(kind, -1):
             raise OSError("it has sent bytes that are not a message")
-        arrival = Arrival(stripe.peer, number, part, index, signature, nbytes, abort=kind == _ABORT)
+        arrival = Arrival(stripe.peer, number, part, index, signature, nbytes, digest, abort=kind == _ABORT)
         with self._lock:
             admitted, unmatched = self._inboxes.admit(arrival)
             if not admitted:
@@ -348,6 +351,8 @@ class Mesh:
             if inbox is not None:
                 inbox.arriving.discard(arrival)
                 if arrival.abort and not arrival.dropped and arrival.source not in inbox.aborts:
+                    if arrival.damaged:
+                        raise OSError("an abort was damaged")
                     self._inboxes.keep(inbox, arrival)
                     waiting, refusal = inbox.take_waiting(arrival.source), inbox.refusal(arrival.source)
                     explained = inbox.explained.pop(arrival.source, None)

@@ -1,6 +1,5 @@
 """One TCP connection of a mesh, with the message that is being read and a queue of messages to write."""
 
-import itertools
 import select
 import socket
 import struct
@@ -8,15 +7,20 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from codec.torch.network.inbox import Arrival
 from codec.torch.network.sockets import ConnectionInfo, connection_info, is_local, prepare
 from codec.torch.network.tls import TlsSocket
+from codec.torch.network.version import checksum, with_crc
 from codec.torch.network.waits import Wait
 
-HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
+# magic, kind, collective, part, index, signature, bytes of the body, checksum of the body; their CRC-32 follows
+FIELDS = struct.Struct("<4sIQIIqQI")
+HEADER_NBYTES = FIELDS.size + 4
+_WRITTEN_NBYTES = 1 << 18  # bytes of several messages that are written together
 _MOST_BUFFERS = 512  # maximum buffers in one call of sendmsg; the limit of Linux is 1,024
 
 
@@ -25,17 +29,40 @@ class Send(Wait):
 
     Parameters
     ----------
-    parts : list of memoryview
-        Header and body.
+    fields : tuple
+        Fields of the header, without checksums.
+    body : sequence of memoryview
+        Bytes of the body.
     to : int
         Receiving rank.
     """
 
-    def __init__(self, parts: list[memoryview], to: int) -> None:
+    def __init__(self, fields: tuple[Any, ...], body: Sequence[memoryview], to: int) -> None:
         super().__init__()
-        self.source = to
-        self.parts = parts
+        self.source, self._fields = to, fields
+        self.parts = [part for part in body if part.nbytes]  # bytes that are not written yet
+        self._begun = False  # True: `parts` has the header
         self._progress = time.monotonic()
+
+    @property
+    def written(self) -> bool:
+        """True if the whole message is written."""
+        return self._begun and not self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are not written yet, without a header that is not computed yet."""
+        return sum(part.nbytes for part in self.parts)
+
+    def begin(self) -> list[memoryview]:
+        """Return the bytes that are not written yet. The first call computes the checksum of the body.
+
+        Call it just before the bytes are written, which then are in the CPU's cache.
+        """
+        if not self._begun:
+            header = with_crc(FIELDS.pack(*self._fields, checksum(self.parts)))
+            self.parts, self._begun = [memoryview(header), *self.parts], True
+        return self.parts
 
     @property
     def progress(self) -> float:
@@ -70,7 +97,7 @@ class Stripe:
         self.peer, self.fd = peer, sock.fileno()
         self.ended = False  # True: the connection is closed by the other rank, or broken
         self.paused = False  # True: the next message is early, and is not read yet
-        self.header = bytearray(HEADER.size)  # header of the next message
+        self.header = bytearray(HEADER_NBYTES)  # header of the next message
         self.arrival: Arrival | None = None  # message whose body is being read
         self._header_nbytes = 0  # bytes of the header that have arrived
         self._sock, self._poll, self._local = sock, poll, is_local(sock)
@@ -89,7 +116,7 @@ class Stripe:
 
     def read_header(self) -> bool:
         """Read the received part of a header; return True if the header is complete."""
-        while self._header_nbytes < HEADER.size:
+        while self._header_nbytes < HEADER_NBYTES:
             n = self._receive(memoryview(self.header)[self._header_nbytes :])
             if not n:
                 return False
@@ -131,16 +158,28 @@ class Stripe:
 
     def _write(self) -> None:
         while self._queue:
-            buffers = [*itertools.islice((part for send in self._queue for part in send.parts), _MOST_BUFFERS)]
             try:
-                n = self._sock.sendmsg(buffers)
+                n = self._sock.sendmsg(self._next_buffers())
             except BlockingIOError:
                 return
             while self._queue:
                 n = self._queue[0].advance(n)
-                if self._queue[0].parts:
+                if not self._queue[0].written:
                     break
                 self._queue.popleft().complete()
+
+    def _next_buffers(self) -> list[memoryview]:
+        """Return the buffers of the first messages in the queue that are written next."""
+        buffers: list[memoryview] = []
+        left = _WRITTEN_NBYTES
+        for send in self._queue:
+            if buffers and send.nbytes > left:
+                break
+            left -= send.nbytes
+            buffers += send.begin()
+            if len(buffers) >= _MOST_BUFFERS:
+                break
+        return buffers[:_MOST_BUFFERS]
 
     def arm(self) -> None:
         """Set the events for which the network thread polls: input unless paused, and output if bytes are queued."""

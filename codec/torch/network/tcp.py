@@ -16,10 +16,13 @@ import numpy as np
 from codec import PeerError
 from codec.torch.network.sockets import ConnectionInfo, connection_info, prepare
 from codec.torch.network.tls import TlsSocket
+from codec.torch.network.version import checksum, with_crc, without_crc
 
 Array = np.ndarray[Any, Any]
 
-MESSAGE = struct.Struct("<4sIQ")  # header of a message: magic, number of the message, bytes of its body
+# header of a message: magic, number of the message, bytes and checksum of its body; their CRC-32 follows
+FIELDS = struct.Struct("<4sIQI")
+HEADER_NBYTES = FIELDS.size + 4
 MAGIC = b"CDPM"
 _PROGRESS_NBYTES = 1 << 22  # bytes after which the timeout starts anew
 _MOST_BUFFERS = 512  # maximum buffers in one call of sendmsg; the limit of Linux is 1,024
@@ -53,7 +56,7 @@ class PeerConnection:
         self._finalizer = weakref.finalize(self, sock.close)
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._nsent = self._nreceived = 0  # number of complete messages
-        self._header = bytearray(MESSAGE.size)  # header of the next message
+        self._header = bytearray(HEADER_NBYTES)  # header of the next message
         self._header_nbytes = 0  # bytes of the header that have arrived
         self._closed = False
 
@@ -80,11 +83,11 @@ class PeerConnection:
         parts = [memoryview(b).cast("B") for b in buffers]
         nbytes = sum(p.nbytes for p in parts)
         with self._exclusive(self._sending, seconds):
-            header = MESSAGE.pack(MAGIC, self._nsent % (1 << 32), nbytes)
+            header = with_crc(FIELDS.pack(MAGIC, self._nsent % (1 << 32), nbytes, checksum(parts)))
             with self._closing_on_error():
                 self._write([memoryview(header), *(p for p in parts if p.nbytes)], seconds)
             self._nsent += 1
-            self.sent_nbytes += MESSAGE.size + nbytes
+            self.sent_nbytes += HEADER_NBYTES + nbytes
 
     def receive(self, max_nbytes: int, seconds: float, *, idle: bool = False) -> Array:
         """Receive one message.
@@ -108,11 +111,11 @@ class PeerConnection:
         Raises
         ------
         PeerError
-            The connection is lost or closed; no data arrived in time; the received bytes are not a message; or the
-            message is too long, in which case it can still be received with a larger `max_nbytes`.
+            The connection is lost or closed; no data arrived in time; the received bytes are not a message, or were
+            damaged; or the message is too long, in which case it can still be received with a larger `max_nbytes`.
         """
         with self._exclusive(self._receiving, None if idle else seconds):
-            nbytes = self._await_header(None if idle else seconds)
+            nbytes, expected = self._await_header(None if idle else seconds)
             if nbytes > max_nbytes:
                 raise PeerError(
                     f"rank {self.peer} sends a message of {nbytes} bytes, more than max_nbytes, {max_nbytes}: pass a "
@@ -122,8 +125,10 @@ class PeerConnection:
                 message = self._read(nbytes, seconds)
                 self._header_nbytes = 0
                 self._nreceived += 1
-                self.received_nbytes += MESSAGE.size + nbytes
+                self.received_nbytes += HEADER_NBYTES + nbytes
                 self._acknowledge()
+                if checksum([message]) != expected:
+                    raise PeerError(f"a message of rank {self.peer} was damaged: its checksum does not match its bytes")
                 return message
 
     def info(self) -> ConnectionInfo:
@@ -242,16 +247,17 @@ class PeerConnection:
             with suppress(OSError):  # the connection was closed meanwhile
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
-    def _await_header(self, seconds: float | None) -> int:
-        """Wait for the header of the next message, unless it has arrived already; return the size of the body."""
+    def _await_header(self, seconds: float | None) -> tuple[int, int]:
+        """Wait for the header of the next message, unless it has arrived; return size and checksum of the body."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while self._header_nbytes < MESSAGE.size:
+        while self._header_nbytes < HEADER_NBYTES:
             self._header_nbytes += self._read_some(memoryview(self._header)[self._header_nbytes :], deadline)
-        magic, number, nbytes = MESSAGE.unpack(self._header)
+        fields = without_crc(self._header)
+        magic, number, nbytes, expected = FIELDS.unpack(fields or bytes(FIELDS.size))
         if magic != MAGIC or number != self._nreceived % (1 << 32):
             self.close()
             raise PeerError(f"rank {self.peer} has sent bytes that are not a message: make a new group")
-        return nbytes
+        return nbytes, expected
 
     def _read(self, nbytes: int, seconds: float) -> Array:
         try:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from codec import PeerError
+from codec import FrameError, PeerError
 from codec.torch.network.inbox import Receive, Refused
 from codec.torch.network.mesh import Mesh
 from codec.torch.network.waits import Wait
@@ -22,6 +22,7 @@ from codec.torch.transport.messages import (
     Cause,
     Fields,
     difference,
+    largest,
     nearest,
     numbers_nbytes,
     other_difference,
@@ -154,10 +155,10 @@ class Collective:
         last = self.part(_VERDICT)
         self.counters.round_trips += self.levels.round_trips
         if self.size <= 2:
-            verdict = _largest(await last.gather(report))
+            verdict = largest(await last.gather(report))
         else:
             parent, children, depth = self.levels.tree()
-            verdict = _largest([list(report), *[await last.numbers(o, len(report)) for o in children]])
+            verdict = largest([list(report), *[await last.numbers(o, len(report)) for o in children]])
             if parent is not None:
                 last.send([pack_numbers(verdict)], parent)
                 verdict = await last.numbers(parent, len(report), timeouts=1 + depth)
@@ -247,11 +248,6 @@ class Collective:
             source = cause.rank  # `source` has this rank's arguments: ask the rank that it refused
 
 
-def _largest(reports: Sequence[Sequence[int]]) -> list[int]:
-    """Return, for each position in the reports, the largest integer at that position."""
-    return [max(column) for column in zip(*reports, strict=True)]
-
-
 class CollectivePart:
     """Part of a collective: messages under one signature.
 
@@ -331,7 +327,7 @@ class CollectivePart:
         return receive
 
     async def frame(self, receive: Receive) -> Array:
-        """Wait for a message; raise FrameError if it is too long, PeerError if its rank has failed or is too late."""
+        """Wait for a message; raise FrameError if it is too long or damaged, PeerError if its rank fails or is late."""
         await self._wait(receive)
         if not self._local:
             self.counters.received_nbytes += receive.message.nbytes
@@ -341,8 +337,7 @@ class CollectivePart:
         """Receive `count` integers from a rank, within `timeouts` times the timeout of the group."""
         receive = self._receive(source, numbers_nbytes(count), exact=True)
         receive.timeouts = timeouts
-        await self._wait(receive)
-        return unpack_numbers(receive.message)
+        return unpack_numbers(await self._message(receive))
 
     async def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Exchange integers with all members, the same number of them on each; return them by member."""
@@ -369,13 +364,19 @@ class CollectivePart:
         """Send each other rank a message, `bodies` by rank; return theirs, of at most `most` bytes, by rank."""
         for o in self.others:
             self.send(bodies[o], o)
-        found: dict[int, Array] = {}
-        for o in self.others:
-            receive = self._receive(o, most[o])  # memory is allocated as bytes arrive
-            await self._wait(receive)
-            found[o] = receive.message
+        found = {o: await self._message(self._receive(o, most[o])) for o in self.others}  # allocated as bytes arrive
         await self.sent()
         return found
+
+    async def _message(self, receive: Receive) -> Array:
+        """Wait for integers, on which ranks act at once: if they were damaged, close the connections, raise FrameError."""
+        try:
+            await self._wait(receive)
+        except FrameError:
+            if receive.damaged:
+                self._collective.mesh.close()
+            raise
+        return receive.message
 
     async def _wait(self, wait: Wait) -> None:
         try:

@@ -38,6 +38,11 @@ def numbers_nbytes(count: int) -> int:
     return _NUMBERS_NBYTES * count
 
 
+def largest(reports: Sequence[Sequence[int]]) -> list[int]:
+    """Return, for each position in the reports, the largest integer at that position."""
+    return [max(column) for column in zip(*reports, strict=True)]
+
+
 def status_of(error: BaseException) -> int:
     """Return the status that a rank sends when it aborts a collective because of an error."""
     if isinstance(error, PeerError):

@@ -47,7 +47,7 @@ def test_each_rank_has_an_equal_share_of_memory(ranks, share):
     begun = inboxes.begin(0)
 
     def waits(nbytes):
-        return inboxes.must_wait(inbox.Arrival(1, 0, 0, 0, 0, nbytes, abort=False))
+        return inboxes.must_wait(inbox.Arrival(1, 0, 0, 0, 0, nbytes, 0, abort=False))
 
     assert not waits(share - COST)
     assert waits(share - COST + 1)

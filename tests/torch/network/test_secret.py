@@ -35,6 +35,7 @@ from support.handshakes import (
     without_secret,
 )
 from support.meshes import SECONDS, Group, until
+from support.point_to_point import raw as message_of
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +103,7 @@ def test_handshake_in_single_bytes_is_complete_and_leaves_the_message_after_it(s
         for byte in fields.hello():
             sock.sendall(bytes([byte]))
         fields = fields._replace(server_nonce=read(sock, 64)[:32])
-        message = b"CDPM" + bytes(4) + (3).to_bytes(8, "little") + b"abc"
+        message = message_of(nbytes=3, body=b"abc")
         for byte in fields.proof(KEY, CLIENT) + message:
             sock.sendall(bytes([byte]))
         assert zero.accept(1, 7, SECONDS).receive(10, SECONDS).tobytes() == b"abc"

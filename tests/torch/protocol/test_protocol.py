@@ -29,6 +29,7 @@ from support.expected_messages import (
     DIFFERS,
     EXAMPLE,
     FAILED,
+    FIELDS,
     HEADER,
     NONFINITE,
     VERDICT,
@@ -37,6 +38,7 @@ from support.expected_messages import (
     Expected,
     blobs,
     digest,
+    header,
     integers,
     signed,
     text_of,
@@ -95,7 +97,7 @@ def recording(call: Any) -> tuple[list[Message], Any]:
     put = Stripe.put
 
     def recorded(stripe: Stripe, send: Any, *, direct: bool) -> None:
-        sent.append(Message(stripe.peer, b"".join(send.parts)))
+        sent.append(Message(stripe.peer, b"".join(send.begin())))
         put(stripe, send, direct=direct)
 
     Stripe.put = recorded
@@ -135,12 +137,19 @@ def record_failures(rank: int, size: int) -> list[list[Message]]:
     return [recording(call)[0] for call in calls]
 
 
+def checksums_of(message: Message) -> bytes:
+    """Return the last fields that the header of a message must have: checksum of the body, and CRC-32."""
+    _, kind, number, part, index, signature, *_ = HEADER.unpack_from(message.data)
+    return header(kind, number, part, index, signature, message.body)[FIELDS.stop :]
+
+
 def check_sent(expected: dict[int, list[bytes]], found: list[Message]) -> None:
     """Compare the messages to each rank, in order. A report's body is not compared, because it contains times."""
     queues: dict[int, list[bytes]] = defaultdict(list)
     for message in found:
         last = HEADER.unpack_from(message.data)[5] == VERDICT
-        queues[message.to].append(message.data[: HEADER.size] if last else message.data)
+        assert message.data[: HEADER.size][FIELDS.stop :] == checksums_of(message)
+        queues[message.to].append(message.data[FIELDS] if last else message.data)
     assert queues.keys() == expected.keys()
     for to, messages in expected.items():
         assert len(queues[to]) == len(messages), to
@@ -230,7 +239,7 @@ def aborts_of(messages: list[Message]) -> list[tuple[int, int, int, str]]:
     found = []
     for m in messages:
         if m.kind == ABORT:
-            assert m.data[: HEADER.size] == HEADER.pack(b"CDCM", ABORT, m.number, 0, 0, 0, len(m.body))
+            assert m.data[: HEADER.size] == header(ABORT, m.number, 0, 0, 0, m.body)
             found.append((m.number, *struct.unpack_from("<qq", m.body), m.body[16:].decode()))
     return found
 
@@ -284,7 +293,7 @@ def test_steps_have_a_collective_for_each_run_of_buckets_and_one_agreement(size:
             data = [(first, len(state), bucket), *([] if joins else [(first + 1, 0, bucket)])]
             last, part, _ = data[-1]
             expected = [*state, *data, (last, part + 1, VERDICT)]
-            assert [(number, part, signature) for _, _, number, part, _, signature, _ in found] == expected
+            assert [(number, part, signature) for _, _, number, part, _, signature, *_ in found] == expected
             if i == 0:
                 assert sent[0].body[:8] == integers(1)  # number of steps so far
 
@@ -334,7 +343,7 @@ def partitions_block() -> str:
 def fields_of(message: Message, what: str) -> list[tuple[int, str]]:
     """Return the size in bytes and the meaning of each field of a message of the example."""
     head = [(4, "magic"), (4, "kind: data"), (8, "number of the collective"), (4, "part"), (4, "index")]
-    head += [(8, "signature"), (8, "bytes of the body")]
+    head += [(8, "signature"), (8, "bytes of the body"), (4, "checksum of the body"), (4, "CRC-32 of the header")]
     if what == "report":
         return [*head, (8, "wall time"), (8, "load"), (8, "waiting time")]
     values = len(message.body) - 56
@@ -352,7 +361,7 @@ def dumped(rank: int, message: Message, what: str) -> list[str]:
     for nbytes, meaning in fields_of(message, what):
         for begin in range(offset, offset + nbytes, 16):
             field = message.data[begin : min(begin + 16, offset + nbytes)]
-            varies = what == "report" and begin >= HEADER.size
+            varies = what == "report" and begin >= FIELDS.stop
             text = " ".join(".." if varies else f"{byte:02x}" for byte in field)
             lines.append(f"  {begin:4}  {text:<47}  {meaning if begin == offset else ''}".rstrip())
         offset += nbytes
