@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from codec import FrameError
-from codec.torch.network.version import Checksum
+from codec.torch.network.version import CHUNK_NBYTES, Checksum, chunks_of
 from codec.torch.network.waits import Wait
 
 Array = np.ndarray[Any, Any]
@@ -18,7 +18,7 @@ MOST_AHEAD_NBYTES = 1 << 32  # maximum bytes of early messages from a rank while
 MOST_INBOXES = 1 << 16  # maximum number of collectives that one other rank, but not this one, has begun
 
 _EARLY_COST = 1 << 10  # estimated bytes of memory of an early message besides its body
-_ADDED_NBYTES = 1 << 16  # bytes after which bytes that have arrived are added to the checksum, still in the cache
+_READ_NBYTES = 1 << 18  # maximum bytes that are read before they are added to the checksum, still in the cache
 _SCRATCH = memoryview(bytearray(1 << 16))  # buffer into which the bytes of dropped messages are read
 
 
@@ -140,8 +140,9 @@ class Arrival:
         self.body: Array = np.empty(0, np.uint8)
         self.receive: Receive | None = None  # request for the message; None: not yet requested
         self.dropped = False  # True: discard the rest of the body
-        self._filled = self._added = 0  # bytes of the body that have arrived, and that are in the checksum
-        self._found = Checksum()
+        self._filled = 0  # bytes of the body that have arrived
+        self._added = 0  # chunks of the body that are in its checksum
+        self._checksum: Checksum | None = None
         self._lock = threading.Lock()  # held while bytes are read, so that drop() can wait for the read
 
     @property
@@ -162,7 +163,7 @@ class Arrival:
     @property
     def damaged(self) -> bool:
         """True if the body, which has arrived completely, does not have the checksum that its sender has computed."""
-        return self._found.value() != self.checksum
+        return self.checksum != (0 if self._checksum is None else self._checksum.value())
 
     def allocate(self, room: Array | None = None) -> None:
         """Set the buffer for the body: the beginning of `room`, or new memory."""
@@ -183,14 +184,18 @@ class Arrival:
         """Read bytes of the body with read(memory), which returns their number; return that number."""
         with self._lock:
             left = self.nbytes - self._filled
-            place = _SCRATCH[: min(left, _SCRATCH.nbytes)] if self.dropped else self.body.data[self._filled :]
+            place = (
+                _SCRATCH[: min(left, _SCRATCH.nbytes)]
+                if self.dropped
+                else self.body.data[self._filled : self._filled + _READ_NBYTES]
+            )
             n = read(place)
             filled = self._filled + n
-            if not self.dropped:
-                end = filled if filled == self.nbytes else filled // _ADDED_NBYTES * _ADDED_NBYTES
-                if end > self._added:
-                    self._found.add(self.body.data[self._added : end])
-                    self._added = end
+            if not self.dropped and n:
+                self._checksum = self._checksum or Checksum(self.body)
+                chunks = chunks_of(filled) if filled == self.nbytes else filled // CHUNK_NBYTES
+                self._checksum.add(chunks - self._added)
+                self._added = chunks
             self._filled = filled  # last, since another thread reads `complete`, then `damaged`
             return n
 

@@ -21,60 +21,78 @@ def protocol_hash() -> int:
     return hash64("codec.torch", PROTOCOL_VERSION)
 
 
-_CHUNK = 1 << 10  # bytes of a chunk of a digest (docs/spec/format.md, section 13)
+CHUNK_NBYTES = 1 << 10  # bytes of a chunk of a digest (docs/spec/format.md, section 13)
 
 
 class Checksum:
-    """Checksum of a message's body, whose bytes are added piece by piece, while they are in the CPU's cache.
+    """Checksum of bytes that are added piece by piece, so that each piece is still in the CPU's cache.
 
-    It is the upper 32 bits of the body's digest (docs/spec/protocol.md, section 3).
+    It is the upper 32 bits of the digest of all bytes (docs/spec/protocol.md, section 3).
+
+    Parameters
+    ----------
+    data : buffer
+        The bytes, which may be written until they are added.
+    first : int
+        Number of chunks of 1 KiB that precede the bytes. They do not count, and need not exist.
     """
 
-    def __init__(self) -> None:
-        self._total = self._chunks = 0  # sum of the digests of the chunks so far, and their number
-        self._rest = b""  # bytes of a chunk that is not complete
+    __slots__ = ("_chunks", "_data", "_found", "_tensor", "total")
 
-    def add(self, data: Any) -> None:
-        """Add the next bytes of the body, a buffer. Only bytes that are no complete chunk of 1 KiB are copied."""
-        data = memoryview(data).cast("B")
-        if self._rest:
-            missing = _CHUNK - len(self._rest)
-            self._rest, data = self._rest + data[:missing], data[missing:]
-            if len(self._rest) < _CHUNK:
-                return
-            self._add(self._rest)
-        whole = data.nbytes - data.nbytes % _CHUNK
-        if whole:
-            self._add(data[:whole])
-        self._rest = bytes(data[whole:])
+    def __init__(self, data: Any, first: int = 0) -> None:
+        self._data, self._chunks, self.total = ffi.from_buffer(data), first, 0
+        nbytes = first * CHUNK_NBYTES + len(self._data)
+        begin = ffi.cast("void *", int(ffi.cast("uintptr_t", self._data)) - first * CHUNK_NBYTES)
+        self._tensor, self._found = new_tensor(DTYPES["uint8"], (nbytes,), begin, nbytes), ffi.new("uint64_t *")
 
-    def _add(self, data: Any) -> None:
-        self._total += _digest(data, self._chunks)
-        self._chunks += len(data) // _CHUNK
+    def add(self, chunks: int) -> None:
+        """Add the next chunks, of which the last one of all may be shorter."""
+        check(lib.codec_digest(self._tensor, self._chunks, chunks, self._found))
+        self._chunks += chunks
+        self.total += self._found[0]
 
     def value(self) -> int:
-        """Return the checksum of all bytes so far."""
-        total = self._total + (_digest(self._rest, self._chunks) if self._rest else 0)
-        return total % (1 << 64) >> 32
+        """Return the checksum of the bytes so far."""
+        return folded(self.total)
+
+
+def folded(digest: int) -> int:
+    """Return the checksum for a digest, which is taken modulo 2^64."""
+    return digest % (1 << 64) >> 32
 
 
 def checksum(parts: Sequence[Any]) -> int:
-    """Return the checksum of a body that consists of some buffers, one after the other."""
-    found = Checksum()
+    """Return the checksum of a body that consists of some buffers, one after the other. Large ones are not copied."""
+    total = chunks = 0
+    rest = b""  # bytes of a chunk that continues in the next buffer
+
+    def add(data: Any) -> None:
+        nonlocal total, chunks
+        found = Checksum(data, chunks)
+        found.add(chunks_of(len(data)))
+        total += found.total
+        chunks += chunks_of(len(data))
+
     for part in parts:
-        found.add(part)
-    return found.value()
+        data = memoryview(part).cast("B")
+        if rest:
+            missing = CHUNK_NBYTES - len(rest)
+            rest, data = rest + data[:missing], data[missing:]
+            if len(rest) < CHUNK_NBYTES:
+                continue
+            add(rest)
+        whole = data.nbytes - data.nbytes % CHUNK_NBYTES
+        if whole:
+            add(data[:whole])
+        rest = bytes(data[whole:])
+    if rest:
+        add(rest)
+    return folded(total)
 
 
-def _digest(data: Any, first: int) -> int:
-    """Return the digest of bytes that follow `first` chunks."""
-    nbytes = first * _CHUNK + len(data)
-    # the library reads chunk `first` and later ones only, so the bytes before `data` need not exist
-    begin = int(ffi.cast("uintptr_t", ffi.from_buffer(data))) - first * _CHUNK
-    found = ffi.new("uint64_t *")
-    tensor = new_tensor(DTYPES["uint8"], (nbytes,), ffi.cast("void *", begin), nbytes)
-    check(lib.codec_digest(tensor, first, -(-len(data) // _CHUNK), found))
-    return found[0]
+def chunks_of(nbytes: int) -> int:
+    """Return the number of chunks of a digest of `nbytes` bytes."""
+    return -(-nbytes // CHUNK_NBYTES)
 
 
 def with_crc(fields: bytes) -> bytes:

@@ -345,9 +345,8 @@ class CollectivePart:
         if not levels.flat and self.ranks is levels.all.ranks:
             again = self._collective.again
             return await levels.gathered(lambda who, x: again(self._number, self._signature, who).gather(x), numbers)
-        body = pack_numbers(numbers)
         for o in self.others:
-            self.send([body], o)
+            self.send([pack_numbers(numbers)], o)
         found = {self.rank: list(numbers)} | {o: await self.numbers(o, len(numbers)) for o in self.others}
         await self.sent()
         return [found[rank] for rank in range(self.size)]
@@ -369,7 +368,7 @@ class CollectivePart:
         return found
 
     async def _message(self, receive: Receive) -> Array:
-        """Wait for integers, on which ranks act at once: if they were damaged, close the connections, raise FrameError."""
+        """Wait for integers, on which ranks act at once: if they were damaged, close the connections, and raise."""
         try:
             await self._wait(receive)
         except FrameError:
