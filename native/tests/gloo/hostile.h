@@ -33,7 +33,7 @@ public:
 	}
 
 	/* Kinds of messages: of numbers, and of uncompressed sums (SUMS). */
-	static constexpr uint64_t REQUEST = 1, SUMS = 3, LAST_WORDS = 4, REPORT = 5;
+	static constexpr uint64_t REQUEST = 1, SUMS = 3, DIGESTS = 4, REPORT = 5;
 
 	/* Key from which the slots of data messages are computed. */
 	uint64_t key = 0;

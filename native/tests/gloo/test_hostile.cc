@@ -195,21 +195,29 @@ std::function<void(Peer &)> sends_values(bool of_terms, std::function<Message(Me
 			return Message(of.bytes.begin() + piece.begin * sizeof(float),
 				       of.bytes.begin() + piece.end * sizeof(float));
 		};
-		const auto word = [&](const Message &values) {
-			return detail::last_word(values.data(), values.size());
+		const auto digest = [&](const Message &values) {
+			return detail::digest_of(values.data(), values.size());
 		};
 		const Message terms = part(x, other), sums = part(y, me);
 
 		peer.agree();
-		peer.numbers(Peer::LAST_WORDS);
-		peer.send_numbers(Peer::message_of({word(part(x, 0)), word(part(x, 1))}), Peer::LAST_WORDS);
+		peer.numbers(Peer::DIGESTS);
+		peer.send_numbers(Peer::message_of({digest(part(x, 0)), digest(part(x, 1))}), Peer::DIGESTS);
 		peer.send_frame(of_terms ? change(terms) : terms);
 		peer.frame(ROOM);
 		peer.send_frame(of_terms ? sums : change(sums), Peer::SUMS);
 		peer.frame(ROOM, Peer::SUMS);
-		peer.send_numbers(Peer::message_of({word(sums)}), Peer::LAST_WORDS);
-		peer.numbers(Peer::LAST_WORDS);
+		peer.send_numbers(Peer::message_of({digest(sums)}), Peer::DIGESTS);
+		peer.numbers(Peer::DIGESTS);
 		peer.succeed();
+	};
+}
+
+std::function<Message(Message)> flipped(size_t at)
+{
+	return [=](Message values) {
+		values[at] ^= 64;
+		return values;
 	};
 }
 
@@ -223,9 +231,12 @@ std::function<Message(Message)> cut_by(size_t nbytes)
 
 } // namespace
 
-TEST_CASE("Raw values that arrive in part are a FrameError for any previous contents of memory")
+TEST_CASE("Raw values that arrive in part or damaged are a FrameError for any previous contents of memory")
 {
 	for (bool terms : {true, false}) {
+		for (size_t at : {size_t(0), VALUES_NBYTES / 4})
+			check({"flipped bit in byte " + std::to_string(at), "FrameError", sends_values(terms, flipped(at)),
+			       Algorithm::raw});
 		check({"right", "none", sends_values(terms, cut_by(0)), Algorithm::raw});
 		for (size_t nbytes : {size_t(4), size_t(8), size_t(1000), VALUES_NBYTES})
 			check({"cut by " + std::to_string(nbytes), "FrameError", sends_values(terms, cut_by(nbytes)),

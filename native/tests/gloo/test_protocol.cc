@@ -39,7 +39,7 @@ uint64_t stamp(uint64_t round)
 uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, const Numbers &segments)
 {
 	const auto used = static_cast<uint64_t>(algorithm == Algorithm::automatic ? Algorithm::all_gather : algorithm);
-	Numbers words = {6,
+	Numbers words = {7,
 			 0,
 			 1,
 			 spec.codec,
@@ -91,11 +91,8 @@ void check_raw(Peer &peer, uint64_t key, uint64_t round)
 	const std::vector<float> theirs = tensor(0, CODEC_FLOAT32, N).floats();
 	const std::vector<float> ours = tensor(1, CODEC_FLOAT32, N).floats();
 	const std::vector<float> sums = in_order(2, CODEC_FLOAT32, N, Op::mean).floats();
-	const auto last = [](const std::vector<float> &x, size_t end) {
-		uint64_t word;
-
-		std::memcpy(&word, &x[end - 2], sizeof word);
-		return word;
+	const auto digest = [](const std::vector<float> &x, size_t begin) {
+		return detail::digest_of(&x[begin], HALF * sizeof(float));
 	};
 
 	const Numbers wanted = request(signature(spec_of(CODEC_LOSSLESS), N, Algorithm::raw, {}), key, round);
@@ -105,16 +102,16 @@ void check_raw(Peer &peer, uint64_t key, uint64_t round)
 	if (!key)
 		answer();
 	peer.key = key ? key : round;
-	EXPECT(peer.numbers(Peer::LAST_WORDS) == (Numbers{last(theirs, HALF), last(theirs, N), 0, 0, 0, 0, 0}));
+	EXPECT(peer.numbers(Peer::DIGESTS) == (Numbers{digest(theirs, 0), digest(theirs, HALF), 0, 0, 0, 0, 0}));
 	EXPECT(peer.frame(HALF * sizeof(float)) == bytes_of(theirs, HALF, N));
 	if (key)
 		answer();
-	peer.send_numbers(Peer::message_of({last(ours, HALF), last(ours, N)}), Peer::LAST_WORDS);
+	peer.send_numbers(Peer::message_of({digest(ours, 0), digest(ours, HALF)}), Peer::DIGESTS);
 	peer.send_frame(bytes_of(ours, 0, HALF));
 	EXPECT(peer.frame(HALF * sizeof(float), Peer::SUMS) == bytes_of(sums, 0, HALF));
 	peer.send_frame(bytes_of(sums, HALF, N), Peer::SUMS);
-	EXPECT(peer.numbers(Peer::LAST_WORDS) == (Numbers{last(sums, HALF), 0, 0, 0, 0, 0, 0}));
-	peer.send_numbers(Peer::message_of({last(sums, N)}), Peer::LAST_WORDS);
+	EXPECT(peer.numbers(Peer::DIGESTS) == (Numbers{digest(sums, 0), 0, 0, 0, 0, 0, 0}));
+	peer.send_numbers(Peer::message_of({digest(sums, HALF)}), Peer::DIGESTS);
 	peer.send_numbers(Peer::message_of({0, 1}), Peer::REPORT);
 	EXPECT(peer.numbers(Peer::REPORT) == SUCCESS);
 }

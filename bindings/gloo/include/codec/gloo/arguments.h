@@ -16,7 +16,7 @@
 namespace codec::gloo::detail
 {
 
-constexpr uint64_t PROTOCOL = 6; /* protocol version: docs/spec/protocol/cpp.md */
+constexpr uint64_t PROTOCOL = 7; /* protocol version: docs/spec/protocol/cpp.md */
 
 /* Collective, numbered as in the signature. */
 enum class Kind { allreduce, reduce_scatter, allgather };

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -37,15 +36,19 @@ inline uint64_t mixed(uint64_t z)
 	return z ^ z >> 31;
 }
 
-/* Return the last 8 bytes of a message, or all bytes of a shorter one, as a number. */
-inline uint64_t last_word(const void *p, size_t nbytes)
+/* Return the digest of the bytes of a message (docs/spec/format.md, section 13). */
+inline uint64_t digest_of(const void *p, size_t nbytes)
 {
-	const size_t n = std::min(nbytes, sizeof(uint64_t));
-	uint64_t word = 0;
+	codec_tensor bytes{};
+	uint64_t digest = 0;
 
-	if (n)
-		std::memcpy(&word, static_cast<const uint8_t *>(p) + nbytes - n, n);
-	return word;
+	bytes.struct_nbytes = sizeof bytes;
+	bytes.dtype = CODEC_UINT8;
+	bytes.rank = 1;
+	bytes.shape[0] = bytes.nbytes = nbytes;
+	bytes.data = const_cast<void *>(p);
+	check(codec_digest(&bytes, 0, UINT64_MAX, &digest));
+	return digest;
 }
 
 /*
@@ -60,9 +63,8 @@ inline uint64_t last_word(const void *p, size_t nbytes)
  *     longest possible frame.
  *   - Numbers: messages with the same count of numbers have the same size. The count is the last word of the message.
  *     The receive buffer is zeroed before the receive.
- *   - Values: sent from the caller's memory, where no stamp can follow them. The sender announces the last 8 bytes of
- *     each message in a message of numbers. The receiver fills these bytes of its buffer with random bits before the
- *     receive, and compares them afterwards. A short message passes with probability 2^-64.
+ *   - Values: sent from the caller's memory, where no stamp can follow them. The sender sends the digest of each
+ *     message in a message of numbers. A message that is short or damaged has another digest.
  *
  * A rank posts all receives of a phase before it sends.
  *
@@ -80,9 +82,6 @@ public:
 	explicit Channel(std::shared_ptr<::gloo::Context> context, uint32_t tag)
 	    : NumberLink(std::move(context), tag), adopted_(newest_round().load())
 	{
-		std::random_device random;
-
-		filler_ = static_cast<uint64_t>(random()) << 32 | random();
 	}
 
 	/* Return the stamp that ends each message with a frame in the collective number `round`. */
@@ -152,17 +151,9 @@ public:
 		return post(room.p, room.nbytes, source, false, FRAMES);
 	}
 
-	/*
-	 * Post the receive of `nbytes` bytes of values. Fills the last 8 bytes of the buffer at `p` with random bits
-	 * first, to detect a short message.
-	 */
+	/* Post the receive of `nbytes` bytes of values. */
 	Incoming receive_values(void *p, size_t nbytes, int source, uint64_t kind = FRAMES)
 	{
-		const uint64_t filler = mixed(filler_ += 0x9E3779B97F4A7C15);
-		const size_t n = std::min(nbytes, sizeof filler);
-
-		if (n)
-			std::memcpy(static_cast<uint8_t *>(p) + nbytes - n, &filler, n);
 		return post(p, nbytes, source, false, kind);
 	}
 
@@ -193,17 +184,14 @@ public:
 		return {p + LENGTH, nbytes};
 	}
 
-	/*
-	 * Wait for values. Throws FrameError if their last 8 bytes differ from those that the sender announced, which
-	 * means that the message was shorter than expected.
-	 */
-	void values(Incoming &incoming, uint64_t announced)
+	/* Wait for values. Throws FrameError if they do not have the digest that the sender has computed. */
+	void values(Incoming &incoming, uint64_t digest)
 	{
 		wait_agreed(incoming);
-		if (last_word(incoming.buffer->ptr, incoming.buffer->size) != announced)
-			throw FrameError(CODEC_TRUNCATED, name(incoming.source) + " sent fewer than the " +
-								  std::to_string(incoming.buffer->size) +
-								  " bytes of values that it announced");
+		if (digest_of(incoming.buffer->ptr, incoming.buffer->size) != digest)
+			throw FrameError(CODEC_CHECKSUM, "a message of " + name(incoming.source) + " with " +
+								 std::to_string(incoming.buffer->size) +
+								 " bytes of values was damaged, or was shorter");
 	}
 
 	/*
@@ -341,7 +329,6 @@ private:
 		wait(incoming, timeout);
 	}
 
-	uint64_t filler_;  /* state of the generator of random bits, which is kept secret */
 	uint64_t adopted_; /* number (round) of the last collective that all ranks have agreed on */
 	/* number of the collective in progress, from which the stamp of its frames is computed */
 	uint64_t round_ = 0;

@@ -45,13 +45,10 @@ public:
 		return tried(wait);
 	}
 
-	/*
-	 * Wait for uncompressed values, even after an error, and compare their last 8 bytes with those that the sender
-	 * announced.
-	 */
-	void values(Channel::Incoming &incoming, uint64_t announced)
+	/* Wait for uncompressed values, even after an error, and compare their digest with that of the sender. */
+	void values(Channel::Incoming &incoming, uint64_t digest)
 	{
-		auto wait = [&] { channel_.values(incoming, announced); };
+		auto wait = [&] { channel_.values(incoming, digest); };
 
 		tried(wait);
 	}

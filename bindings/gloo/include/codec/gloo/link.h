@@ -76,7 +76,7 @@ public:
 	}
 
 	/* Kinds of messages. Each kind has separate slots. */
-	static constexpr uint64_t REQUESTS = 1, FRAMES = 2, SUMS = 3, WORDS_OF_VALUES = 4, REPORTS = 5;
+	static constexpr uint64_t REQUESTS = 1, FRAMES = 2, SUMS = 3, DIGESTS = 4, REPORTS = 5;
 
 	static std::string name(int rank)
 	{

@@ -58,10 +58,10 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 }
 
 /*
- * Two-shot all-reduce of uncompressed values; its result is bit-identical to that with lossless frames. Ranks announce
- * the last 8 bytes of each message of values, with which receivers detect a message that is too short. They announce
- * them in parallel with the terms (values to be summed), but for sums just before the verdict, because sums are not
- * used earlier.
+ * Two-shot all-reduce of uncompressed values; its result is bit-identical to that with lossless frames. Ranks send the
+ * digest of each message of values, with which receivers detect a message that is damaged or too short. They send those
+ * of the terms (values to be summed) while the first terms are in flight, and those of sums just before the verdict,
+ * because sums are not used earlier.
  */
 class Raw : public Collective
 {
@@ -83,9 +83,8 @@ public:
 		for (int o : channel_.others)
 			rooms_[o] = channel_.take(room).p;
 
-		const uint64_t kind = Channel::WORDS_OF_VALUES;
-		Channel::Asked words = channel_.expect(slices_.size() * mine.size(), kind);
-		Channel::Asked words_of_sums = channel_.expect(mine.size(), kind);
+		Channel::Asked digests = channel_.expect(slices_.size() * mine.size(), Channel::DIGESTS);
+		Channel::Asked digests_of_sums = channel_.expect(mine.size(), Channel::DIGESTS);
 		std::vector<Channel::Incoming> terms = expected(mine[0]);
 		for (size_t c = 0; c < mine.size(); c++) {
 			for (int o : channel_.others) {
@@ -95,16 +94,16 @@ public:
 			}
 		}
 		const uint8_t *x = values();
-		channel_.say(words, last_words(x, slices_));
 		for (size_t c = 0; c < std::min<size_t>(2, mine.size()); c++)
 			send(x, c);
-		const std::vector<Numbers> announced = channel_.hear(words);
+		channel_.say(digests, digests_of(x, slices_));
+		const std::vector<Numbers> of_terms = channel_.hear(digests);
 		for (size_t c = 0; c < mine.size(); c++) {
 			std::vector<const uint8_t *> parts(rooms_.begin(), rooms_.end());
 
 			parts[channel_.rank] = x + mine[c].begin * r_.itemsize;
 			for (Channel::Incoming &each : terms)
-				attempt_.values(each, announced[each.source][channel_.rank * mine.size() + c]);
+				attempt_.values(each, of_terms[each.source][channel_.rank * mine.size() + c]);
 			attempt_([&] { add_up(r_, parts, mine[c], place(mine[c])); });
 			if (attempt_.error && mine[c].n()) /* do not send uninitialized memory */
 				std::memset(place(mine[c]), 0, nbytes(mine[c]));
@@ -115,8 +114,8 @@ public:
 			if (c + 2 < mine.size())
 				send(x, c + 2);
 		}
-		channel_.say(words_of_sums, last_words(r_.result, {mine}));
-		const std::vector<Numbers> of_sums = channel_.hear(words_of_sums);
+		channel_.say(digests_of_sums, digests_of(r_.result, {mine}));
+		const std::vector<Numbers> of_sums = channel_.hear(digests_of_sums);
 		for (size_t i = 0; i < sums.size(); i++) /* sums[] has one entry per other rank and chunk */
 			attempt_.values(sums[i], of_sums[sums[i].source][i / channel_.others.size()]);
 		channel_.finish();
@@ -139,17 +138,14 @@ private:
 		return found;
 	}
 
-	/*
-	 * Return the last 8 bytes of each chunk of some slices, as one number per chunk. `p` points to the first value
-	 * of the tensor.
-	 */
-	Numbers last_words(const uint8_t *p, const std::vector<Slice> &slices) const
+	/* Return the digest of each chunk of some slices. `p` points to the first value of the tensor. */
+	Numbers digests_of(const uint8_t *p, const std::vector<Slice> &slices) const
 	{
 		Numbers found;
 
 		for (const Slice &slice : slices)
 			for (const Piece &piece : slice)
-				found.push_back(last_word(p + piece.begin * r_.itemsize, nbytes(piece)));
+				found.push_back(digest_of(p + piece.begin * r_.itemsize, nbytes(piece)));
 		return found;
 	}
 
