@@ -94,7 +94,7 @@ def numpy_arrays(fd: int, path: str) -> Arrays:
         Two members of a .npz file are arrays of the same name, such as ``a`` and ``a.npy``.
     """
     if kind_of(fd) is FileKind.NPY:
-        return [Path(path).stem], lambda _: np.load(path, mmap_mode="r")
+        return [Path(path).stem], lambda _: np.load(path, mmap_mode="r", allow_pickle=False)
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
         members = [member for member in archive.namelist() if _begins_as_array(archive, member)]
         others = [member for member in archive.namelist() if member not in members]
@@ -113,7 +113,7 @@ def numpy_arrays(fd: int, path: str) -> Arrays:
         by_name[name] = member
 
     def read(name: str) -> Array:
-        with np.load(path) as file:
+        with np.load(path, allow_pickle=False) as file:
             try:
                 return cast(
                     Array, file[by_name[name]]

@@ -16,7 +16,6 @@ from codec.torch import ops as ops
 from codec.torch.auto.quality import Auto
 from codec.torch.autograd.saved import saved_tensors
 from codec.torch.backend import BackendOptions, ProcessGroup, register_backend
-from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
 from codec.torch.collectives.rows import all_to_all_rows
 from codec.torch.ddp.hook import Hook
@@ -27,6 +26,7 @@ from codec.torch.fsdp.all_gather import FsdpAllGather
 from codec.torch.fsdp.all_reduce import FsdpAllReduce
 from codec.torch.fsdp.reduce_scatter import FsdpReduceScatter
 from codec.torch.group.communicator import group_stats
+from codec.torch.group.exchange import all_to_all_bytes
 from codec.torch.local_steps.local_steps import LocalSteps
 from codec.torch.one_bit_adam import OneBitAdam, VarianceSchedule
 from codec.torch.parameter_server.client import ParameterClient

@@ -40,9 +40,6 @@ group_reduce_scatter_single_coalesced = _first(
 group_all_gather_single_coalesced = _first(_group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
 _c10d: Any = dist.distributed_c10d
-# Torch 2.14 and later unpickle only tensors, numbers, strings and their containers from other ranks.
-_UNPICKLING = {"weights_only": True} if "weights_only" in inspect.signature(_c10d.all_gather_object).parameters else {}
-all_gather_object: Callable[[list[Any], Any], None] = functools.partial(_c10d.all_gather_object, **_UNPICKLING)
 rank_not_in_group: Callable[[Any], bool] = _c10d._rank_not_in_group
 warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 

@@ -56,7 +56,7 @@ class Reduced:
 class Listed(Reduced):
     """Rows that ranks exchange."""
 
-    files = (*PROGRAM, *WORKER, "collectives/rows.py", "collectives/lists.py", "collectives/bytes.py")
+    files = (*PROGRAM, *WORKER, "collectives/rows.py", "collectives/lists.py", "group/exchange.py")
 
     def call(self):
         (found, _) = codec.torch.all_to_all_bytes([bytes([self.calls])] * 2, options=codec.options(timeout=5))
@@ -128,7 +128,7 @@ class Sharded(Hooked):
 class Piped:
     """A pipeline of two stages."""
 
-    files = (*PROGRAM, "pipelining/attempt.py", "pipelining/traffic.py", "pipelining/end.py", "collectives/bytes.py")
+    files = (*PROGRAM, "pipelining/attempt.py", "pipelining/traffic.py", "pipelining/end.py", "group/exchange.py")
     files = (*files, "activation/ledger.py", "activation/delta.py")
     backend = "gloo"
 

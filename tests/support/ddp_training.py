@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import codec.torch
-from codec.torch.ddp import checkpoint, joined
+from codec.torch.ddp import joined
+from codec.torch.feedback.checkpoint import packed
 from support.states import through_a_file
 
 ENCODE_ALL = codec.torch.Policy(lossless_small=False, uneven=None)  # uses the hook's spec for every parameter
@@ -58,7 +59,7 @@ def change_error(found, expected, initial):
 
 def hook_state_bytes(hook):
     """Return the state of a hook with tensors as bytes, so that states can be compared with ==."""
-    return checkpoint.packed(hook.state_dict())
+    return packed(hook.state_dict())
 
 
 def check_failed_step(model, hook, optimizer, rank, step):

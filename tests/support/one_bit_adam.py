@@ -5,7 +5,7 @@ from torch import nn
 
 import codec
 import codec.torch
-from codec.torch.ddp.checkpoint import unpacked
+from codec.torch.feedback.checkpoint import unpacked
 from support.ddp_training import data
 
 SIGN = codec.Sign(group_size=64)

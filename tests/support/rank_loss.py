@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch.ddp import checkpoint
+from codec.torch.feedback.checkpoint import packed
 from codec.torch.group import communicator
 from codec.torch.reduction import partition, raw
 from support.ddp_training import separate_buckets
@@ -187,7 +187,7 @@ class Training:
         return (
             self.steps,
             digest(*self.net.parameters(), *momenta),
-            sha256(checkpoint.packed(self.hook.state_dict())).hexdigest(),
+            sha256(packed(self.hook.state_dict())).hexdigest(),
         )
 
 

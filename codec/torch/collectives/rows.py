@@ -13,8 +13,8 @@ from codec._options import settings_of
 from codec.arguments import shown, whole
 from codec.specs import Lossless, SpecLike, require_feedback
 from codec.tensors.segments import pack
-from codec.torch.collectives.bytes import swap
 from codec.torch.group.communicator import start
+from codec.torch.group.exchange import swap
 from codec.torch.group.levels import all_ranks
 from codec.torch.network.version import hash64
 from codec.torch.reduction.arguments import check_dense, publish, reduction_of

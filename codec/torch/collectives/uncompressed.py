@@ -9,7 +9,7 @@ import torch
 from codec import FrameError
 from codec.specs import Lossless
 from codec.torch._compat import from_numpy
-from codec.torch.collectives.bytes import swap
+from codec.torch.group.exchange import swap
 from codec.torch.network.version import hash64
 from codec.torch.reduction.execution import agreed, run_several
 from codec.torch.reduction.host import Reduction

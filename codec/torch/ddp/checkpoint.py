@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from codec import StateError
@@ -12,9 +11,18 @@ from codec.arguments import whole
 from codec.stateful import schema
 from codec.stateful.checkpoint import ROLES
 from codec.stateful.ranges import Range, shown
-from codec.torch._compat import from_numpy, local
+from codec.torch._compat import local
 from codec.torch.ddp.buckets import n_values
-from codec.torch.feedback.checkpoint import PLACE, UNKNOWN, WITHIN, ResidualOwner, check_order, place_in, resharded
+from codec.torch.feedback.checkpoint import (
+    PLACE,
+    UNKNOWN,
+    WITHIN,
+    ResidualOwner,
+    check_order,
+    place_in,
+    resharded,
+    unpacked,
+)
 from codec.torch.group.levels import LeveledGroup
 
 _NAMES = schema.items(schema.plain(str))
@@ -181,59 +189,6 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
     roles = set(ROLES) & set(first.parts)
     residuals = resharded([(each.place.within, each.parts) for each in saved], world_size, "mean", roles)
     return [HOOK.save(state | parts) for state, parts in zip(new, residuals, strict=True)]
-
-
-def packed(state: Mapping[str, Any]) -> bytes:
-    """Serialize a state of one rank without pickle: the length of a table (8 bytes), the table in JSON, the arrays."""
-    table: list[Any] = []
-    arrays: list[bytes] = []
-
-    def put(path: list[str], value: Any) -> None:
-        if isinstance(value, Mapping):
-            for name, each in cast(Mapping[str, Any], value).items():
-                put([*path, name], each)
-        elif isinstance(value, int | str):
-            table.append([path, value])
-        else:
-            array = np.asarray(value)
-            arrays.append(array.tobytes())
-            table.append([path, [array.dtype.str, len(array)]])
-
-    put([], state)
-    text = json.dumps(table).encode()
-    return b"".join([len(text).to_bytes(8, "little"), text, *arrays])
-
-
-def unpacked(data: bytes) -> dict[str, Any]:
-    """Return the state that :func:`packed` has serialized.
-
-    Raises
-    ------
-    StateError
-        `data` is no serialized state.
-    """
-    return schema.read_field("the bytes that another rank has sent", "all ranks must use this library", PACKED, data)
-
-
-def _unpacked(data: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    at = 8 + int.from_bytes(data[:8], "little")
-    for path, value in json.loads(data[8:at]):
-        *folders, name = path
-        place = state
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        if isinstance(value, list):
-            dtype, length = cast(list[Any], value)
-            kind, count = np.dtype(dtype), whole("a length", length, 0)
-            place[name] = from_numpy(np.frombuffer(data, kind, count, at).copy())
-            at += kind.itemsize * count
-        else:
-            place[name] = value
-    return state
-
-
-PACKED = schema.Field("a serialized state", _unpacked)
 
 
 def _one_of(states: Sequence[Any], rank: int, world_size: int) -> Any:

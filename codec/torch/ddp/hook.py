@@ -17,13 +17,14 @@ from codec.arguments import shown
 from codec.specs import BoundSpec, Preset, Spec, check_contraction, require_feedback
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import count_parameters, place_of
-from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.ddp import checkpoint, lifetime
 from codec.torch.ddp.buckets import Bucket, Optimizers, n_values, needs_optimizer, sizes_of
 from codec.torch.ddp.policy import feeds_back, names_of
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import HookStats, ParameterStats
+from codec.torch.feedback.checkpoint import packed
 from codec.torch.group.communicator import buffer_nbytes, scratch_nbytes
+from codec.torch.group.exchange import all_to_all_bytes
 from codec.torch.group.levels import NON_MEMBER, group_of, proposal
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.table import check_request
@@ -304,7 +305,7 @@ class Hook(lifetime.Watched):
             raise StateError(
                 "the hook is not registered, so that it has no ranks: register it before state_dict(gather=True)"
             )
-        data = all_to_all_bytes([checkpoint.packed(state)] * group.size(), group=group, options=self.reducer.settings)
+        data = all_to_all_bytes([packed(state)] * group.size(), group=group, options=self.reducer.settings)
         return checkpoint.gathered(data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

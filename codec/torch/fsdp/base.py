@@ -15,11 +15,12 @@ from codec._options import settings_of
 from codec.arguments import decay_of
 from codec.specs import Preset, Spec, check_contraction, require_feedback
 from codec.stateful.schema import REST, Schema, mapping, number, read_fields, row
-from codec.torch._compat import all_gather_object
+from codec.torch.feedback.checkpoint import packed, unpacked
 from codec.torch.feedback.pair import ResidualPair
 from codec.torch.fsdp.passes import Pass
 from codec.torch.fsdp.stats import FsdpStats
 from codec.torch.group.communicator import Communicator, start
+from codec.torch.group.exchange import all_to_all_bytes
 from codec.torch.group.levels import LeveledGroup, all_ranks, group_of
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import plain_spec
@@ -194,14 +195,12 @@ class GradientCollective(ModuleCollective):
             a whole.
         """
         kept = {} if self._residuals is None else self._residuals.state_dict()
-        mine = {f"rank {dist.get_rank()}": ({"calls": self._calls, "residuals": kept},)}
-        found: list[dict[str, Any]] = [mine] * dist.get_world_size()
+        rank, size, mine = dist.get_rank(), dist.get_world_size(), {"calls": self._calls, "residuals": kept}
+        found: dict[int, dict[str, Any]] = {rank: mine}
         if gather:
-            all_gather_object(found, mine)
-        state: dict[str, Any] = {"world_size": len(found)}
-        for each in found:
-            state |= each
-        return _STATE.save(state)
+            none: dict[str, Any] = {"residuals": {}}  # empty dicts are not sent
+            found = dict(enumerate(none | unpacked(each) for each in all_to_all_bytes([packed(mine)] * size)))
+        return _STATE.save({"world_size": size} | {f"rank {r}": (each,) for r, each in found.items()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned. Call :meth:`register` first.

@@ -14,8 +14,8 @@ import torch
 from codec import StateError
 from codec.stateful import schema
 from codec.torch._compat import local
-from codec.torch.ddp.checkpoint import PACKED, packed
 from codec.torch.ddp.hook import Hook
+from codec.torch.feedback.checkpoint import PACKED, packed
 from codec.torch.one_bit_adam import parameters
 from codec.torch.one_bit_adam.link import SENT, AdamLink
 from codec.torch.one_bit_adam.phase import AdamPhase

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from codec import ArgumentError, PeerError, StateError
 from codec.arguments import shown, whole
 from codec.torch.collectives.agreed import agreed
-from codec.torch.collectives.bytes import all_to_all_bytes
+from codec.torch.group.exchange import all_to_all_bytes
 from codec.torch.pipelining.notes import Notes, Report, report_of
 from codec.torch.pipelining.snapshot import Snapshot
 from codec.torch.pipelining.stage import CompressedStage

@@ -12,10 +12,10 @@ from codec import ArgumentError, CallOptions, CodecError
 from codec.specs import Spec
 from codec.stateful.ranges import layout_of_view
 from codec.torch.collectives.agreed import agreed
-from codec.torch.collectives.bytes import all_to_all_bytes
 from codec.torch.feedback.feedback import Feedback
 from codec.torch.feedback.turn import FeedbackTurn
 from codec.torch.group.communicator import Communicator, communicator_of, group_stats, start
+from codec.torch.group.exchange import all_to_all_bytes
 from codec.torch.group.levels import LeveledGroup
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import check_output, publish, reduction_of, unwrapped

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.stateful.schema import signed
-from codec.torch.ddp import checkpoint
+from codec.torch.feedback.checkpoint import packed, unpacked
 from support import flatcall
 from support.ddp_training import (
     ENCODE_ALL,
@@ -44,8 +44,8 @@ def _checked(rank, size):
         take_step(model, rank, small_forward)
     state = through_a_file(hook.state_dict())
     everyones = through_a_file(hook.state_dict(gather=True))
-    assert checkpoint.packed(everyones["ranks"][rank]) == checkpoint.packed(state)
-    before = checkpoint.packed(state)
+    assert packed(everyones["ranks"][rank]) == packed(state)
+    before = packed(state)
 
     other = everyones["ranks"][(rank + 1) % size]
     three = hook.reshard(everyones, 3)
@@ -64,11 +64,11 @@ def _checked(rank, size):
     ]:
         with pytest.raises(codec.StateError, match=match):
             hook.load_state_dict(wrong if "ranks" in wrong else signed(wrong))
-        assert checkpoint.packed(hook.state_dict()) == before
+        assert packed(hook.state_dict()) == before
     with pytest.raises(codec.StateError, match="incomplete or damaged"):
         hook.load_state_dict({**state, "worker": renamed})
     hook.load_state_dict(everyones)
-    assert checkpoint.packed(hook.state_dict()) == before
+    assert packed(hook.state_dict()) == before
 
     for wrong in (other, {**state, "worker": renamed}):
         late = codec.torch.ddp_hook(SIGN)
@@ -100,7 +100,7 @@ def _renamed(rank, size):
             found.append(None)
             continue
         take_step(model, rank, small_forward)
-        found.append(checkpoint.packed(hook.state_dict()))
+        found.append(packed(hook.state_dict()))
     assert found[0] == found[1]
     assert found[2] is None  # refused: the module has other parameter names
 
@@ -244,13 +244,13 @@ def test_reshard_refuses_incomplete_states():
 
 def test_packed_states_survive_and_damaged_ones_are_refused():
     state = {"version": 1, "sparse": "", "worker": {"w[0:3]": torch.arange(3.0), "role": "worker"}, "server": {}}
-    data = checkpoint.packed({**state, "refresher": {"counts": np.arange(4)}})
-    again = checkpoint.unpacked(data)
-    assert checkpoint.packed(again) == checkpoint.packed({**state, "refresher": {"counts": np.arange(4)}} | {})
+    data = packed({**state, "refresher": {"counts": np.arange(4)}})
+    again = unpacked(data)
+    assert packed(again) == packed({**state, "refresher": {"counts": np.arange(4)}} | {})
     for end in range(len(data)):
         with pytest.raises(codec.StateError):
-            checkpoint.unpacked(data[:end])
+            unpacked(data[:end])
     for bad in (b"", b"\xff" * 40, (2).to_bytes(8, "little") + b"{}", (4).to_bytes(8, "little") + b"[[]]"):
         if bad[8:] != b"{}":
             with pytest.raises(codec.StateError):
-                checkpoint.unpacked(bad)
+                unpacked(bad)

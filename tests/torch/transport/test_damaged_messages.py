@@ -1,11 +1,9 @@
 """Bytes that change between two ranks: an error that names the sender, on all ranks, with tensors unchanged."""
 
 import contextlib
-import struct
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import codec
