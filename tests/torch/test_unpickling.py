@@ -148,7 +148,7 @@ def parameter_server(rank, size):
 
 
 def pipeline(rank, size):
-    p = Pipeline("ScheduleGPipe", rank, size, static=True, **LOSSLESS)
+    p = Pipeline("GPipe", rank, size, static=True, **LOSSLESS)
     p.step(torch.arange(BATCH))
 
 

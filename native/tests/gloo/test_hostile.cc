@@ -235,8 +235,8 @@ TEST_CASE("Raw values that arrive in part or damaged are a FrameError for any pr
 {
 	for (bool terms : {true, false}) {
 		for (size_t at : {size_t(0), VALUES_NBYTES / 4})
-			check({"flipped bit in byte " + std::to_string(at), "FrameError", sends_values(terms, flipped(at)),
-			       Algorithm::raw});
+			check({"flipped bit in byte " + std::to_string(at), "FrameError",
+			       sends_values(terms, flipped(at)), Algorithm::raw});
 		check({"right", "none", sends_values(terms, cut_by(0)), Algorithm::raw});
 		for (size_t nbytes : {size_t(4), size_t(8), size_t(1000), VALUES_NBYTES})
 			check({"cut by " + std::to_string(nbytes), "FrameError", sends_values(terms, cut_by(nbytes)),
