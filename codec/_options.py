@@ -1,5 +1,6 @@
 """Settings of calls: engine, threads and validation; algorithm and timeout of collectives."""
 
+import math
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -9,7 +10,7 @@ from codec._c.traits import needs_base
 from codec._secret import Secret, secret_of
 from codec._security import Security
 from codec._tls import Tls, tls_of
-from codec.arguments import check_timeout, shown, truth, whole
+from codec.arguments import check_timeout, plain, shown, truth, whole
 from codec.errors import ArgumentError, EngineError, SpecError
 from codec.presets import resolve
 from codec.specs import Preset, Sign, Spec, TopK, Truncate
@@ -40,6 +41,7 @@ class CallOptions:
     within: Spec | Literal["bfloat16"] | None = None
     secret: Secret | None = field(default=None, repr=False)
     tls: Tls | None = field(default=None, repr=False)
+    max_norm: float | None = None
     nontemporal: bool = False  # decode with non-temporal stores; collectives set it for pieces of a large result
 
     @property
@@ -85,6 +87,7 @@ def options(
     within: Spec | Preset | Literal["bfloat16"] | None = None,
     secret: bytes | str | None = None,
     tls: Literal["psk"] | tuple["ssl.SSLContext", "ssl.SSLContext"] | None = None,
+    max_norm: float | None = None,
 ) -> CallOptions:
     """Return settings for one call, passed as ``options=``, or for all calls inside a ``with`` block.
 
@@ -124,6 +127,14 @@ def options(
         contexts of the rank that listens and of the one that connects, which both require certificates unless there is
         a secret. Default: ``CODEC_TLS=psk``, or the files ``CODEC_TLS_CERT``, ``CODEC_TLS_KEY`` and ``CODEC_TLS_CA``;
         if none is set, messages are not encrypted, and without a secret not authenticated.
+    max_norm : float, optional
+        Largest L2 norm of the values that a rank may send, above 0: of the part of the tensor in one frame, or in one
+        message of uncompressed values. If a part has a larger norm, NaN or Inf, a collective of :mod:`codec.torch`
+        raises FrameError on the ranks that find it, with the rank, its norm and the bound, and PeerError on all others;
+        nothing is changed, as after a damaged frame. In frames of sums, the bound is `max_norm` times the number of
+        ranks; in those of means, `max_norm`. Decoded values count: leave room for residuals and for the codec's error.
+        Ranks may have different bounds. With a GradScaler, steps that overflow are errors. Each received frame is
+        decoded once more. Default: no bound. Other calls ignore it.
 
     Returns
     -------
@@ -163,7 +174,16 @@ def options(
         None if within is None else _check_within(within),
         hidden,
         None if tls is None else tls_of(tls),
+        None if max_norm is None else _check_norm(max_norm),
     )
+
+
+def _check_norm(value: Any) -> float:
+    """Return the argument `max_norm` as a float; raise ArgumentError unless it is a finite number above 0."""
+    norm = plain(value)
+    if type(norm) not in (int, float) or not 0 < norm < math.inf:
+        raise ArgumentError(f"max_norm must be a finite number above 0, got {shown(value)}")
+    return float(norm)
 
 
 def check_algorithm(algorithm: Any) -> Algorithm:

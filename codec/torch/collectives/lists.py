@@ -60,7 +60,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
                     )
             flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
             require_feedback(spec, "reduce lists of tensors with another codec")
-            return reduction_of(flat, spec, op, stream)
+            return reduction_of(flat, spec, op, stream, settings=settings_of(None))
 
         await run(comm, collective, REDUCE_SCATTER, prepare, lambda result, r: _store_each(result, r, outputs))
         return outputs
@@ -113,7 +113,7 @@ def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
     for t in tensors:
         check_dense(t)
     flat = tensors[0] if len(tensors) == 1 else torch.cat([t.detach().reshape(-1) for t in tensors])
-    return reduction_of(flat, spec, "sum", stream)
+    return reduction_of(flat, spec, "sum", stream, settings=settings_of(None))
 
 
 def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:

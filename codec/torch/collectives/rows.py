@@ -168,6 +168,8 @@ async def _rows_of(
         elif frame:
             with part.clock.during("decode_s"):
                 r.decode(np.frombuffer(frame, np.uint8), piece, result)
+                if r.settings.max_norm is not None:
+                    r.check_values(part, o, r.as_float32(result[piece.begin : piece.end]))
     return result
 
 

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import torch
 
-from codec import FrameError
+from codec import CallOptions, FrameError
 from codec.specs import Lossless
 from codec.torch._compat import from_numpy
 from codec.torch.group.exchange import swap
@@ -16,13 +16,16 @@ from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.raw import Within
 from codec.torch.reduction.table import RAW
 from codec.torch.transport.collective import Collective
+from codec.torch.transport.values import check_norm, norm_of
 
 logger = logging.getLogger("codec.torch")
 
 _logged: set[str] = set()  # kinds of gradients, such as "float64" or "sparse", that were already logged
 
 
-async def mean(collective: Collective, buffer: torch.Tensor, item: int | str | None) -> torch.Tensor:
+async def mean(
+    collective: Collective, buffer: torch.Tensor, item: int | str | None, settings: CallOptions
+) -> torch.Tensor:
     """Return the mean of a bucket over all ranks; float64 is summed in float64.
 
     Parameters
@@ -33,23 +36,28 @@ async def mean(collective: Collective, buffer: torch.Tensor, item: int | str | N
         Bucket of float64, or a sparse (COO) tensor of any dtype.
     item : int or str, optional
         Result of ``transform=``, which must be the same on all ranks.
+    settings : CallOptions
+        Options of the hook, of which ``max_norm`` is used.
     """
+    bounded = CallOptions(max_norm=settings.max_norm)
     kind = "sparse" if buffer.is_sparse else str(buffer.dtype).removeprefix("torch.")
     if kind not in _logged:
         _logged.add(kind)
         logger.info("gradients that are %s are sent uncompressed: frames cannot carry their sums", kind)
     if buffer.is_sparse:
-        return await _sparse_mean(collective, buffer, item)
+        return await _sparse_mean(collective, buffer, item, bounded)
     if collective.size == 1:
         return buffer
-    r = Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0)
+    r = Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0, settings=bounded)
     within = Within(collective, [r])
     planned = [(each, RAW) for each in await within.scatter()]
     [result] = await within.gather(await run_several(collective, RAW.name, planned, item))
     return from_numpy(result).to(buffer.device, copy=True)
 
 
-async def _sparse_mean(collective: Collective, buffer: torch.Tensor, item: int | str | None) -> torch.Tensor:
+async def _sparse_mean(
+    collective: Collective, buffer: torch.Tensor, item: int | str | None, settings: CallOptions
+) -> torch.Tensor:
     """Return the mean of sparse tensors. Each rank sends its entries to all ranks, and each adds them in rank order.
 
     In two levels, ranks do so within their machine, and then send the sum to the other machines.
@@ -63,6 +71,10 @@ async def _sparse_mean(collective: Collective, buffer: torch.Tensor, item: int |
         message = np.concatenate([indices.reshape(-1).view(np.uint8), values.view(-1).view(torch.uint8).numpy()])
         received = await swap(collective.part(hash64(*fields.items()), fields, members), [message] * members.size)
         parts = [_entries(each, buffer, shape, dims) for each in received]
+        if (most := settings.max_norm) is not None:
+            count = 1 if members is not levels.between else levels.all.size // members.size
+            for o, (_, entries) in enumerate(parts):
+                check_norm(norm_of(entries.double().view(-1).numpy()), most, members.ranks[o], count)
         all_indices, all_values = torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts])
         sums = torch.sparse_coo_tensor(  # pyright: ignore[reportUnknownMemberType] - torch types its arguments in part
             all_indices, all_values, shape, device="cpu", check_invariants=False

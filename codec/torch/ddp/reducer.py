@@ -289,7 +289,7 @@ class Reducer:
         if has_frames:
             return run.results(await self._reduce_parts(comm, collective, run, step, item))
         buffer = run.bucket.buffer
-        mean = await uncompressed.mean(collective, buffer, item)
+        mean = await uncompressed.mean(collective, buffer, item, self.settings)
         counters.raw_collectives += 1
         counters.raw_nbytes += 0 if buffer.is_sparse else buffer.nbytes
         if buffer.is_sparse:

@@ -11,9 +11,10 @@ from codec.stateful.ranges import NOBODY, Layout, Range, cut
 from codec.torch.ddp.buckets import BucketPart
 from codec.torch.feedback.pair import ResidualPair
 from codec.torch.reduction import raw
-from codec.torch.reduction.host import Reduction, square
+from codec.torch.reduction.host import Reduction
 from codec.torch.transport.levels import Levels
 from codec.torch.transport.messages import Array
+from codec.torch.transport.values import square
 
 logger = logging.getLogger("codec.torch")
 

@@ -12,10 +12,11 @@ from codec.stateful.ranges import Layout, Range, cut, scaled, shared, union
 from codec.stateful.residual_store import ResidualStore, State
 from codec.stateful.schema import mapping, read_fields
 from codec.torch.feedback.checkpoint import of_tensors
-from codec.torch.reduction.host import Reduction, square
+from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.levels import Levels
 from codec.torch.transport.messages import Array
+from codec.torch.transport.values import square
 
 
 class ResidualPair:

@@ -7,9 +7,10 @@ from codec import ArgumentError
 from codec.tensors.segments import Records
 from codec.torch.group.communicator import Communicator
 from codec.torch.network.version import hash64
+from codec.torch.reduction.arguments import check_finite
 from codec.torch.reduction.execution import placed, run_several, settle
 from codec.torch.reduction.host import Reduction, Values
-from codec.torch.reduction.raw import check_finite, reduce_terms
+from codec.torch.reduction.raw import reduce_terms
 from codec.torch.reduction.table import GATHER, REDUCE_SCATTER, Algorithm
 from codec.torch.transport.collective import Collective, CollectivePart
 from codec.torch.transport.levels import Levels
@@ -105,11 +106,14 @@ class Machines:
         for each in incoming:
             await part.frame(each)
         terms[part.rank] = shards[:, part.rank].reshape(-1)
+        if r.settings.max_norm is not None:
+            for rank, values in terms.items():
+                r.check_values(part, rank, r.as_float32(values))
         total = part.arena.result_buffer(n * self.count, r.x.dtype)
         with part.clock.during("decode_s"):
             total[:] = r.rounded(reduce_terms([terms[place] for place in range(part.size)], r, total))
         await part.sent()
-        return replace(r, x=total, segments=segments)
+        return replace(r, x=total, segments=segments, summed=r.ranks_in_sum(part.size))
 
     async def _gathered(self, r: Reduction, shards: Values) -> Values:
         """Return the shards of all ranks, given those of this rank's place in each machine."""
@@ -124,6 +128,9 @@ class Machines:
                 part.send_values(shard, o)
         for each in incoming:
             await part.frame(each)
+        if r.settings.max_norm is not None:
+            for rank in part.others:
+                r.check_values(part, rank, r.as_float32(out[:, rank].copy().reshape(-1)))
         await part.sent()
         return out.reshape(-1)
 

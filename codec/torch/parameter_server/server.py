@@ -25,9 +25,10 @@ from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.means import LOSSLESS, MeanEncoder, spec_in
 from codec.torch.parameter_server.messages import ABANDON, CLOSE, FLOATS, INIT, PUSH, REDUCES, TAG, Key, Request
-from codec.torch.parameter_server.steps import ServerSteps
+from codec.torch.parameter_server.steps import KeyFrames, ServerSteps
 from codec.torch.parameter_server.table import Table
 from codec.torch.transport.messages import Array
+from codec.torch.transport.values import check_norm, norm_of
 
 logger = logging.getLogger("codec.torch")
 
@@ -104,7 +105,8 @@ class ParameterServer:
         contractions (:attr:`codec.Spec.contraction`), such as :class:`codec.Ternary`, are used without feedback.
     options : CallOptions, optional
         ``codec.options(timeout=)``: longest time that a pull waits for workers. Use the same timeout on servers and
-        workers. Default: the timeout of the group.
+        workers. Default: the timeout of the group. ``max_norm=``: largest norm of a frame that a worker pushes; pulls
+        of a key with a larger one are a FrameError for all workers.
 
     Raises
     ------
@@ -147,6 +149,7 @@ class ParameterServer:
             whole("max_keys", max_keys, 1, (1 << 31) - 1), whole("max_key_nbytes", max_key_nbytes, 0, 1 << 36)
         )
         max_steps = whole("max_steps", max_steps, 1, 1 << 20)
+        self._max_norm = settings.max_norm
         self._endpoint: Endpoint = endpoint_for(group, timeout, settings.security)
         self._workers = check_ranks("workers", workers, self._endpoint, other=servers)
         ranks = check_ranks("servers", servers, self._endpoint, member=True)
@@ -337,15 +340,23 @@ class ParameterServer:
             taken += steps.wait(worker, request.step, request.ids, table.name, self._seconds, check)
             with self._means.transaction() if spec != LOSSLESS else nullcontext():
                 values = [
-                    entry.result(reduce, spec, partial(self._reduced, key, request.step, reduce, spec))
+                    entry.result(reduce, spec, partial(self._reduced, key, request.step, reduce, spec, entry))
                     for key, entry in zip(keys, taken, strict=True)
                 ]
             return messages.reply(values=values)
         return messages.reply()
 
-    def _reduced(self, key: Key, step: int, reduce: str, spec: Spec, frames: Sequence[Array]) -> tuple[bytes, bytes]:
-        """Reduce the frames of a key; return head and body of the value that is sent to workers."""
+    def _reduced(
+        self, key: Key, step: int, reduce: str, spec: Spec, entry: KeyFrames, frames: Sequence[Array]
+    ) -> tuple[bytes, bytes]:
+        """Reduce the frames of a key, in the order of workers; return head and body of the value that is sent."""
         try:
+            if self._max_norm is not None and key.dtype in FLOATS:
+                for worker, frame in zip(sorted(entry.frames), frames, strict=True):
+                    values = codec.reduce([frame], op="sum").reshape(-1)
+                    shared = key.name.startswith(messages.INTERNAL)  # magnitudes of several tensors
+                    norm = float(np.abs(values).max()) if shared else norm_of(values)
+                    check_norm(norm, self._max_norm, worker)
             if reduce == "exact_mean":
                 return sums.encode_average(frames)
             if key.dtype not in FLOATS:

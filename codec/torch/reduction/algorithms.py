@@ -3,7 +3,7 @@
 In a phase, a rank sends frames to the owners of slices, or to all ranks.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,10 +12,12 @@ import torch
 import codec
 from codec._c.traits import is_lossless
 from codec.torch.network.inbox import Receive
-from codec.torch.reduction.host import Frame, Reduction, Values, nonfinite_error
+from codec.torch.reduction.arguments import nonfinite_error
+from codec.torch.reduction.host import Frame, Reduction, Values
 from codec.torch.reduction.partition import Piece, sent
 from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.messages import Array
+from codec.torch.transport.rooms import copied, encode_message
 
 
 async def two_shot(part: CollectivePart, r: Reduction) -> Values:
@@ -34,20 +36,24 @@ async def two_shot(part: CollectivePart, r: Reduction) -> Values:
     result = r.result(part, r.n)
     for c, piece in travelling[me].items():
         terms = await scatter.terms(c)
+        r.check_terms(part, terms, piece)
         number = (size * size + me) * chunks + c
         frame = _encode_sum(part, r, piece, bounds[me][c], terms, result, number)
         for o in others:
             part.send_frame(frame, o)
     part.counters.round_trips += 0.5
     for (c, o), receive in sums.items():
-        _decode(part, r, await part.frame(receive), slices[o][c], result)
+        _decode(part, r, await part.frame(receive), slices[o][c], result, o)
     await part.sent()
     return result
 
 
-def _decode(part: CollectivePart, r: Reduction, frame: Array, piece: Piece, result: Values) -> None:
+def _decode(part: CollectivePart, r: Reduction, frame: Array, piece: Piece, result: Values, rank: int) -> None:
+    """Decode a frame of a sum over all ranks that `rank` has sent."""
     with part.clock.during("decode_s"):
         r.decode_or_defer(frame, piece, result)
+        if r.settings.max_norm is not None:
+            r.check_values(part, rank, r.as_float32(result[piece.begin : piece.end]), r.ranks_in_sum(part.size))
 
 
 def _encode_sum(
@@ -77,6 +83,7 @@ async def all_gather(part: CollectivePart, r: Reduction) -> Values:
     result = r.result(part, r.n)
     async for piece, terms in BroadcastPhase(part, r).terms():
         with part.clock.during("decode_s"):
+            r.check_terms(part, terms, piece)
             _store_or_defer_sum(part, r, piece, terms, result[piece.begin :])
     return result
 
@@ -89,6 +96,7 @@ async def senders(part: CollectivePart, r: Reduction) -> Values:
     result = r.result(part, r.n)
     async for piece, terms in BroadcastPhase(part, r).terms():
         with part.clock.during("decode_s"):
+            r.check_terms(part, terms, piece)
             r.mean_of_senders(terms, piece, result[piece.begin : piece.end])
     return result
 
@@ -121,6 +129,7 @@ async def reduce_scatter(part: CollectivePart, r: Reduction) -> Values:
     for c, piece in enumerate(mine):
         terms = await scatter.terms(c)
         with part.clock.during("decode_s"):
+            r.check_terms(part, terms, piece)
             store_sum(part, r, piece, terms, result[piece.begin - mine[0].begin :], check=True)
     await part.sent()
     return result
@@ -165,7 +174,7 @@ async def all_to_all(part: CollectivePart, r: Reduction) -> Values:
     result = r.result(part, r.n)
     for c in range(len(slices[0])):
         for rank, frame in enumerate(await scatter.terms(c)):
-            _store_term(part, r, frame, slices[rank][c], slices[part.rank][c], result)
+            _store_term(part, r, rank, frame, slices[rank][c], slices[part.rank][c], result)
     await part.sent()
     return result
 
@@ -176,12 +185,12 @@ async def gather(part: CollectivePart, r: Reduction) -> Values:
     result = r.result(part, part.size * n)
     async for piece, frames in BroadcastPhase(part, r).terms():
         for rank, frame in enumerate(frames):
-            _store_term(part, r, frame, piece, piece, result[rank * n : (rank + 1) * n])
+            _store_term(part, r, rank, frame, piece, piece, result[rank * n : (rank + 1) * n])
     return result
 
 
 def _store_term(
-    part: CollectivePart, r: Reduction, frame: Array | None, place: Piece, own: Piece, result: Values
+    part: CollectivePart, r: Reduction, rank: int, frame: Array | None, place: Piece, own: Piece, result: Values
 ) -> None:
     """Store a rank's values of a piece in the result. If `frame` is None, copy this rank's own values."""
     with part.clock.during("decode_s"):
@@ -189,6 +198,8 @@ def _store_term(
             result[place.begin : place.end] = r.own_term(own)
         else:
             r.decode(frame, place, result)
+        if r.settings.max_norm is not None:
+            r.check_values(part, rank, r.as_float32(result[place.begin : place.end]))
 
 
 async def ring(part: CollectivePart, r: Reduction) -> Values:
@@ -228,12 +239,13 @@ async def ring(part: CollectivePart, r: Reduction) -> Values:
         for c, piece in travelling[(me - s - 1) % size].items():
             frame = await part.frame(sums[s][c])
             with part.clock.during("decode_s"):
+                r.check_norm(part, left, piece, frame, (s + 1) * r.summed)
                 _add(r, frame, piece, total)
             part.send_frame(frame_of(s + 1, c), right)
     for s in steps:
         for c, piece in travelling[(me - s) % size].items():
             frame = await part.frame(results[s][c])
-            _decode(part, r, frame, piece, result)
+            _decode(part, r, frame, piece, result, left)
             if s < size - 2:
                 part.send_frame(copied(part, frame), right)
     await part.sent()
@@ -272,34 +284,6 @@ def _encode_result(
 
 
 # Phases
-
-
-def encode_message(part: CollectivePart, bound: int, encode: Callable[[Array], int]) -> Array:
-    """Encode a frame into memory of the collective's arena, and return it.
-
-    Parameters
-    ----------
-    part : CollectivePart
-        Part of the collective, whose arena allocates the memory.
-    bound : int
-        Maximum size of the frame in bytes.
-    encode : callable
-        Function that writes the frame into an array, and returns the frame's size in bytes.
-    """
-    room = part.arena.allocate(bound)
-    with part.clock.during("encode_s"):
-        nbytes = encode(room)
-    return part.arena.shrink(room, nbytes)
-
-
-def copied(part: CollectivePart, frame: Array) -> Array:
-    """Return a copy of a frame in memory of the collective's arena."""
-
-    def copy(room: Array) -> int:
-        room[: frame.nbytes] = frame
-        return frame.nbytes
-
-    return encode_message(part, frame.nbytes, copy)
 
 
 def _encode_term(part: CollectivePart, r: Reduction, piece: Piece, bound: int, number: int) -> Array:

@@ -29,6 +29,7 @@ async def two_shot(part: CollectivePart, r: DeviceReduction) -> Values:
     for c, (piece, total) in enumerate(zip(slices[me], totals, strict=True)):
         row = await terms.chunk(c)
         with part.clock.during("decode_s"):
+            r.check_terms(part, row, piece)
             r.sum(row, piece, total)
     await r.launched()
     sums = [r.sum_term(totals[c], piece, first + c) for c, piece in enumerate(slices[me])]
@@ -39,7 +40,7 @@ async def two_shot(part: CollectivePart, r: DeviceReduction) -> Values:
         if is_lossless(r.spec):  # copy this rank's sum instead of decoding its frame
             result[slices[me][c].begin : slices[me][c].end] = sums[c].values
             row[me] = None
-        _decode(part, r, row, [each[c] for each in slices], [result] * size)
+        _decode(part, r, row, [each[c] for each in slices], [result] * size, r.ranks_in_sum(size))
     await part.sent()
     return result
 
@@ -106,6 +107,7 @@ def _store_sum(part: CollectivePart, r: DeviceReduction, row: Row, piece: Piece,
     """Store the sum of a piece in the tensor's dtype; raise an error for NaN and Inf if encoding the sum would."""
     place, check = place[: piece.n], r.rejects_nonfinite
     with part.clock.during("decode_s"):
+        r.check_terms(part, row, piece)
         if r.dtype == "float32":
             r.sum(row, piece, place, check_finite=check)
             return
@@ -127,10 +129,18 @@ def _keep_own(r: DeviceReduction, row: Row, piece: Piece, place: Values) -> None
 
 
 def _decode(
-    part: CollectivePart, r: DeviceReduction, row: Row, pieces: Sequence[Piece], results: Sequence[Values]
+    part: CollectivePart,
+    r: DeviceReduction,
+    row: Row,
+    pieces: Sequence[Piece],
+    results: Sequence[Values],
+    count: int | None = None,
 ) -> None:
-    """Decode the frame of each rank to its piece of a result."""
+    """Decode the frame of each rank to its piece of a result; `count` is as for :meth:`Reduction.check_norm`."""
     with part.clock.during("decode_s"):
+        for rank, (frame, piece) in enumerate(zip(row, pieces, strict=True)):
+            if frame is not None:
+                r.check_norm(part, rank, piece, frame, count)
         places = zip(row, pieces, results, strict=True)
         r.decode_all([(frame, piece, result) for frame, piece, result in places if frame is not None])
 
@@ -142,8 +152,10 @@ async def plain(part: CollectivePart, r: DeviceReduction) -> Values:
     errors of rounding to the tensor's dtype.
     """
     values = _shares(part, r)
+    r.check_values(part, part.rank, r.as_float32(r.x))  # the values of other ranks are never seen
     if r.rejects_nonfinite:  # raise the error that encoding the values would raise
         r.refuse_nonfinite(values)
+    if r.rejects_nonfinite or r.settings.max_norm is not None:
         r.settle(part.device)
     await part.gather([0])  # wait for all ranks, since NCCL's messages could not be cancelled if a rank had failed
     part.counters.round_trips += 1
@@ -232,9 +244,15 @@ class WithinGpus(Within):
             window, end = w[me], begin + w[me].n * r.x.itemsize
             mean = r.empty(0)
             if rows is not None and window.n:
-                mean = _reduced(r, [row[begin:end].view(r.x.dtype) for row in rows])
-            found.append(r.narrowed(window, mean, out[window.begin : window.end]))
+                terms = [row[begin:end].view(r.x.dtype) for row in rows]
+                for rank, term in enumerate(terms):
+                    r.check_values(self._members, rank, r.as_float32(term))
+                mean = _reduced(r, terms)
+            found.append(r.narrowed(window, mean, out[window.begin : window.end], self._members.size))
             begin = end
+        for r in self._tensors:
+            if r.settings.max_norm is not None:
+                r.settle(c.device)
         return found
 
     async def gather(self, results: Sequence[Values]) -> list[Values]:

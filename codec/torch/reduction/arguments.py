@@ -9,10 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError, CallOptions, SpecError
+from codec import ArgumentError, CallOptions, SpecError, Status
 from codec._c.traits import needs_base
 from codec.arguments import shown
 from codec.encoding import bound, check_stream
+from codec.explain import overflow_message
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
 from codec.reducing import Op
@@ -22,7 +23,7 @@ from codec.tensors.view import check_storage, mark_written, view
 from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.device import DeviceReduction
-from codec.torch.reduction.host import FLOATS, Reduction, Values
+from codec.torch.reduction.host import FLOATS, TERMS, Reduction, Values
 from codec.torch.transport.messages import Array
 from codec.torch.transport.streams import encodes_in_place, settle
 
@@ -153,6 +154,23 @@ def reduction_of(
     level_source_for(plain, bound_spec, view(x, dtype))
     flat = None if bound_spec is None else _flattened(bound_spec, on_device=kind.on_device)
     return kind(x, dtype, plain, op, check_stream(stream), segments, flat, settings)
+
+
+def nonfinite_error(r: Reduction, x: Values, *, summed: bool = False) -> ArgumentError | None:
+    """Return the error that encoding would raise if `x` contains NaN or Inf and the codec refuses them; else None.
+
+    It is for values that are sent uncompressed. `summed`: `x` is a sum over ranks, not this rank's values.
+    """
+    if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
+        return None
+    text = overflow_message(view(x, r.dtype), TERMS) if summed else r.nonfinite_text()
+    return ArgumentError(text, Status.NONFINITE)
+
+
+def check_finite(r: Reduction, x: Array) -> None:
+    """Raise ArgumentError if values of this rank contain NaN or Inf, and the codec refuses them."""
+    if (error := nonfinite_error(r, x)) is not None:
+        raise error
 
 
 def values_of(tensor: torch.Tensor, settings: CallOptions) -> Values:

@@ -23,10 +23,11 @@ from codec.torch.reduction.partition import Piece
 from codec.torch.transport.arena import aligned_begins
 from codec.torch.transport.buffers import DeviceMemory
 from codec.torch.transport.collective import CollectivePart
-from codec.torch.transport.joint import Joint, JointEncoding, JointFrames, JointSum
+from codec.torch.transport.joint import Copied, Found, Joint, JointEncoding, JointFrames, JointSum
 from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
 from codec.torch.transport.streams import host_array
+from codec.torch.transport.values import check_norm
 
 _GAP = 1 << 15  # maximum bytes between two frames that are copied together, since two copies would take longer
 _SLACK = 16  # a frame is expected to be larger than the previous one by at most 1 / _SLACK of its size
@@ -52,26 +53,6 @@ class DeviceTerm(NamedTuple):
     residual: torch.Tensor | None
     number: int  # number of the random stream
     summed: bool = False  # True: the values are a sum over ranks
-
-
-class Found(NamedTuple):
-    """Frame of a rank."""
-
-    frame: Any  # uint8 tensor on the GPU, or uint8 array in host memory
-    head: Array | None  # for a frame on the GPU: copy of its header and side section in host memory; header is checked
-    arriving: Array | None = None  # received head, valid after `settle`; `head` is then the expected head
-
-
-class Copied(NamedTuple):
-    """Frame of this rank, on the GPU and in host memory."""
-
-    there: torch.Tensor
-    here: Array
-
-    @property
-    def found(self) -> Found:
-        """Frame of this rank, in the form of frames received from other ranks."""
-        return Found(self.there, self.here)
 
 
 class DeviceReduction(Reduction):
@@ -329,6 +310,25 @@ class DeviceReduction(Reduction):
         arriving = None if found.arriving is None else view_bytes(found.arriving)
         return request._replace(head=head, arriving=arriving, in_flight=True)
 
+    def decoded(self, frame: Any, piece: Piece) -> torch.Tensor:
+        """Return memory for the float32 values in a frame of a term, which the next launch decodes."""
+        values = self.empty(piece.n, torch.float32)
+        request = self._request(frame, piece, values)
+        self.joint.sum(JointSum([request], "sum", _explain_sum, piece.n, _ignore, _ignore))
+        return values
+
+    def check_values(self, part: Any, rank: int, values: Any, count: int | None = None) -> None:
+        """Make :meth:`settle` raise the error of :meth:`Reduction.check_values`."""
+        most, ranks = self.settings.max_norm, self.summed if count is None else count
+
+        def check() -> None:
+            norm: torch.Tensor = values.double().square().sum().sqrt()
+            found = self.read_back(norm.reshape(1).view(torch.uint8))
+            self.check_later(lambda: check_norm(float(found.view(np.float64)[0]), most or 0, part.ranks[rank], ranks))
+
+        if most is not None:
+            self.joint.after(check)
+
     def decode_all(self, frames: Sequence[tuple["Found", Piece, torch.Tensor]]) -> None:
         """Decode frames, each to its piece of a tensor."""
         requests = [self._request(found, piece, into[piece.begin : piece.end]) for found, piece, into in frames]
@@ -355,6 +355,7 @@ class DeviceReduction(Reduction):
             self.codebooks,
             self.count_symbols,
             self.weights,
+            summed=self.summed,
         )
 
     def _residual_on_host(self, residual: torch.Tensor) -> Array:
@@ -369,6 +370,10 @@ class DeviceReduction(Reduction):
             residual.copy_(from_numpy(copy))
         values = from_numpy(result).view(FLOATS[self.dtype])
         return values.to(self.x.device) if self.out is None else self.out.copy_(values)
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
 
 
 def _explain_sum(e: CodecError) -> None:

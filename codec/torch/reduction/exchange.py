@@ -11,10 +11,11 @@ from codec import FrameError, PeerError
 from codec._c.library import lib
 from codec.torch.network.inbox import Receive
 from codec.torch.reduction import heads
-from codec.torch.reduction.device import Copied, DeviceReduction, DeviceTerm, Found
+from codec.torch.reduction.device import DeviceReduction, DeviceTerm
 from codec.torch.reduction.heads import Announced
 from codec.torch.reduction.partition import Piece, sent
 from codec.torch.transport.collective import CollectivePart, NoFrameError
+from codec.torch.transport.joint import Copied, Found
 from codec.torch.transport.messages import Array
 
 FRAME_LENGTH = struct.Struct("<Q")  # size of the frame in bytes, which precedes the frame in a slot

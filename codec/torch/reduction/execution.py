@@ -200,7 +200,7 @@ async def _run(
     item: int | str | None = None,
 ) -> Values:
     """Run an algorithm as one part of a collective, under the signature of its arguments."""
-    if not algorithm.defers:
+    if not algorithm.defers or r.settings.max_norm is not None:  # norms of results are checked before the agreement
         r.deferred = None
     fields = signed(r, algorithm.name, requested) | agreed(item)
     if requested:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +26,18 @@ from codec.tensors.segments import Records, unpack
 from codec.tensors.view import view, view_bytes
 from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
-from codec.torch.reduction.partition import Piece, chunk_nbytes, cut, cut_evenly
+from codec.torch.reduction.partition import Piece, bound_to_range, chunk_nbytes, cut, cut_evenly
 from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
+from codec.torch.transport.values import check_norm, norm_of
 
 bound = functools.lru_cache(1024)(codec.bound)  # cached, because a training run uses few sizes
 Frame = Any  # bytes of a frame: an array in host memory, or a tensor on a GPU
 Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_TERMS = "the ranks' tensors"  # name of the terms of sums, for error messages
+TERMS = "the ranks' tensors"  # name of the terms of sums, for error messages
 _LARGE = 1 << 21  # number of values of a piece above which several threads encode it
 _STREAM_STRIDE = 0x9E3779B97F4A7C15  # stride between random streams; odd and large, so that pieces never collide
 
@@ -64,6 +65,7 @@ class Reduction:
     # is faster for large tensors with small frames than decoding to other memory and copying the result.
     deferred: list[Callable[[], None]] | None = None
     whole: tuple[int, Records | None] | None = None  # number of values and segments of the tensor, if `x` is a window
+    summed: int = 1  # number of ranks of this machine whose sum `x` is
 
     on_device = False  # True in DeviceReduction, whose values lie on a GPU
     memory = HOST  # memory (host or GPU) of values and residuals
@@ -99,10 +101,11 @@ class Reduction:
     def _chunk_nbytes(self) -> int:
         return chunk_nbytes(self.x.itemsize, self.bound)
 
-    def narrowed(self, piece: Piece, x: Values, out: Values) -> "Reduction":
-        """Return the reduction of a piece of the tensor, with the values `x`, the memory `out`, and no residuals."""
-        state, whole = self._bound_to(piece), (self.n, self.segments)
-        return replace(self, x=x, segments=piece.segments, bound_spec=state, out=out, deferred=None, whole=whole)
+    def narrowed(self, piece: Piece, x: Values, out: Values, size: int) -> "Reduction":
+        """Return the reduction of a piece of the tensor, with values `x` over `size` ranks, and without residuals."""
+        state, whole, summed = self._bound_to(piece), (self.n, self.segments), self.ranks_in_sum(size)
+        made = replace(self, x=x, segments=piece.segments, bound_spec=state, out=out, deferred=None, whole=whole)
+        return replace(made, summed=summed)
 
     # Encoding
 
@@ -132,7 +135,7 @@ class Reduction:
     def explain_nonfinite(self, error: ArgumentError, total: Values | None = None) -> None:
         """Add the position of NaN or Inf to an encoding error: in this rank's values, or in the sum `total`."""
         if error.code == Status.NONFINITE:
-            text = self.nonfinite_text() if total is None else overflow_message(view(total, self.dtype), _TERMS)
+            text = self.nonfinite_text() if total is None else overflow_message(view(total, self.dtype), TERMS)
             error.args = (text,)
 
     def _encode(self, x: Values, piece: Piece, out: Array, residual: Values | None, number: int) -> int:
@@ -286,6 +289,35 @@ class Reduction:
         if total.size and np.isnan(total.min()):  # the payload of a NaN depends on the order of operands
             total[np.isnan(total)] = np.nan
 
+    def check_terms(self, part: CollectivePart, frames: Sequence[Frame | None], piece: Piece) -> None:
+        """Check the norms of the ranks' values of a piece, whose frames are as for :meth:`sum`."""
+        for rank, frame in enumerate(frames):
+            self.check_norm(part, rank, piece, frame)
+
+    def check_norm(self, part: Any, rank: int, piece: Piece, frame: Frame | None, count: int | None = None) -> None:
+        """Raise FrameError if the norm of the values in a frame is above ``options(max_norm=)``; None: own values.
+
+        `count` is the number of ranks that a value sums. Default: that of a term.
+        """
+        if self.settings.max_norm is not None:
+            values = self.as_float32(self.own_term(piece)) if frame is None else self.decoded(frame, piece)
+            self.check_values(part, rank, values, count)
+
+    def decoded(self, frame: Frame, piece: Piece) -> Values:
+        """Return the float32 values in a frame of a term of a piece."""
+        self.check_frame(frame, piece)
+        how: dict[str, Any] = {"codebooks": self.codebooks, "options": self._options(piece)}
+        return codec.reduce([frame], self.shared_levels(piece), op="sum", **how)
+
+    def check_values(self, part: Any, rank: int, values: Values, count: int | None = None) -> None:
+        """Check the norm of float32 values of a rank, as :meth:`check_norm` does."""
+        if (most := self.settings.max_norm) is not None:
+            check_norm(norm_of(values), most, part.ranks[rank], self.summed if count is None else count)
+
+    def ranks_in_sum(self, size: int) -> int:
+        """Return the number of ranks that a value of the result over `size` ranks sums; 1 for a mean."""
+        return 1 if self.op == "mean" else size * self.summed
+
     def check_frame(self, frame: Array, piece: Piece) -> None:
         """Raise FrameError unless a frame has the agreed codec, parameters and dtype, and the shape of a piece."""
         info = read_header(view_bytes(frame))
@@ -356,11 +388,6 @@ class Reduction:
         return result
 
 
-def square(x: Values) -> float:
-    """Return the squared norm of float32 values."""
-    return float(torch.dot(x, x)) if isinstance(x, torch.Tensor) else float(np.dot(x, x))
-
-
 @functools.lru_cache(64)
 def _options_for(engine: EngineName | None, threads: int | None, large: bool, nontemporal: bool) -> CallOptions:
     if threads is None and not large:
@@ -371,30 +398,3 @@ def _options_for(engine: EngineName | None, threads: int | None, large: bool, no
 def _codec_of(struct: Any) -> tuple[int, ...]:
     """Return the codec and those parameters of a spec that are stored in frame headers."""
     return struct.codec, struct.variant, struct.bits, struct.options, struct.max_code_length, struct.model
-
-
-def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
-    """Return the bound spec for the values [begin, end) of a flat tensor: the same slice of each of its arrays."""
-    if spec.levels is not None:
-        return spec.spec.bind(levels=spec.levels[begin:end])
-    optimizer = spec.optimizer
-    if isinstance(optimizer, list | tuple):
-        groups: list[tuple[int, Any]] = []
-        for offset, each in cast(Sequence[tuple[int, Any]], optimizer):
-            if offset <= begin:
-                groups = [(0, each)]
-            elif offset < end:
-                groups.append((offset - begin, each))
-        optimizer = groups
-    return spec.spec.bind(optimizer, **{name: x[begin:end] for name, x in spec.state.items()})
-
-
-def nonfinite_error(r: Reduction, x: Values, *, summed: bool = False) -> ArgumentError | None:
-    """Return the error that encoding would raise if `x` contains NaN or Inf and the codec refuses them; else None.
-
-    It is for values that are sent uncompressed. `summed`: `x` is a sum over ranks, not this rank's values.
-    """
-    if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
-        return None
-    text = overflow_message(view(x, r.dtype), _TERMS) if summed else r.nonfinite_text()
-    return ArgumentError(text, Status.NONFINITE)

@@ -5,8 +5,9 @@ import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+from codec.specs import BoundSpec
 from codec.tensors.segments import Records, Segments, pack, unpack
 
 CHUNK_NBYTES = 1 << 20  # bytes of a chunk before encoding; while a chunk is sent, other chunks are encoded and decoded
@@ -216,3 +217,19 @@ def _inside(segments: Segments, begin: int, end: int) -> Segments:
         if last > first:
             found.append((offset + first * row - begin, (last - first, *shape[1:])))
     return found
+
+
+def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
+    """Return the bound spec for the values [begin, end) of a flat tensor: the same slice of each of its arrays."""
+    if spec.levels is not None:
+        return spec.spec.bind(levels=spec.levels[begin:end])
+    optimizer = spec.optimizer
+    if isinstance(optimizer, list | tuple):
+        groups: list[tuple[int, Any]] = []
+        for offset, each in cast(Sequence[tuple[int, Any]], optimizer):
+            if offset <= begin:
+                groups = [(0, each)]
+            elif offset < end:
+                groups.append((offset - begin, each))
+        optimizer = groups
+    return spec.spec.bind(optimizer, **{name: x[begin:end] for name, x in spec.state.items()})

@@ -10,13 +10,14 @@ from codec.specs import Spec
 from codec.torch._compat import from_numpy
 from codec.torch.network.inbox import Receive
 from codec.torch.network.version import hash64
-from codec.torch.reduction.algorithms import encode_message
-from codec.torch.reduction.host import FLOATS, Reduction, Values, nonfinite_error
+from codec.torch.reduction.arguments import check_finite, nonfinite_error
+from codec.torch.reduction.host import FLOATS, Reduction, Values
 from codec.torch.reduction.partition import Piece, SentPiece, cut, messages, sent, windows
 from codec.torch.transport.collective import Collective, CollectivePart
 from codec.torch.transport.levels import Members
 from codec.torch.transport.messages import Array
-from codec.torch.transport.rooms import Rooms
+from codec.torch.transport.rooms import Rooms, encode_message
+from codec.torch.transport.values import largest_of, reduce_values
 
 _CHUNK_NBYTES = 3 << 18  # bytes of a chunk
 # Bytes of a chunk within a machine, so that sums overlap with transfers. For 25 MB and 2 ranks, a rank copies 50 MB to
@@ -26,7 +27,6 @@ _SMALL = 1 << 16  # bytes up to which tensors are uncompressed within a machine,
 # Numbers of the random streams of frames within a machine, beyond those of frames between machines: rank * _PIECES +
 # number of the piece. Results are equal on all machines, so that all machines encode them with the same numbers.
 _SCATTER, _GATHER, _PIECES = 1 << 32, 1 << 33, 1 << 12
-_TILE = 1 << 16  # number of values that are summed and divided at a time, so that they stay in the cache
 
 
 async def two_shot(part: CollectivePart, r: Reduction) -> Array:
@@ -46,33 +46,29 @@ async def two_shot(part: CollectivePart, r: Reduction) -> Array:
     terms = {c: rooms.receive(c, mine[c].n) for c in (0, 1) if c in mine}
     for c in (0, 1):
         _send(part, x, pieces, c)
-    sums: list[Receive] = []
+    sums: list[tuple[int, Array, Receive]] = []
     for c, piece in enumerate(slices[me]):
         total = result[piece.begin : piece.end]
         if c in mine:
-            own = {me: x[piece.begin : piece.end]}
-            found = own | {o: await rooms.values(*each) for o, each in terms.pop(c).items()}
+            found = {me: x[piece.begin : piece.end]} | {o: await rooms.values(*t) for o, t in terms.pop(c).items()}
             with part.clock.during("decode_s"):
+                for rank, values in found.items():
+                    _check_norm(part, r, rank, values)
                 _sum_piece([found[rank] for rank in range(size)], r, piece, total)
-        theirs = [(o, pieces[o][c]) for o in part.others if c in pieces[o]]
-        sums += [part.receive_values(result[other.begin : other.end], o) for o, other in theirs]
+        places = [(o, result[pieces[o][c].begin : pieces[o][c].end]) for o in part.others if c in pieces[o]]
+        sums += [(o, place, part.receive_values(place, o)) for o, place in places]
         if c + 2 in mine:  # request and send the terms of chunk c + 2 after the sums of this chunk
             terms[c + 2] = rooms.receive(c + 2, mine[c + 2].n)
         if c in mine:
             for o in part.others:
                 part.send_values(total, o)
         _send(part, x, pieces, c + 2)
-    for each in sums:
+    for o, place, each in sums:
         await part.frame(each)
+        _check_norm(part, r, o, place, r.ranks_in_sum(size))
     await part.sent()
     part.counters.round_trips += 1
     return result
-
-
-def check_finite(r: Reduction, x: Array) -> None:
-    """Raise ArgumentError if values of this rank contain NaN or Inf, and the codec refuses them."""
-    if (error := nonfinite_error(r, x)) is not None:
-        raise error
 
 
 def _send(part: CollectivePart, x: Array, pieces: list[dict[int, Piece]], c: int) -> None:
@@ -103,16 +99,7 @@ def reduce_terms(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
     Terms have the dtype of the reduction, or are bfloat16, as uint16.
     """
     out = total if r.dtype in ("float32", "float64") else np.empty(total.size, np.float32)
-    add = _largest if r.op == "max" else np.add
-    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked for Inf and NaN later
-        for begin in range(0, out.size, _TILE):
-            place = out[begin : begin + _TILE]
-            first, second, *more = (_as_float32(part[begin : begin + _TILE], r) for part in parts)
-            add(first, second, out=place)
-            for each in more:
-                add(place, each, out=place)
-            if r.op == "mean":
-                place /= out.dtype.type(len(parts))
+    reduce_values(parts, r.op, out, lambda x: _as_float32(x, r))
     return out
 
 
@@ -121,8 +108,10 @@ def _as_float32(x: Array, r: Reduction) -> Array:
     return r.as_float32(x) if x.dtype == r.x.dtype else from_numpy(x).view(torch.bfloat16).float().numpy()
 
 
-def _largest(a: Array, b: Array, out: Array) -> None:
-    torch.maximum(from_numpy(a), from_numpy(b), out=from_numpy(out))
+def _check_norm(part: CollectivePart, r: Reduction, rank: int, values: Array, count: int | None = None) -> None:
+    """Check the norm of uncompressed values of a rank, in the reduction's dtype or bfloat16."""
+    if r.settings.max_norm is not None:
+        r.check_values(part, rank, _as_float32(values, r), count)
 
 
 def _round_with_residual(values: Array, r: Reduction, residual: Array | None, place: Array) -> None:
@@ -223,6 +212,8 @@ class Within:
             with part.clock.during("decode_s"):
                 for at, each in enumerate(message):
                     terms = [theirs[rank][at] if rank in theirs else None for rank in range(part.size)]
+                    for rank, term in enumerate(terms):
+                        self._codings[each.tensor].check_norm(part, rank, each.piece, term)
                     self._codings[each.tensor].reduce(terms, each.piece, self._place([each], found))
         return found
 
@@ -230,7 +221,7 @@ class Within:
         """Return the reduction of this rank's window of a tensor, with memory for the values and the result."""
         w = windows_of(r, self._members)[part.rank]
         self._outs.append(part.arena.result_buffer(r.n, r.x.dtype) if r.out is None else r.out)
-        return r.narrowed(w, part.arena.result_buffer(w.n, r.x.dtype), self._outs[-1][w.begin : w.end])
+        return r.narrowed(w, part.arena.result_buffer(w.n, r.x.dtype), self._outs[-1][w.begin : w.end], part.size)
 
     def _place(self, message: list[SentPiece], found: list[Reduction]) -> Array:
         """Return the memory for the sum of the first piece in a message."""
@@ -257,12 +248,12 @@ class Within:
             incoming.append(self._request(part, message, o, self._outs[i][piece.begin : piece.end]))
         for message in self._messages[part.rank]:
             body = [self._codings[i].encode(part, self._outs[i], p, _GATHER + number) for i, p, number in message]
-            self._decode(part, body, message)
+            self._decode(part, part.rank, body, message)
             for o in part.others:
                 part.send(body, o, data=True)
             await part.breathe()
-        for (_, message), receive in zip(theirs, incoming, strict=True):
-            self._decode(part, self._split(await part.frame(receive), message), message)
+        for (o, message), receive in zip(theirs, incoming, strict=True):
+            self._decode(part, o, self._split(await part.frame(receive), message), message)
         await self._scatter.sent()
         await part.sent()
         return [r.from_host(out) for r, out in zip(self._whole, self._outs, strict=True)]
@@ -306,10 +297,12 @@ class Within:
         """Return the bytes of each piece in a message."""
         return np.split(body, np.cumsum([self._codings[i].nbytes(piece) for i, piece, _ in message[:-1]], dtype=int))
 
-    def _decode(self, part: CollectivePart, body: Sequence[Array], message: list[SentPiece]) -> None:
-        """Decode the pieces in a message into the results."""
+    def _decode(self, part: CollectivePart, rank: int, body: Sequence[Array], message: list[SentPiece]) -> None:
+        """Decode the pieces in a message of a rank into the results."""
         with part.clock.during("decode_s"):
             for data, (i, piece, _) in zip(body, message, strict=True):
+                count = self._on_host[i].ranks_in_sum(self._collective.size)
+                self._codings[i].check_norm(part, rank, piece, data, count)
                 self._codings[i].decode(data, piece, self._outs[i])
 
 
@@ -349,6 +342,10 @@ class _Plain:
             from_numpy(room).view(torch.bfloat16).copy_(from_numpy(values))
         return room
 
+    def check_norm(self, part: CollectivePart, rank: int, piece: Piece, data: Array | None, count: int = 1) -> None:
+        """Check the norm of a rank's bytes of a piece; None: this rank's own values."""
+        _check_norm(part, self._r, rank, self._r.own_term(piece) if data is None else data.view(self._dtype), count)
+
     def reduce(self, terms: Sequence[Array | None], piece: Piece, place: Array) -> None:
         """Store the sum, mean or maximum of a piece over the ranks' bytes in `place`; None: this rank's own values."""
         own = self._r.own_term(piece)
@@ -387,12 +384,15 @@ class _Frames:
         r = replace(self._r, x=x)
         return encode_message(part, self.nbytes(piece), lambda room: r.encode(piece, room, number))
 
+    def check_norm(self, part: CollectivePart, rank: int, piece: Piece, data: Array | None, count: int = 1) -> None:
+        self._r.check_norm(part, rank, piece, data, count)
+
     def reduce(self, terms: Sequence[Array | None], piece: Piece, place: Array) -> None:
         r, is_max = self._r, self._r.op == "max"
         total = place if r.dtype == "float32" else np.empty(piece.n, np.float32)
         r.sum([term for term in terms if term is not None] if is_max else terms, piece, total)
         if is_max:
-            _largest(total, r.as_float32(r.own_term(piece)), total)
+            largest_of(total, r.as_float32(r.own_term(piece)), total)
         if total is not place:
             place[:] = r.rounded(total)
 

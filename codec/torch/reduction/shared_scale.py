@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from codec import ArgumentError, FrameError, SpecError, Status
+from codec import ArgumentError, CallOptions, FrameError, SpecError, Status
 from codec.arguments import float32
 from codec.explain import nonfinite_message
 from codec.specs import Lossless, Spec, Ternary
@@ -48,7 +48,10 @@ async def shared_scale(part: CollectivePart, r: Reduction) -> Values:
             mine[i] = max(mine[i], magnitude(x[begin:end], r.spec))
     except ArgumentError:
         raise ArgumentError(r.nonfinite_text(), Status.NONFINITE) from None
-    scales = await all_gather(part, Reduction(mine, "float32", Lossless(), "max", r.stream))
+    bounded = CallOptions(max_norm=r.settings.max_norm)  # a scale is a magnitude of the tensor
+    scales = await all_gather(
+        part, Reduction(mine, "float32", Lossless(), "max", r.stream, settings=bounded, summed=r.summed)
+    )
     if not np.isfinite(scales).all():
         raise FrameError("a rank has sent a scale that is not finite")
     return await two_shot(part, _Shared(r, x, parts, scales.copy(), part.size))
@@ -83,7 +86,8 @@ class _Shared(Reduction):
     """Reduction whose terms are ternary values with scale 1, and whose sums are integers, packed several per byte."""
 
     def __init__(self, r: Reduction, values: Array, parts: Sequence[_Part], scales: Array, size: int) -> None:
-        super().__init__(r.x, r.dtype, r.spec, r.op, r.stream, out=r.out)
+        bounded = CallOptions(max_norm=r.settings.max_norm)
+        super().__init__(r.x, r.dtype, r.spec, r.op, r.stream, settings=bounded, out=r.out, summed=r.summed)
         assert isinstance(r.spec, Ternary)
         self._values, self._parts, self._scales = values, parts, scales
         self._begins = np.array([begin for begin, _, _ in parts])
@@ -128,6 +132,13 @@ class _Shared(Reduction):
     def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array, **_: bool) -> None:
         """Store the exact sum of ternary terms in `total`."""
         self._signs.sum(parts, piece, total)
+
+    def decoded(self, frame: Array, piece: Piece) -> Array:
+        """Return the values of a term: ternary values times their scales."""
+        values = self._signs.decoded(frame, piece)
+        for here, _, scale in self._within(piece):
+            values[here] *= scale
+        return values
 
     def encode_sum(self, total: Array, piece: Piece, out: Array, number: int) -> int:
         """Encode the sum of a piece to `out`; return the frame's size in bytes."""

@@ -75,7 +75,7 @@ class Windows:
             x, out = r.x[begin:end], self._out[begin:end]
         else:
             x, out = np.concatenate([r.x[begin:end] for begin, end, _ in self._mine]), np.empty(n, r.x.dtype)
-        return r.narrowed(Piece(0, n, pack(inside) if inside else None), x, out)
+        return r.narrowed(Piece(0, n, pack(inside) if inside else None), x, out, 1)
 
     async def gather(self, result: Values) -> Values:
         """Return the whole tensor, of which `result` has this rank's windows.
@@ -84,7 +84,7 @@ class Windows:
         """
         if self._flat:
             return result
-        out, at, incoming = self._out, 0, list[tuple[CollectivePart, Receive]]()
+        out, at, incoming = self._out, 0, list[tuple[CollectivePart, int, Values, Receive]]()
         parts = [self._part(region) for region in self._regions]
         for part, found, mine in zip(parts, self._windows, self._mine, strict=True):
             place = out[mine.begin : mine.end]
@@ -95,11 +95,13 @@ class Windows:
             at += mine.n
             for o in part.others:
                 if found[o].n:
-                    incoming.append((part, part.receive_values(out[found[o].begin : found[o].end], o)))
+                    theirs = out[found[o].begin : found[o].end]
+                    incoming.append((part, o, theirs, part.receive_values(theirs, o)))
                 if mine.n:
                     part.send_values(place, o)
-        for part, receive in incoming:
+        for part, o, place, receive in incoming:
             await part.frame(receive)
+            self._whole.check_values(part, o, place)
         for part in parts:
             await part.sent()
         return self._whole.from_host(out)

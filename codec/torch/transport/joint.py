@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
+
 from codec import CodecError
 from codec._c.library import lib
 from codec.engines import choose
@@ -14,10 +16,31 @@ from codec.torch.network.waits import Wait
 from codec.torch.transport.buffers import ScratchCounter
 from codec.torch.transport.collective import CollectivePart
 from codec.torch.transport.counters import Phase
+from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
 
 _LARGE = 1 << 18  # values in collected calls above which these are launched before the host waits for messages
 _BEGIN, _ADD = lib.CODEC_INTO_FLOAT32, lib.CODEC_INTO_ADD
+
+
+class Found(NamedTuple):
+    """Frame of a rank."""
+
+    frame: Any  # uint8 tensor on the GPU, or uint8 array in host memory
+    head: Array | None  # for a frame on the GPU: copy of its header and side section in host memory; header is checked
+    arriving: Array | None = None  # received head, valid after `settle`; `head` is then the expected head
+
+
+class Copied(NamedTuple):
+    """Frame of this rank, on the GPU and in host memory."""
+
+    there: torch.Tensor
+    here: Array
+
+    @property
+    def found(self) -> Found:
+        """Frame of this rank, in the form of frames received from other ranks."""
+        return Found(self.there, self.here)
 
 
 class JointSum(NamedTuple):

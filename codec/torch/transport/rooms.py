@@ -1,5 +1,6 @@
-"""Memory for the values of an uncompressed all-reduce, which chunks share."""
+"""Memory for frames, and for the values of an uncompressed all-reduce, which chunks share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,3 +41,31 @@ class Rooms:
         """Wait for the values that :meth:`receive` has requested, and return them."""
         await self._part.frame(receive)
         return room
+
+
+def encode_message(part: CollectivePart, bound: int, encode: Callable[[Array], int]) -> Array:
+    """Encode a frame into memory of the collective's arena, and return it.
+
+    Parameters
+    ----------
+    part : CollectivePart
+        Part of the collective, whose arena allocates the memory.
+    bound : int
+        Maximum size of the frame in bytes.
+    encode : callable
+        Function that writes the frame into an array, and returns the frame's size in bytes.
+    """
+    room = part.arena.allocate(bound)
+    with part.clock.during("encode_s"):
+        nbytes = encode(room)
+    return part.arena.shrink(room, nbytes)
+
+
+def copied(part: CollectivePart, frame: Array) -> Array:
+    """Return a copy of a frame in memory of the collective's arena."""
+
+    def copy(room: Array) -> int:
+        room[: frame.nbytes] = frame
+        return frame.nbytes
+
+    return encode_message(part, frame.nbytes, copy)
