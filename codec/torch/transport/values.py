@@ -53,13 +53,14 @@ def square(x: Any) -> float:
 def norm_of(x: Array) -> float:
     """Return the L2 norm of flat float32 or float64 values; NaN or Inf if a value is."""
     total = 0.0
-    for begin in range(0, x.size, _TILE):
-        part = x[begin : begin + _TILE]
-        square = float(np.dot(part, part))
-        if not _EXACT < square < math.inf:  # squares that float32 cannot hold
-            wide = part.astype(np.float64)
-            square = float(np.dot(wide, wide))
-        total += square
+    with np.errstate(over="ignore", invalid="ignore"):
+        for begin in range(0, x.size, _TILE):
+            part = x[begin : begin + _TILE]
+            square = float(np.dot(part, part))
+            if not _EXACT < square < math.inf:  # squares that float32 cannot hold
+                wide = part.astype(np.float64)
+                square = float(np.dot(wide, wide))
+            total += square
     return math.sqrt(total)
 
 
@@ -81,6 +82,6 @@ def check_norm(norm: float, most: float, rank: int, count: int = 1) -> None:
         return
     of = f" for a sum over {count} ranks, {most * count:g}" if count > 1 else ""
     raise FrameError(
-        f"rank {rank} has sent values whose L2 norm in one frame is {norm:.6g}, above max_norm={most:g}{of}: nothing "
+        f"rank {rank} has sent values whose L2 norm in one frame is {norm:.4g}, above max_norm={most:g}{of}: nothing "
         "was changed"
     )
