@@ -86,6 +86,14 @@ def test_algorithm_is_a_name_of_one():
             codec.options(algorithm=wrong)
 
 
+def test_largest_norm_is_a_finite_number_above_0():
+    assert codec.options(max_norm=np.float32(2)).max_norm == 2.0
+    assert codec.options().max_norm is None
+    for wrong in (0, -1.0, float("nan"), float("inf"), True, "1", X):
+        with pytest.raises(codec.ArgumentError, match="max_norm must be a finite number above 0, got"):
+            codec.options(max_norm=wrong)
+
+
 def test_wrong_options_are_rejected():
     for wrong in ({"threads": 0}, {"threads": 1.5}, {"verify_first": X}):
         with pytest.raises(codec.ArgumentError, match="must be"):

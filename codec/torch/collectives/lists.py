@@ -45,6 +45,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
 
 def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Work:
     """Reduce tensors of one dtype over all ranks; rank i receives the i-th part of each result."""
+    settings = settings_of(None)
 
     async def work(comm: Communicator, collective: Collective) -> Tensors:
         size = comm.channel.size
@@ -60,7 +61,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
                     )
             flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
             require_feedback(spec, "reduce lists of tensors with another codec")
-            return reduction_of(flat, spec, op, stream, settings=settings_of(None))
+            return reduction_of(flat, spec, op, stream, settings=settings)
 
         await run(comm, collective, REDUCE_SCATTER, prepare, lambda result, r: _store_each(result, r, outputs))
         return outputs
@@ -70,13 +71,14 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
 
 def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Work:
     """Gather tensors: output i is the concatenation of input i of all ranks, in rank order."""
+    settings = settings_of(None)
 
     async def work(comm: Communicator, collective: Collective) -> Tensors:
         def prepare() -> Reduction:
             _check_pairs(inputs, outputs)
             for t, everyones in zip(inputs, outputs, strict=True):
                 check_output(everyones, inputs[0].dtype, t.numel() * comm.channel.size)
-            return _joined(inputs, spec, stream)
+            return _joined(inputs, spec, stream, settings)
 
         def store(result: Values, r: Reduction) -> None:
             rows, begin = result.reshape(-1, r.n), 0
@@ -92,6 +94,7 @@ def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, str
 
 def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Work:
     """Gather one tensor from each rank: output i is the tensor of rank i."""
+    settings = settings_of(None)
 
     async def work(comm: Communicator, collective: Collective) -> Tensors:
         def prepare() -> Reduction:
@@ -101,7 +104,7 @@ def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group
                 )
             for theirs in outputs:
                 check_output(theirs, tensor.dtype, tensor.numel())
-            return _joined([tensor], spec, stream)
+            return _joined([tensor], spec, stream, settings)
 
         await run(comm, collective, GATHER, prepare, lambda result, r: _store_each(result, r, outputs))
         return outputs
@@ -109,11 +112,11 @@ def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group
     return _begin("all_gather", work, group)
 
 
-def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
+def _joined(tensors: Tensors, spec: Spec, stream: int, settings: CallOptions) -> Reduction:
     for t in tensors:
         check_dense(t)
     flat = tensors[0] if len(tensors) == 1 else torch.cat([t.detach().reshape(-1) for t in tensors])
-    return reduction_of(flat, spec, "sum", stream, settings=settings_of(None))
+    return reduction_of(flat, spec, "sum", stream, settings=settings)
 
 
 def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from codec import FrameError
+from codec import FrameError, Status
+from codec.errors import ChecksumError
 from codec.torch.network.version import CHUNK_NBYTES, Checksum, chunks_of
 from codec.torch.network.waits import Wait
 
@@ -99,7 +100,8 @@ class Receive(Wait):
         error = self.mismatch(arrival)
         if error is None and arrival.damaged:
             self.damaged = True
-            error = FrameError(f"a message of rank {self.source} was damaged: its checksum does not match its bytes")
+            text = f"a message of rank {self.source} was damaged: its checksum does not match its bytes"
+            error = ChecksumError(text, Status.CHECKSUM)
         if error is None:
             self.message = arrival.body
             if self.exact and self.room is not None and arrival.body is not self.room:

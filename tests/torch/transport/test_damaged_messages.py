@@ -101,7 +101,7 @@ def _reduce(rank, size, name):
 def test_damaged_data_is_an_error_on_all_ranks_that_names_the_sender(pair, name):
     pair.new_group()
     (here, text), (there, report) = pair.run(_reduce, name)
-    assert here == "FrameError"
+    assert here == "ChecksumError"
     assert text.startswith("a message of rank 1 was damaged")
     assert there == "PeerError"
     assert "a message of rank 1 was damaged" in report
@@ -131,7 +131,7 @@ def test_damaged_values_within_a_machine_are_an_error_on_all_ranks(within):
     with RankPool(4) as ranks:
         ranks.new_group()
         for errors in zip(*ranks.run(_within, within), strict=True):
-            assert errors[0].startswith("FrameError: a message of rank 1 was damaged"), errors
+            assert errors[0].startswith("ChecksumError: a message of rank 1 was damaged"), errors
             assert all(error.startswith("PeerError: ") and "a message of rank 1 was" in error for error in errors[1:])
 
 
@@ -153,7 +153,7 @@ def test_damaged_report_closes_the_connections(pair):
     """Rank 1 may have succeeded before rank 0 has read its report, as if the connection had broken."""
     pair.new_group()
     (zero, x), (one, y) = pair.run(_integers)
-    assert zero[0].startswith("FrameError: a message of rank 1 was damaged")
+    assert zero[0].startswith("ChecksumError: a message of rank 1 was damaged")
     assert zero[1].startswith("PeerError: ")
     assert one[1].startswith("PeerError: ")
     assert torch.equal(x, torch.ones(1000))
