@@ -1,4 +1,4 @@
-"""Public collectives on tensors, lists of tensors and bytes.
+"""Public collectives on tensors and lists of tensors.
 
 Modules in this package check arguments, start a collective in the group's thread, and store its result. They depend
 neither on algorithms nor on models.

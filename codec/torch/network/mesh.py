@@ -133,7 +133,9 @@ class Mesh:
         return self._send(to, _DATA, number, part, index, signature, body)
 
     def abort(self, number: int, body: bytes) -> None:
-        """Send an abort message for a collective to all ranks that can be reached."""
+        """Send an abort message for a collective to all ranks that can be reached, after the messages in its queues."""
+        for stripe in self._by_fd.values():
+            stripe.keep(number)
         for o in self._stripes:
             with suppress(PeerError):
                 self._send(o, _ABORT, number, 0, 0, 0, [body])

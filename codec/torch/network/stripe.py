@@ -30,7 +30,7 @@ class Send(Wait):
     Parameters
     ----------
     fields : tuple
-        Fields of the header, without checksums.
+        Fields of the header, without checksums; item 2 is the number of the collective.
     body : sequence of memoryview
         Bytes of the body.
     to : int
@@ -40,6 +40,7 @@ class Send(Wait):
     def __init__(self, fields: tuple[Any, ...], body: Sequence[memoryview], to: int) -> None:
         super().__init__()
         self.source, self._fields = to, fields
+        self.number = fields[2]  # number of the collective
         self.parts = [part for part in body if part.nbytes]  # bytes that are not written yet
         self._begun = False  # True: `parts` has the header
         self._progress = time.monotonic()
@@ -68,6 +69,10 @@ class Send(Wait):
     def progress(self) -> float:
         """Time at which bytes of the message were last written."""
         return self._progress
+
+    def keep(self) -> None:
+        """Copy the bytes that are not written yet, whose memory the caller is about to reuse."""
+        self.parts = [memoryview(bytes(part)) for part in self.parts]
 
     def advance(self, nbytes: int) -> int:
         """Record that `nbytes` bytes were written; return the number of these that belong to later messages."""
@@ -150,6 +155,13 @@ class Stripe:
             if direct and len(self._queue) == 1:
                 self._write()
             self._arm()
+
+    def keep(self, number: int) -> None:
+        """Copy the bytes of messages of a collective that are queued, since its memory is about to be reused."""
+        with self._lock:
+            for send in self._queue:
+                if send.number == number:
+                    send.keep()
 
     def flush(self) -> None:
         """Write as many queued bytes as the socket buffer accepts."""

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch.collectives import bytes as bytes_module
+from codec.torch.group import exchange
 from codec.torch.transport.collective import CollectivePart
 from support.collective_values import rank_values, sum_in_order, tensor_bytes
 from support.ranks import run_ranks
@@ -31,7 +31,7 @@ def _announced(rank, size):
     for lie in (1 << 60, -1, None):
         group = dist.new_group()
         codec.torch.all_to_all_bytes([b"x"] * size, group=group)
-        scatter, empty = CollectivePart.scatter, bytes_module._memory
+        scatter, empty = CollectivePart.scatter, exchange._memory
 
         def lying(part, numbers, scatter=scatter, lie=lie):
             return scatter(part, [lie] * len(numbers))
@@ -40,14 +40,14 @@ def _announced(rank, size):
             raise MemoryError
 
         if rank == 1 and lie is None:
-            bytes_module._memory = failing
+            exchange._memory = failing
         elif rank == 1:
             CollectivePart.scatter = lying
         for _ in range(2):
             with pytest.raises((codec.CodecError, MemoryError)) as e:
                 codec.torch.all_to_all_bytes([b"y" * 5000] * size, group=group)
             raised.append(type(e.value).__name__)
-        CollectivePart.scatter, bytes_module._memory = scatter, empty
+        CollectivePart.scatter, exchange._memory = scatter, empty
         assert codec.torch.all_to_all_bytes([b"z"] * size, group=group) == [b"z"] * size
     return raised
 

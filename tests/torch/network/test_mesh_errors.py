@@ -82,6 +82,25 @@ def test_all_waits_for_an_explanation_end(hand):
 # Tests of lost ranks
 
 
+def test_memory_of_messages_that_are_being_sent_may_be_reused_after_an_abort():
+    """The receiver, which may still wait for these messages, must see the error, and no damage."""
+    mine, peer = tcp_pair()
+    mesh, values = Mesh(0, {1: [mine]}), bytearray(b"x" * 20_000_000)
+    mesh.begin(0)
+    expected = packed(0, bytes(values))
+    for index in (0, 1):  # the first one is partly written, the second one not at all
+        mesh.send(1, 0, 0, index, SIGNATURE, [values])
+    mesh.abort(0, b"reason")
+    values[:] = bytes(len(values))
+    expected += packed(0, b"x" * len(values), index=1) + packed(0, b"reason", kind=ABORT, signature=0)
+    found = bytearray()
+    while len(found) < len(expected):
+        found += peer.recv(1 << 20)
+    assert found == expected
+    mesh.close()
+    peer.close()
+
+
 def test_lost_rank_ends_waits_for_it_and_no_others():
     pairs = [tcp_pair(), tcp_pair()]
     mesh = Mesh(0, {1: [pairs[0][0]], 2: [pairs[1][0]]})
