@@ -132,9 +132,9 @@ def options(
         message of uncompressed values. If a part has a larger norm, NaN or Inf, a collective of :mod:`codec.torch`
         raises FrameError on the ranks that find it, with the rank, its norm and the bound, and PeerError on all others;
         nothing is changed, as after a damaged frame. In frames of sums, the bound is `max_norm` times the number of
-        ranks; in those of means, `max_norm`. Decoded values count: leave room for residuals and for the codec's error.
-        Ranks may have different bounds. With a GradScaler, steps that overflow are errors. Each received frame is
-        decoded once more. Default: no bound. Other calls ignore it.
+        ranks that they add; in those of means, `max_norm`. Decoded values count: leave room for residuals and for the
+        codec's error. Ranks may have different bounds. With a GradScaler, steps that overflow are errors. Each received
+        frame is decoded once more. Default: no bound. Other calls ignore it.
 
     Returns
     -------

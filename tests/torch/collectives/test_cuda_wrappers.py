@@ -21,7 +21,7 @@ def _float64(rank, size, kind):
     every = [rank_values(r, (9000,)).double() for r in range(size)]
     with gpu(kind) as put:
         x = put(every[rank])
-        mean = comm.run(lambda collective: uncompressed.mean(collective, x, None))
+        mean = comm.run(lambda collective: uncompressed.mean(collective, x, None, codec.options()))
         assert mean.device == x.device
         assert torch.equal(host(x), every[rank])
     total = every[0]

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import codec
 import codec.torch
+from codec.torch.collectives import uncompressed
+from codec.torch.group.communicator import communicator_of
 from codec.torch.transport.values import norm_of
 from support import parameter_servers
 from support.ranks import RankPool
@@ -167,6 +169,23 @@ def _others(rank, size):
 def test_other_collectives_check_norms(pools):
     pools[2].new_group()
     for errors in zip(*pools[2].run(_others), strict=True):
+        check(errors, 1)
+
+
+def _uncompressed(rank, size):
+    """Return the errors of means of gradients that frames cannot carry: float64, and sparse ones."""
+    x = tensor(rank, 1e6 if rank else 1.0)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), x[: 2 * 50].view(2, 50), (4, 50))
+    bounded, comm = codec.options(max_norm=1000.0), communicator_of(None)
+    return [
+        caught(lambda x=x: comm.run(lambda collective: uncompressed.mean(collective, x, None, bounded)))
+        for x in (x.double(), sparse)
+    ]
+
+
+def test_gradients_that_frames_cannot_carry_are_checked(pools):
+    pools[2].new_group()
+    for errors in zip(*pools[2].run(_uncompressed), strict=True):
         check(errors, 1)
 
 
