@@ -19,6 +19,7 @@ from codec.torch.network import handshake
 from codec.torch.network.endpoint import Endpoint
 from support.handshakes import CLIENT, KEY, PAIR, Hand, call, hand, met, publish, read, refused, waiting
 from support.meshes import SECONDS, Group, until
+from support.point_to_point import raw as message_of
 from support.tls import PSK, Middle, contexts, refusals, secured
 
 
@@ -229,7 +230,7 @@ def test_handshake_is_that_of_the_specification(served):
     for byte in fields.client_nonce:
         sock.sendall(bytes([byte]))
     fields = fields._replace(server_nonce=read(sock, 64)[:32])
-    sock.sendall(fields.proof(KEY, CLIENT) + b"CDPM" + bytes(4) + (3).to_bytes(8, "little") + b"abc")
+    sock.sendall(fields.proof(KEY, CLIENT) + message_of(nbytes=3, body=b"abc"))
     assert zero.accept(1, 61, SECONDS).receive(10, SECONDS).tobytes() == b"abc"
     sock.close()
 
