@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from codec import ArgumentError
 from codec.arguments import shown
+from codec.torch._compat import group_identity
 from codec.torch.transport.levels import Levels
 
 NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # value that new_group gives to ranks outside of the new group
@@ -47,10 +48,9 @@ class LeveledGroup:
         return self.levels.all.size
 
 
-# By process group, and the ranks of both levels. An object of a group is the key of the group's communicator.
-_leveled_groups: "weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], LeveledGroup]]" = (
-    weakref.WeakKeyDictionary()
-)
+# By process group of all ranks, and names of the groups of both levels: new groups of the same ranks are connected anew
+# after an error. An object of a group is the key of the group's communicator.
+_leveled_groups: "weakref.WeakKeyDictionary[Any, dict[tuple[str, str], LeveledGroup]]" = weakref.WeakKeyDictionary()
 
 
 def group_of(group: Any, *, one_site: bool = False) -> Any:
@@ -129,7 +129,8 @@ def _leveled(whole: Any, between: Any, within: Any) -> LeveledGroup:
 
     levels = Levels(whole.size(), whole.rank(), ranks_of(between), ranks_of(within))
     known = _leveled_groups.setdefault(whole, {})
-    return known.setdefault((levels.between.ranks, levels.within.ranks), LeveledGroup(whole, levels, within))
+    key = group_identity(between), group_identity(within)
+    return known.setdefault(key, LeveledGroup(whole, levels, within))
 
 
 def proposal(group: Any) -> str:

@@ -79,6 +79,41 @@ def test_mesh_of_some_ranks_has_names():
     assert run_ranks(5, _some_ranks, fresh=True) == [[6.0] * 9] * 4 + [None]
 
 
+def _again(rank, size, how):
+    """After an error that closes the connections, a new mesh of the same ranks, or a pair of its groups, goes on."""
+    former, net, hook = mesh_of(), small_net(), codec.torch.ddp_hook(codec.Quantize(4), feedback=True)
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    hook.register(model, group=former)
+    for _ in range(2):  # from the second step on, there are several buckets
+        take_step(model, rank, small_forward)
+
+    def fail(gradient):
+        raise OSError("this rank fails")
+
+    handle = net[0].weight.register_hook(fail) if rank == 1 else None
+    with pytest.raises(OSError if rank == 1 else codec.PeerError):
+        take_step(model, rank, small_forward)
+    if handle is not None:
+        handle.remove()
+    dist.barrier()
+    again, new = small_net(), mesh_of()
+    again.load_state_dict(net.state_dict())
+    model = DistributedDataParallel(again, bucket_cap_mb=0.01)
+    hook.register(model, group=new if how == "mesh" else (new.get_group(0), new.get_group(1)))
+    grads = take_step(model, rank, small_forward)
+    assert hook.stats().levels == "2 x 2 ranks"
+    assert hook.stats().steps == 3
+    with pytest.raises(codec.PeerError):
+        codec.torch.all_reduce(torch.ones(9), group=former)
+    return torch.cat([g.flatten() for g in grads]).tolist()
+
+
+@pytest.mark.parametrize("how", ["mesh", "pair"])
+def test_new_groups_of_the_same_ranks_are_connected_anew(how):
+    found = run_ranks(4, _again, how, fresh=True)
+    assert found[1:] == found[:1] * 3
+
+
 def _differ(rank, size, call):
     """Rank 3 has other levels than the others."""
     mesh = mesh_of()
