@@ -25,7 +25,7 @@ from codec.torch.feedback.feedback import Feedback
 from codec.torch.fsdp.all_gather import FsdpAllGather
 from codec.torch.fsdp.all_reduce import FsdpAllReduce
 from codec.torch.fsdp.reduce_scatter import FsdpReduceScatter
-from codec.torch.group.communicator import group_stats
+from codec.torch.group.communicator import close_group, group_stats
 from codec.torch.group.exchange import all_to_all_bytes
 from codec.torch.local_steps.local_steps import LocalSteps
 from codec.torch.one_bit_adam import OneBitAdam, VarianceSchedule
@@ -61,6 +61,7 @@ __all__ = [
     "all_to_all_rows",
     "checkpoint_reader",
     "checkpoint_writer",
+    "close_group",
     "ddp_hook",
     "group_stats",
     "pack_state",

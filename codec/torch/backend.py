@@ -19,7 +19,7 @@ from codec.arguments import whole
 from codec.specs import Lossless, Preset, Spec, SpecLike, require_feedback
 from codec.torch import _compat
 from codec.torch.collectives import calls, lists
-from codec.torch.group.communicator import close_communicator, group_stats
+from codec.torch.group.communicator import close_communicator, close_group, group_stats
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.reduction import arguments
@@ -108,8 +108,8 @@ class ProcessGroup(_Base):
 
     Notes
     -----
-    torch.distributed creates these groups for the backend `codec`. torchft's Manager creates a new group whenever the
-    set of replicas changes; ``docs/guides/frameworks.md`` has a short class for it.
+    torch.distributed creates these groups for the backend `codec`, and :mod:`codec.integrations.torchft` whenever the
+    set of replicas changes.
     """
 
     def __init__(
@@ -297,13 +297,14 @@ class ProcessGroup(_Base):
     def abort(self) -> None:
         """Close the group at once. Collectives in flight fail and change no tensor; new collectives are refused."""
         self._closed = True
-        close_communicator(self, cancel=True)
+        close_group(self)
         self._plain.abort()
 
     def shutdown(self) -> None:
         """Close the group once the collectives in flight are complete; ``destroy_process_group`` calls this."""
         self._closed = True
         close_communicator(self, cancel=False)
+        close_group(self)
         self._plain.shutdown()
 
 

@@ -21,9 +21,12 @@ PAGE = (ROOT / "docs/reference/python.md").read_text()
 MODULES = (
     *(codec, codec.kv, codec.optimizers, codec.torch, codec.torch.ops, codec.torch.pipelining, codec.weight_sync),
 )
-MOST_NAMES = 110
+MOST_NAMES = 111
 # Modules that several integrations share
-SHARED = {"__init__", "attach", "chunks", "federated", "flower_records", "kv", "slime_version", "weights"}
+SHARED = {"__init__", "attach", "chunks", "federated", "flower_records", "kv", "slime_version"} | {
+    "torchft_work",
+    "weights",
+}
 INTEGRATIONS = {
     f"codec.integrations.{p.stem}": ast.parse(p.read_text())
     for p in sorted((ROOT / "codec/integrations").glob("*.py"))

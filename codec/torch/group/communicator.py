@@ -15,7 +15,7 @@ from codec.torch.group.autotune import RawFallback
 from codec.torch.group.levels import NON_MEMBER, LeveledGroup, all_ranks, group_of
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
-from codec.torch.network.endpoint import use_security
+from codec.torch.network.endpoint import CLOSED, close_endpoint, use_security
 from codec.torch.network.version import hash64
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
@@ -44,7 +44,11 @@ class Communicator:
         worker.end_with(self)
         # Create the channel in the worker, so that Ctrl-C can interrupt this thread while it waits.
         levels = group.levels if isinstance(group, LeveledGroup) else None
-        channel: Channel = worker.submit(lambda: Channel(all_ranks(group), timeout, levels)).result()
+        try:
+            channel: Channel = worker.submit(lambda: Channel(all_ranks(group), timeout, levels)).result()
+        except BaseException:
+            worker.end()  # the error's traceback keeps this object alive
+            raise
         self.channel = channel
         # Tuners of all-reduces, by signature; most recently used last.
         self.tuners: dict[int, RawFallback] = {}
@@ -109,6 +113,12 @@ class Communicator:
         self.channel.cancel()
         self.channel.close()
 
+    def close(self) -> None:
+        """Close the connections, as :meth:`cancel` does, and end the threads."""
+        self.cancel()
+        if not self.worker.forked:
+            self.worker.close()
+
 
 class _Slot:
     """Communicator of a group, None until it is created, and the lock that guards it."""
@@ -116,6 +126,16 @@ class _Slot:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.communicator: Communicator | None = None
+        self.closed = False  # True after close_group()
+        self.counters = Counters()  # totals of the closed communicator
+
+    def close(self) -> None:
+        """Close the communicator; the group gets no other one."""
+        self.closed = True
+        comm, self.communicator = self.communicator, None  # another thread may be creating one, and then closes it
+        if comm is not None:
+            comm.close()
+            self.counters = comm.channel.counters
 
 
 _slots: "weakref.WeakKeyDictionary[Any, _Slot]" = weakref.WeakKeyDictionary()
@@ -156,16 +176,20 @@ def communicator_of(group: Any, timeout: Timeout | None = None, security: Securi
         `group` or `timeout` has an invalid type or value, torch.distributed is not initialized, or the group has
         another secret or TLS setting.
     PeerError
-        The ranks cannot be connected.
+        The ranks cannot be connected, or the group was closed.
     """
     check_timeout(timeout)
     key = group_of(group)
     use_security(all_ranks(key), security)
     slot = _slot_of(key)
     with slot.lock:
-        if slot.communicator is None:
-            slot.communicator = Communicator(key, timeout)
-        return slot.communicator
+        comm = slot.communicator
+        if comm is None and not slot.closed:
+            comm = slot.communicator = Communicator(key, timeout)
+        if comm is None or slot.closed:
+            slot.close()
+            raise PeerError(CLOSED)
+        return comm
 
 
 async def _check_levels(collective: Collective, levels: Levels) -> None:
@@ -203,6 +227,47 @@ def close_communicator(group: Any, *, cancel: bool) -> None:
         comm.worker.submit(comm.channel.close).wait()
 
 
+def close_group(group: Any = None) -> None:
+    """Close all connections that codec has opened for a group, and end their threads.
+
+    Call this after a failure, before a new group replaces the group, so that its sockets and threads are freed at once
+    and not when Python frees the group. Other ranks need not call this. Collectives and messages in flight, and later
+    ones, raise PeerError here; ranks that wait for this rank raise PeerError, too. No tensor is written to after the
+    call. Torch's own connections of the group stay open: ``torch.distributed.destroy_process_group`` closes them. A
+    second call does nothing.
+
+    Parameters
+    ----------
+    group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+        As for :func:`all_reduce`. Default: all ranks. The connections of all levels of the group are closed.
+
+    Raises
+    ------
+    ArgumentError
+        `group` is no group, or torch.distributed is not initialized.
+
+    Examples
+    --------
+    >>> group = torch.distributed.new_group([0])
+    >>> x = torch.ones(1000)
+    >>> codec.torch.all_reduce(x, group=group)
+    >>> codec.torch.close_group(group)
+    >>> codec.torch.all_reduce(x, group=group)
+    Traceback (most recent call last):
+        ...
+    codec.errors.PeerError: the group was closed by close_group(): make a new group
+    """
+    whole = all_ranks(group)
+    if whole is NON_MEMBER:
+        return
+    own = _slot_of(whole)
+    with _slots_lock:
+        leveled = [slot for key, slot in _slots.items() if isinstance(key, LeveledGroup) and key.group is whole]
+    for slot in (own, *leveled):
+        slot.close()
+    close_endpoint(whole)
+
+
 def group_stats(group: Any = None) -> Counters:
     """Return the totals of a group's collectives so far, on this rank.
 
@@ -230,8 +295,10 @@ def group_stats(group: Any = None) -> Counters:
     4000
     """
     key = group_of(group)
-    comm = None if key is NON_MEMBER else _slot_of(key).communicator
-    return Counters() if comm is None else comm.channel.counters.copy()
+    if key is NON_MEMBER:
+        return Counters()
+    slot = _slot_of(key)
+    return (slot.counters if slot.communicator is None else slot.communicator.channel.counters).copy()
 
 
 def buffer_nbytes(group: Any) -> int:

@@ -98,6 +98,16 @@ class Task:
                 PeerError(f"rank {self.wait.source} is gone or does not answer within the timeout: make a new group")
             )
 
+    def cancel(self, error: Exception) -> None:
+        """End the task with an error, without running it on."""
+        try:
+            if self._coroutine is not None:
+                with self._order.step():
+                    self._coroutine.close()
+                self._order.finish()
+        finally:
+            self.work.set_error(error)
+
 
 class Together:
     """Awaitable that runs several coroutines concurrently, and returns the list of their results.

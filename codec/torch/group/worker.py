@@ -14,6 +14,7 @@ from codec import ArgumentError, PeerError
 from codec.torch.group.callbacks import TIMEOUT, Batch, CallbackQueue, running
 from codec.torch.group.tasks import Task
 from codec.torch.group.work import Work
+from codec.torch.network.endpoint import CLOSED
 from codec.torch.transport.streams import StreamOrder
 
 MOST_IN_FLIGHT = 64  # maximum number of collectives that wait for other ranks
@@ -87,6 +88,8 @@ class Worker:
         self.on_timeout: Callable[[], Any] = lambda: None
         self.on_wait: Callable[[float, int | None], Any] = lambda seconds, source: None
         self.forked = False
+        self._closed = False  # True after close(): no task is accepted
+        self._submitting = threading.Lock()  # no task is queued after the _END of close()
         self._queue: SimpleQueue[_Item] = SimpleQueue()
         self._pending: deque[Task] = deque()  # tasks that have not begun
         self._of_callbacks: deque[Task] = deque()  # tasks submitted by callbacks that have not begun
@@ -120,7 +123,7 @@ class Worker:
         Raises
         ------
         PeerError
-            This process was forked from the process that created the worker.
+            This process was forked from the process that created the worker; or the worker is closed.
         """
         return self._submit(lambda: function(self._new_number()), work, alone=False)
 
@@ -129,7 +132,11 @@ class Worker:
             raise PeerError(_FORKED)
         work, batch = work or Work(self.before_wait), running.batch
         of_callback = batch is not None and batch.owner is self and not alone
-        self._queue.put(Task(work, function, StreamOrder.of_this_thread(), alone=alone, of_callback=of_callback))
+        task = Task(work, function, StreamOrder.of_this_thread(), alone=alone, of_callback=of_callback)
+        with self._submitting:
+            if self._closed:
+                raise PeerError(CLOSED)
+            self._queue.put(task)
         return work
 
     def _new_number(self) -> int:
@@ -138,7 +145,7 @@ class Worker:
 
     def wait_for_callbacks(self) -> None:
         """Wait until the callbacks of all ended collectives have run, for at most one second."""
-        if running.batch is None and not self.forked:
+        if running.batch is None and not self.forked and not self._closed:
             over = threading.Event()
             self._queue.put(over)
             over.wait(TIMEOUT)
@@ -181,6 +188,16 @@ class Worker:
         """End the thread after all tasks submitted before, without waiting for its end."""
         self._queue.put(_END)
 
+    def close(self) -> None:
+        """Make tasks that have not ended, and later ones, fail with PeerError; end the thread, and wait for its end.
+
+        Like :meth:`_Thread.wait`, this waits only while the thread computes.
+        """
+        with self._submitting:
+            self._closed = True
+            self._queue.put(_END)
+        self._thread.wait()
+
     def after_fork(self) -> None:
         """In a forked child, mark this worker as unusable, since the child has no thread to run collectives."""
         self.forked = True
@@ -190,6 +207,10 @@ class Worker:
     def _serve(self) -> None:
         while self._turn(self._next_item()):
             pass
+        if self._closed:
+            for task in (*self._waiting, *self._pending, *self._of_callbacks):
+                task.cancel(PeerError(CLOSED))
+                self._queue_callbacks(task.work)
         self._callbacks.stop()
         self.on_timeout = lambda: None  # frees the channel in this thread, which Ctrl-C does not interrupt
 

@@ -25,6 +25,7 @@ from codec.torch.network.store import AddressBook
 from codec.torch.network.tcp import FORKED, PeerConnection
 from codec.torch.network.version import protocol_hash
 
+CLOSED = "the group was closed by close_group(): make a new group"
 ADDRESS = struct.Struct("<q16sHB")  # hash of the protocol's version, token, port, flags; the host follows
 _STORE_SECONDS = 1.0  # seconds in which the store must have the address of a rank whose hello has arrived
 _LONGEST_SELECT = 1000.0  # maximum seconds of one select; the limit of the system call is 2^31 ms
@@ -66,7 +67,7 @@ class Endpoint:
         self.timeout: timedelta = timeout_of(group)
         self.lock = threading.Lock()
         self.pairs: dict[Key, Any] = {}  # connections of codec.torch.send and recv, by rank and tag; guarded by `lock`
-        self._pid = os.getpid()
+        self._pid, self._closed = os.getpid(), False
         self._group = sha256(group_identity(group).encode()).digest()
         try:
             self._listener = Listener(self.rank, self.size, self._group, security, self._server_context)
@@ -96,6 +97,19 @@ class Endpoint:
         """Raise PeerError in a process that was forked from the process that created the endpoint."""
         if os.getpid() != self._pid:
             raise PeerError(FORKED)
+
+    def close(self) -> None:
+        """Close the port, and the connections of codec.torch.send and recv with their threads."""
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._listener.stop()
+        with self.lock:
+            pairs = [*self.pairs.values()]
+            self.pairs.clear()
+        for pair in pairs:
+            pair.end()
+        self.wake()
 
     def connect(self, peers: Sequence[int], tag: int, seconds: float) -> list[PeerConnection]:
         """Connect to the ports of some ranks, all at the same time, and return the connections in the same order.
@@ -197,7 +211,8 @@ class Endpoint:
         Raises
         ------
         PeerError
-            The rank has not connected in time; or only one of this rank and that rank has a secret, or TLS.
+            The rank has not connected in time; only one of this rank and that rank has a secret, or TLS; or the
+            endpoint was closed.
         """
         listener, deadline = self._listener, None if seconds is None else time.monotonic() + seconds
         while True:
@@ -205,6 +220,8 @@ class Endpoint:
                 while True:
                     if cancelled():
                         return None
+                    if self._closed:
+                        raise PeerError(CLOSED)
                     if (found := listener.take((peer, tag))) is not None:
                         return found
                     if peer in listener.differing:
@@ -250,6 +267,7 @@ class Endpoint:
 
 
 _endpoints: "weakref.WeakKeyDictionary[Any, Endpoint]" = weakref.WeakKeyDictionary()
+_closed: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups that close_endpoint() was called for
 _given: "weakref.WeakKeyDictionary[Any, Security]" = weakref.WeakKeyDictionary()  # from options() of groups' calls
 _endpoints_lock = threading.Lock()
 
@@ -294,14 +312,25 @@ def endpoint_of(group: Any, seconds: float | None = None) -> Endpoint:
     Raises
     ------
     PeerError
-        No port can be opened, or the endpoint belongs to the process that forked this one.
+        No port can be opened, the endpoint was closed, or it belongs to the process that forked this one.
     ArgumentError
         The secret or the TLS setting is invalid.
     """
     with _endpoints_lock:
+        if group in _closed:
+            raise PeerError(CLOSED)
         endpoint = _endpoints.get(group)
         if endpoint is None:
             security = _given.get(group, NONE).over(security_of_environment())
             endpoint = _endpoints[group] = Endpoint(group, seconds, security)
     endpoint.check_process()
     return endpoint
+
+
+def close_endpoint(group: Any) -> None:
+    """Close the endpoint of this rank in a group, if there is one; the group gets no other one."""
+    with _endpoints_lock:
+        _closed.add(group)
+        endpoint = _endpoints.pop(group, None)
+    if endpoint is not None:
+        endpoint.close()

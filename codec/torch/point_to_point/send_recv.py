@@ -222,6 +222,13 @@ class _Calls:
                 self._close()
             raise
 
+    def end(self) -> None:
+        """Make calls in flight fail, after the connection was closed, and end the thread."""
+        with self._lock:
+            worker = self._worker
+        if worker is not None:
+            worker.close()
+
 
 class _Pair:
     """Connection between this rank and another rank for one tag; the first call connects.
@@ -261,6 +268,12 @@ class _Pair:
         if self._connection is not None:
             self._connection.close()
         self._endpoint.wake()
+
+    def end(self) -> None:
+        """Close the connection, as :meth:`close` does, and end the threads; :meth:`Endpoint.close` calls this."""
+        self.close()
+        self.senders.end()
+        self.receivers.end()
 
     def _connected(self, seconds: float) -> PeerConnection:
         """Return the connection; if there is none, connect: the higher rank connects to the lower rank."""
