@@ -181,6 +181,18 @@ def comm_hooks(model: DistributedDataParallel) -> list[tuple[object, object]]:
     return ddp._comm_hooks
 
 
+def messages_of(model: DistributedDataParallel) -> str:
+    """Return why a model itself sends messages over its process group, besides those of its hook; "" if it does not."""
+    ddp: Any = model
+    reasons = {
+        "broadcasts its buffers (pass broadcast_buffers=False)": ddp.will_sync_module_buffers(),
+        "searches for unused parameters": ddp.find_unused_parameters and not ddp.static_graph,
+        "delays all-reduces": len(getattr(ddp, "_delay_all_reduce_params", ())) > 0,
+        "sends the order of its buckets at the begin of its second step": not ddp._has_rebuilt_buckets,
+    }
+    return next((reason for reason, sends in reasons.items() if sends), "")
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dict of a module's direct buffers, including None entries; changing the dict changes the module."""
     owner: Any = module

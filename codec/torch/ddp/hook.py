@@ -12,22 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from codec import ArgumentError, SpecError, StateError
-from codec.arguments import shown
-from codec.specs import BoundSpec, Preset, Spec, check_contraction, require_feedback
+from codec import ArgumentError, StateError
+from codec.specs import Preset, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import count_parameters, place_of
 from codec.torch.ddp import checkpoint, lifetime
-from codec.torch.ddp.buckets import Bucket, Optimizers, n_values, needs_optimizer, sizes_of
-from codec.torch.ddp.policy import feeds_back, names_of
+from codec.torch.ddp.buckets import Bucket, n_values, sizes_of
+from codec.torch.ddp.policy import names_of
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import HookStats, ParameterStats
 from codec.torch.feedback.checkpoint import packed
 from codec.torch.group.communicator import buffer_nbytes, scratch_nbytes
 from codec.torch.group.exchange import all_to_all_bytes
 from codec.torch.group.levels import NON_MEMBER, group_of, proposal
-from codec.torch.reduction.arguments import plain_spec
-from codec.torch.reduction.table import check_request
 
 
 class Hook(lifetime.Watched):
@@ -183,6 +180,47 @@ class Hook(lifetime.Watched):
         """
         self._adopt(model, *self._check_model(model, group))
 
+    def change_group(self, group: Any = None) -> None:
+        """Continue with another group, after ranks were lost; all of its ranks must call this.
+
+        The DistributedDataParallel stays the same, with the process group that it was created with, over which it must
+        send nothing. If it does, for example because it broadcasts buffers in each forward pass, or if ranks join, wrap
+        the module in a new one, and call :meth:`register`, which treats residuals in the same way. Repeat the step that
+        has failed.
+
+        Ranks keep their residuals. In a mean over M instead of N ranks, residuals of a rank's own gradients are
+        multiplied by M / N, so that their effect on the mean stays the same. Residuals of sums that another rank now
+        encodes are added to this rank's gradients in the next step. Residuals of ranks that were lost cannot be
+        recovered.
+
+        Parameters
+        ----------
+        group : ProcessGroup, DeviceMesh or pair of ProcessGroup, optional
+            The new group. Default: all ranks.
+
+        Raises
+        ------
+        ArgumentError
+            The hook is not registered, `group` is no group with this rank, or the DistributedDataParallel itself sends
+            messages. The hook keeps its former group.
+
+        Examples
+        --------
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+        >>> hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True).register(model)
+        >>> for _ in range(2):
+        ...     model(torch.ones(8, 100)).sum().backward()
+        >>> hook.change_group(torch.distributed.new_group([0]))
+        >>> model(torch.ones(8, 100)).sum().backward()
+        """
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise ArgumentError("the hook is not registered, so that it has no group: call register(model)")
+        lifetime.check_silent(model)
+        given = group_of(group)
+        self._adopt(model, *self._check_model(model, given))
+        self._group = given
+
     def _check_model(self, model: DistributedDataParallel, group: Any) -> tuple[dict[torch.nn.Parameter, str], Any]:
         """Check that this hook can serve a model; return the names of its parameters, and the process group."""
         lifetime.check_reducer(model)
@@ -233,7 +271,7 @@ class Hook(lifetime.Watched):
         4
         """
         plan = self.reducer.plan
-        plan.spec = check(spec, self.reducer.optimizers, feedback, self.reducer.algorithm, self.refresher)
+        plan.spec = lifetime.check(spec, self.reducer.optimizers, feedback, self.reducer.algorithm, self.refresher)
         plan.feedback_argument = feedback
         self.reducer.state.begin_feedback()
         lifetime.warn_of_adam(self.reducer)
@@ -354,45 +392,3 @@ class Hook(lifetime.Watched):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for pickle and copy, without the process group and the model of this process."""
         return self.__dict__ | {"reducer": copy(self.reducer), "_model": None, "_group": None}
-
-
-def check_feedback(feedback: Any) -> None:
-    """Raise ArgumentError unless ``feedback=`` of a hook is True, False, None or a decay."""
-    if not isinstance(feedback, bool | None) and (type(feedback) not in (int, float) or not 0 < feedback <= 1):
-        raise ArgumentError(
-            f"feedback must be True, False, None or a decay above 0 and at most 1, got {shown(feedback)}"
-        )
-
-
-def check(
-    spec: Spec | Preset,
-    optimizers: Optimizers,
-    feedback: bool | float | None,
-    algorithm: str,
-    refresher: CodebookRefresher | None,
-) -> Spec:
-    """Check that these arguments of :func:`ddp_hook` do not contradict each other; return the spec."""
-    if isinstance(spec, BoundSpec):
-        raise ArgumentError(
-            f"spec must not be bound, since the optimizer's state changes in each step, got {spec!r}: pass "
-            f"{spec.spec!r} and optimizer=, a torch optimizer or codec.optimizers.Formula(optimizer, function), with "
-            "which the hook binds the spec in each step"
-        )
-    spec = plain_spec(spec)
-    if needs_optimizer(spec):
-        if not optimizers.all:
-            raise SpecError(f"{spec} needs the state of the optimizer: pass optimizer=")
-        optimizers.check_known()
-    check_feedback(feedback)
-    if feedback:
-        check_contraction(spec)
-    has_feedback = feeds_back(spec) if feedback is None else bool(feedback)
-    if feedback is None and not has_feedback:
-        require_feedback(spec, 'use rounding="nearest", or feedback=False to send without error feedback')
-    check_request(algorithm, spec, "mean", feedback=has_feedback)
-    if refresher is not None and refresher.spec != spec:
-        raise ArgumentError(
-            f"refresher= has the spec {refresher.spec}, but the hook {spec}: create a CodebookRefresher with the spec "
-            "of the hook"
-        )
-    return spec

@@ -1,4 +1,4 @@
-"""Find the model of a hook, and warn of mistakes in using hooks that would otherwise stay unnoticed."""
+"""Check the arguments and the model of a hook, and warn of mistakes that would otherwise stay unnoticed."""
 
 import atexit
 import functools
@@ -12,12 +12,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from codec import ArgumentError
-from codec.specs import Sign, Spec, Ternary
-from codec.torch._compat import comm_hooks
-from codec.torch.ddp.buckets import PYTHON_REDUCER
+from codec import ArgumentError, SpecError
+from codec.arguments import shown
+from codec.specs import BoundSpec, Preset, Sign, Spec, Ternary, check_contraction, require_feedback
+from codec.stateful import CodebookRefresher
+from codec.torch._compat import comm_hooks, messages_of
+from codec.torch.ddp.buckets import PYTHON_REDUCER, Optimizers, needs_optimizer
+from codec.torch.ddp.policy import feeds_back
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.group.levels import proposal
+from codec.torch.reduction.arguments import plain_spec
+from codec.torch.reduction.table import check_request
 
 logger = logging.getLogger("codec.torch")
 
@@ -73,6 +78,15 @@ def check_reducer(model: DistributedDataParallel) -> None:
     """Raise ArgumentError if a model's gradients are reduced by torch.compile's Python reducer."""
     if getattr(model, "_use_python_reducer", False):
         raise ArgumentError(PYTHON_REDUCER)
+
+
+def check_silent(model: DistributedDataParallel) -> None:
+    """Raise ArgumentError if a model sends messages over its own process group, which cannot be replaced."""
+    if reason := messages_of(model):
+        raise ArgumentError(
+            f"the DistributedDataParallel itself uses its process group, since it {reason}: wrap the module in a new "
+            "DistributedDataParallel over the new group, and call hook.register()"
+        )
 
 
 def models() -> list[DistributedDataParallel]:
@@ -164,3 +178,45 @@ def _warn_if_adam(spec: Spec, optimizer: torch.optim.Optimizer) -> None:
             "feedback: use Quantize(4) with Adam, or codec.torch.OneBitAdam (1-bit Adam); this codec suits SGD",
             stacklevel=4,
         )
+
+
+def check_feedback(feedback: Any) -> None:
+    """Raise ArgumentError unless ``feedback=`` of a hook is True, False, None or a decay."""
+    if not isinstance(feedback, bool | None) and (type(feedback) not in (int, float) or not 0 < feedback <= 1):
+        raise ArgumentError(
+            f"feedback must be True, False, None or a decay above 0 and at most 1, got {shown(feedback)}"
+        )
+
+
+def check(
+    spec: Spec | Preset,
+    optimizers: Optimizers,
+    feedback: bool | float | None,
+    algorithm: str,
+    refresher: CodebookRefresher | None,
+) -> Spec:
+    """Check that these arguments of :func:`ddp_hook` do not contradict each other; return the spec."""
+    if isinstance(spec, BoundSpec):
+        raise ArgumentError(
+            f"spec must not be bound, since the optimizer's state changes in each step, got {spec!r}: pass "
+            f"{spec.spec!r} and optimizer=, a torch optimizer or codec.optimizers.Formula(optimizer, function), with "
+            "which the hook binds the spec in each step"
+        )
+    spec = plain_spec(spec)
+    if needs_optimizer(spec):
+        if not optimizers.all:
+            raise SpecError(f"{spec} needs the state of the optimizer: pass optimizer=")
+        optimizers.check_known()
+    check_feedback(feedback)
+    if feedback:
+        check_contraction(spec)
+    has_feedback = feeds_back(spec) if feedback is None else bool(feedback)
+    if feedback is None and not has_feedback:
+        require_feedback(spec, 'use rounding="nearest", or feedback=False to send without error feedback')
+    check_request(algorithm, spec, "mean", feedback=has_feedback)
+    if refresher is not None and refresher.spec != spec:
+        raise ArgumentError(
+            f"refresher= has the spec {refresher.spec}, but the hook {spec}: create a CodebookRefresher with the spec "
+            "of the hook"
+        )
+    return spec

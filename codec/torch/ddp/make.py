@@ -12,7 +12,8 @@ from codec.stateful import CodebookRefresher
 from codec.torch.auto.gradients import GradientChoice
 from codec.torch.auto.quality import Auto, auto_of, quality_of
 from codec.torch.ddp.buckets import Optimizers
-from codec.torch.ddp.hook import Hook, check, check_feedback
+from codec.torch.ddp.hook import Hook
+from codec.torch.ddp.lifetime import check, check_feedback
 from codec.torch.ddp.policy import Chooser, ParameterPlan, Policy, default_policy, policy_of
 from codec.torch.ddp.reducer import Reducer, Transform
 from codec.torch.reduction.execution import algorithm_of

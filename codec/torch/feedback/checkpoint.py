@@ -35,6 +35,11 @@ class ResidualOwner(NamedTuple):
     within: int = 1  # number of ranks of a machine, over which values are reduced before they are encoded
 
     @property
+    def machines(self) -> float:
+        """Number of machines, each of which counts equally in a mean; if it is unknown, in units of all ranks."""
+        return max(1, self.world_size) / self.within
+
+    @property
     def levels(self) -> str:
         """Text such as "8 ranks" or "2 x 4 ranks" (machines, and ranks of each)."""
         size = max(1, self.world_size)

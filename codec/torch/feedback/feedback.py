@@ -202,6 +202,27 @@ class Feedback:
 
     # Methods that collectives call, in the background threads of their groups
 
+    def forked(self, place: tuple[int, int] | None = None, *, worker: float = 1.0, server: float = 1.0) -> "Feedback":
+        """Return a Feedback with the same residuals, which collectives change while this object keeps the old ones.
+
+        Both share memory: once the copy has changed each residual once, use only one of them.
+
+        Parameters
+        ----------
+        place : (int, int), optional
+            New rank and number of ranks, after the group has changed. Default: those of this object.
+        worker, server : float
+            Factors of the residuals of this rank's own values, and of those of encoded sums.
+        """
+        found = Feedback(self.spec, decay=self.decay)
+        with self._lock:
+            found._pair, found._owner, found._op = self._pair.forked(), self._owner, self._op
+            found._sizes, found._open, found._owned = self._sizes.copy(), self._open.copy(), self._owned.copy()
+        if place is not None and UNKNOWN not in found._owner:
+            found._owner, found._owned = ResidualOwner(*place, self._owner.within), {}
+        found._pair.multiply(worker, server)
+        return found
+
     def turns(self, channel: Channel) -> Turns:
         """Return the queue in which the collectives of a group wait until the previous one has ended."""
         return self._turns.setdefault(channel, Turns())
@@ -243,7 +264,7 @@ class Feedback:
             self._check(r.op, layout, (channel.rank, channel.size))
             pair = self._pair.forked()
             if r.op == "mean":
-                pair.move(self._owner.within, levels.within.size)
+                pair.move(self._owner, ResidualOwner(*self._owner[:2], levels.within.size))
             if not levels.flat:
                 pair.flush_outside(r, layout, window_of(r, levels.within), levels)
             self._change = ResidualChange(pair, layout, r.op, channel, levels)

@@ -11,7 +11,7 @@ from codec.stateful.checkpoint import ROLES
 from codec.stateful.ranges import Layout, Range, cut, scaled, shared, union
 from codec.stateful.residual_store import ResidualStore, State
 from codec.stateful.schema import mapping, read_fields
-from codec.torch.feedback.checkpoint import of_tensors
+from codec.torch.feedback.checkpoint import ResidualOwner, of_tensors
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.levels import Levels
@@ -119,15 +119,21 @@ class ResidualPair:
         """Return the factor that converts a residual of the result to a residual of one rank's values."""
         return size if r.op == "mean" else 1
 
-    def move(self, before: int, now: int) -> None:
-        """Convert the residuals of means over machines of `before` ranks to those over machines of `now` ranks.
+    def move(self, before: ResidualOwner, now: ResidualOwner) -> None:
+        """Convert the residuals of means over the ranks of `before` to those of means over the ranks of `now`.
 
-        A worker's residual belongs to the mean of a machine, so it counts as often as the machine has ranks. Residuals
-        of sums need no conversion.
+        A worker's residual belongs to the mean of a machine, which counts 1 / N in a mean over N machines. It is
+        multiplied by M / N for M machines, so that its effect on the mean stays the same. Residuals of sums are errors
+        of the mean itself, and need no conversion.
         """
-        state = self.worker.state
-        if before != now:
-            self.worker.state = State(scaled(state.kept, before / now), {}, {}, state.scale)
+        self.multiply(now.machines / before.machines, 1.0)
+
+    def multiply(self, worker: float, server: float) -> None:
+        """Multiply the residuals of the worker and of the server by one factor each."""
+        for store, factor in ((self.worker, worker), (self.server, server)):
+            state = store.state
+            if factor != 1:
+                store.state = State(scaled(state.kept, factor), {}, {}, state.scale)
 
     def forked(self) -> "ResidualPair":
         """Return a pair with the same residuals, for one collective; changes to it do not affect this object."""

@@ -284,11 +284,16 @@ class Replica:
         return round(sum(piece.n / size[piece.whole] for f in self.fragments for piece in f.pieces))
 
     def moved_residuals(self, former: Ranks, ranks: Ranks) -> Feedback | None:
-        """Return the error feedback of this rank for another group."""
+        """Return the error feedback of this rank for another group.
+
+        In a mean over N sites, the residual of a rank's own values counts 1 / N. For M sites, it is multiplied by
+        M / N, so that its effect on the parameters stays the same; not so for means over the ranks that sent a value.
+        Residuals of encoded sums are errors of the mean itself, and stay unchanged.
+        """
         if self.feedback is None:
             return None
         factor = 1.0 if self.settings.algorithm == "senders" else ranks.sites / former.sites
-        return residuals.moved(self.feedback, ranks.rank, ranks.size, factor)
+        return self.feedback.forked((ranks.rank, ranks.size), worker=factor)
 
     def _hand_over_residuals(self, ranks: Ranks) -> None:
         """Give residuals to the ranks of this site that encode their values, if its ranks have changed."""

@@ -1,4 +1,4 @@
-"""Convert the residuals of a Feedback to another number of ranks, or add them to the values of an exact mean."""
+"""Gather the residuals of several ranks, or add them to the values of an exact mean."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,9 +7,8 @@ import torch
 
 from codec.stateful.checkpoint import ROLES, load, save
 from codec.stateful.ranges import Range, gather, pieces
-from codec.stateful.schema import signed
 from codec.torch._compat import from_numpy
-from codec.torch.feedback.checkpoint import UNKNOWN, ResidualOwner, of_tensors, parse
+from codec.torch.feedback.checkpoint import ResidualOwner, of_tensors, parse
 from codec.torch.feedback.checkpoint import save as save_feedback
 from codec.torch.feedback.feedback import Feedback
 
@@ -19,29 +18,6 @@ def ranges(state: Mapping[str, Any]) -> Iterator[tuple[str, Range, torch.Tensor]
     for role in ROLES:
         for r, values in pieces(load(state[role])[1]):
             yield role, r, from_numpy(values)
-
-
-def moved(feedback: Feedback, rank: int, size: int, factor: float) -> Feedback:
-    """Return a Feedback with the residuals of this rank, converted to another group.
-
-    In a mean over N sites, a worker's residual counts 1 / N. For a new group of M sites it is multiplied by M / N, so
-    that its effect on the parameters stays the same. Residuals of encoded sums are errors of the mean itself, and stay
-    unchanged.
-
-    Parameters
-    ----------
-    feedback : Feedback
-        Residuals of the old group. This object is not changed.
-    rank, size : int
-        Number of this rank in the new group, and number of ranks there.
-    factor : float
-        M / N; 1 for means over the ranks that sent a value, in which a residual does not count 1 / N.
-    """
-    state, found = feedback.state_dict(), Feedback(feedback.spec, decay=feedback.decay)
-    if state["world_size"] != UNKNOWN:
-        worker = {name: x * factor if isinstance(x, torch.Tensor) else x for name, x in state["worker"].items()}
-        found.load_state_dict(signed(state | {"rank": rank, "world_size": size, "worker": worker}))
-    return found
 
 
 def are_within(state: Mapping[str, Any], windows: Iterable[Range]) -> bool:

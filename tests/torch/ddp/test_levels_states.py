@@ -11,6 +11,7 @@ import codec
 import codec.torch
 from codec.stateful.schema import signed
 from codec.torch.ddp.residuals import HookResiduals
+from codec.torch.feedback.checkpoint import ResidualOwner
 from support import flatcall
 from support.ddp_training import ENCODE_ALL, small_forward, small_net, take_step, train_small_net
 from support.ranks import run_ranks
@@ -174,7 +175,7 @@ def test_residuals_of_a_failed_collective_are_moved_once():
     residuals.worker.begin((("w", 0, 3),))[:] = 1
     residuals.commit()
     residuals.rescale(8)
-    residuals.move(2, 4)
+    residuals.move(ResidualOwner(0, 4, 2), ResidualOwner(0, 4, 4))
     residuals.rollback()
     assert residuals.state_dict()["worker"]["w[0:3]"].tolist() == [0.5] * 3
 
