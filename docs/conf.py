@@ -46,8 +46,8 @@ autosummary_ignore_module_all = False
 autodoc_typehints = "none"  # docstrings give types
 # Frameworks of codec.integrations, which need not be installed
 autodoc_mock_imports = [
-    *("accelerate", "flwr", "lightning", "lmcache", "numcodecs", "nvflare", "sglang", "transformers", "trl", "verl"),
-    *("vllm", "zarr"),
+    *("accelerate", "flwr", "lightning", "lmcache", "numcodecs", "nvflare", "sglang", "torchft", "transformers", "trl"),
+    *("verl", "vllm", "zarr"),
 ]
 autodoc_preserve_defaults = True  # signatures show defaults as they are written
 autodoc_default_options = {"member-order": "bysource"}

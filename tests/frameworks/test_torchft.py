@@ -1,5 +1,7 @@
-"""torchft runs over codec.torch.ProcessGroup: torchft's own test suite, large tensors, and its Manager."""
+"""torchft runs over codec.integrations.torchft: torchft's own test suite, large tensors, residuals, and its Manager."""
 
+import doctest
+import importlib
 import os
 import unittest
 from datetime import timedelta
@@ -7,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torchft
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -17,23 +20,20 @@ from torch.distributed.distributed_c10d import (
     ReduceOp,
     ReduceScatterOptions,
 )
+from torchft.coordination import LighthouseServer
+from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
 
 import codec.torch
+from codec.integrations.torchft import DistributedDataParallel, Manager, ProcessGroup
 from support.documentation import blocks
 from support.ranks import RankPool
 
 N = 6 * 4096  # float32 values: a third of a tensor has 32 KiB, above codec_group's `small`
 
 
-def codec_group(timeout=20.0, small=1 << 14):
-    """Return a reconfigurable torchft group, made by the class in docs/guides/frameworks.md but lossless."""
-    namespace = {}
-    exec(blocks("torchft")[0], namespace)
-    group = namespace["CodecGroup"](timedelta(seconds=timeout))
-    group._create_pg = lambda store, rank, size: codec.torch.ProcessGroup(
-        store, rank, size, group._timeout, codec.torch.BackendOptions(small=small)
-    )
-    return group
+def codec_group(timeout=20.0, small=1 << 14, **how):
+    """Return a reconfigurable torchft group."""
+    return ProcessGroup(timeout=timedelta(seconds=timeout), small=small, **how)
 
 
 def _suite(small):
@@ -219,15 +219,13 @@ def _managed(rank, size, lighthouse, code):
     }
     namespace = {"__name__": "__main__"}
     exec(code, namespace)
-    counted = codec.torch.group_stats(namespace["group"].parent)
+    counted = namespace["group"].stats()
     model = [p.detach().clone() for p in namespace["net"].parameters()]
     namespace["manager"].shutdown()
     return model, counted
 
 
 def test_manager_trains_replicas_over_frames():
-    from torchft.coordination import LighthouseServer
-
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=10000)
     try:
         with RankPool(2, limit=240) as ranks:
@@ -237,4 +235,165 @@ def test_manager_trains_replicas_over_frames():
     (first, counted), (second, _) = results
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert counted.frame_collectives >= 10
-    assert 0 < counted.sent_nbytes < counted.raw_nbytes / 3
+    assert 0 < counted.sent_nbytes < counted.raw_nbytes / 6  # two-shot sends a slice twice
+
+
+NAMES = [("weight", (64, 100)), ("bias", (64,))]
+SHIFT = 6464  # values of NAMES
+
+
+def _gradient(rank, step=0):
+    return torch.randn(SHIFT, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _reduced(group, x):
+    with group.named(NAMES):
+        group.allreduce([x], ReduceOp.SUM).wait()
+    return x
+
+
+def _state(group):
+    """Return the residuals of a group, by role."""
+    (feedback,) = group._residuals.values()
+    state = feedback.state_dict()
+    return [{k: x for k, x in state[role].items() if isinstance(x, torch.Tensor)} for role in ("worker", "server")]
+
+
+def _same(found, expected, factor=1.0):
+    """Return True if residuals are the expected ones, multiplied by a factor."""
+    assert [each.keys() for each in found] == [each.keys() for each in expected]
+    pairs = [(each[k], x) for each, other in zip(found, expected, strict=True) for k, x in other.items()]
+    return len(pairs) > 0 and all(torch.equal(x, y * torch.tensor(factor)) for x, y in pairs)
+
+
+def _residuals(rank, size, port):
+    """Means over three and then over two replicas add up to the exact means, also after steps that were dropped."""
+    group = codec_group(spec=codec.Quantize(4), feedback=True, options=codec.options(algorithm="two_shot"), small=0)
+    errors = []
+    group.configure(f"localhost:{port}/three", "0", rank, size)
+    total, error = torch.zeros(SHIFT), []
+    for replicas in (size, size - 1):
+        if replicas < size:
+            if rank == replicas:
+                return errors
+            before = _state(group)
+            group.configure(f"localhost:{port}/two", "0", rank, replicas)
+            assert _same(_state(group), before, replicas / size)
+        exact = sum(_gradient(r) for r in range(replicas)) / replicas
+        for step in range(20):
+            for committed in (False, True) if step % 4 == 3 else (True,):
+                before = _state(group) if group._residuals else None
+                mean = _reduced(group, _gradient(rank)) / replicas
+                group.settle(committed=committed)
+                if not committed:
+                    assert _same(_state(group), before)
+            total += mean - exact
+            error.append(float((mean - exact).norm()))
+        errors.append(float(total.norm()) / max(error))
+    group.forget()
+    assert not group._residuals
+    assert group.errored() is None
+    group.shutdown()
+    return errors
+
+
+def test_residuals_keep_their_effect_when_a_replica_leaves():
+    store = master()
+    with RankPool(3, limit=120) as ranks:
+        found = ranks.run(_residuals, store.port)
+    assert max(found[0] + found[1]) < 3  # the error of 40 steps is that of at most three
+
+
+def _lost(rank, size, port):
+    """The error of an all-reduce is reported until the group is configured again, and residuals are unchanged."""
+    group = codec_group(spec=codec.Quantize(4), feedback=True, small=0)
+    group.configure(f"localhost:{port}/first", "0", rank, size)
+    _reduced(group, _gradient(rank))
+    group.settle(committed=True)
+    counted, before = group.stats(), _state(group)
+    if rank == size - 1:
+        os._exit(0)
+    x = _gradient(rank)
+    with pytest.raises(codec.PeerError):
+        _reduced(group, x)
+    assert torch.equal(x, _gradient(rank))
+    assert isinstance(group.errored(), codec.PeerError)
+    group.settle(committed=False)
+    assert _same(_state(group), before)
+    group.configure(f"localhost:{port}/second", "0", rank, size - 1)
+    assert group.errored() is None
+    _reduced(group, x)
+    group.shutdown()
+    assert (group.stats() - counted).frame_collectives == 1
+
+
+def test_error_of_an_all_reduce_is_reported_until_the_next_quorum():
+    store = master()
+    with RankPool(3, limit=120) as ranks:
+        ranks.run(_lost, store.port)
+
+
+def test_arguments_are_checked():
+    for spec in (codec.Sign(), codec.TopK(1 / 64)):
+        assert ProcessGroup(spec).feedback
+        assert not ProcessGroup(spec, feedback=False).feedback
+    with pytest.raises(codec.SpecError, match="needs the state of the optimizer"):
+        ProcessGroup(codec.Truncate())
+    with pytest.raises(codec.ArgumentError, match=r"pg must be a codec.integrations.torchft.ProcessGroup"):
+        Manager(ProcessGroupGloo())
+    with pytest.raises(codec.SpecError):
+        ProcessGroup(codec.Lossless(), feedback=True)
+    with pytest.raises(codec.ArgumentError, match="feedback must be"):
+        ProcessGroup(codec.Quantize(4), feedback=2.0)
+    group, store = ProcessGroup(codec.Quantize(4), feedback=0.9), master()
+    group.configure(f"localhost:{store.port}/alone", "0", 0, 1)
+    with pytest.raises(codec.ArgumentError, match="reduced, but the next name is"), group.named([("weight", (9000,))]):
+        group.allreduce([torch.ones(8000)], ReduceOp.SUM)
+    with pytest.raises(codec.ArgumentError, match="needs names"):
+        group.allreduce([torch.ones(8000)], ReduceOp.SUM)
+    with group.named([("w", (8000,)), ("w", (8000,))]):
+        group.allreduce([torch.ones(8000)], ReduceOp.SUM).wait()
+        with pytest.raises(codec.ArgumentError, match="twice"):
+            group.allreduce([torch.ones(8000)], ReduceOp.SUM)
+
+
+def test_manager_refuses_error_feedback_for_values_without_names():
+    lighthouse, store = LighthouseServer(bind="[::]:0", min_replicas=1), master()
+    manager = Manager(
+        ProcessGroup(codec.Quantize(4), feedback=True),
+        min_replica_size=1,
+        load_state_dict=None,
+        state_dict=None,
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse.address(),
+        hostname="localhost",
+    )
+    try:
+        manager.start_quorum()
+        with pytest.raises(codec.ArgumentError, match=r"needs names of values.*manager.group.named"):
+            manager.allreduce(torch.ones(9000))
+        assert manager.allreduce(torch.ones(9), reduce_op=ReduceOp.SUM).wait()  # sent uncompressed
+        with manager.group.named([("values", (9000,))]):
+            assert manager.allreduce(torch.ones(9000)).wait()
+        assert manager.should_commit()
+        assert list(manager.group._residuals) == [("values",)]
+        manager.start_quorum()
+        managed, x, options = ManagedProcessGroup(manager), torch.ones(9000), AllreduceOptions()
+        options.reduceOp = ReduceOp.AVG
+        with manager.group.named([("values", (90, 100))]):
+            assert managed.allreduce([x], options).wait()
+        assert x.eq(1).all()
+        assert managed.size() == 1
+        with pytest.raises(codec.ArgumentError, match="static_graph"):
+            DistributedDataParallel(manager, torch.nn.Linear(9, 9), static_graph=True)
+    finally:
+        manager.shutdown(wait=False)
+        lighthouse.shutdown()
+
+
+def test_docstring_examples():
+    module = importlib.import_module("codec.integrations.torchft")
+    assert doctest.testmod(module, extraglobs={"codec": codec, "torch": torch, "torchft": torchft}).failed == 0

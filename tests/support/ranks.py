@@ -48,6 +48,10 @@ class Rank:
         """Start function(*args) in the process."""
         self._pipe.send((function, args))
 
+    def poll(self, seconds):
+        """Wait up to some seconds; return True if the function has returned, or the process has died."""
+        return self._pipe.poll(seconds)
+
     def result(self, deadline):
         """Wait for the function's result until `deadline`, in seconds of the monotonic clock.
 
