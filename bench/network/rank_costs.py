@@ -71,7 +71,7 @@ class Sent:
         def counted(stripe: Stripe, send: Any, *, direct: bool) -> None:
             with lock:
                 self.messages += 1
-                self.nbytes += sum(part.nbytes for part in send.parts)
+                self.nbytes += sum(part.nbytes for part in send.begin())
             put(stripe, send, direct=direct)
 
         Stripe.put = counted  # type: ignore[method-assign]

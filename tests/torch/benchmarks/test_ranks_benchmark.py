@@ -43,7 +43,7 @@ def test_bytes_are_those_of_values_frames_and_headers():
     values, frames = 1024 * 8, 2 * 3 / 4 * 4
     nbytes = 2 * 3 / 4 * values / 2 + frames * TERMS.frame_nbytes
     assert growth.frame_nbytes(TERMS, values, 4) == pytest.approx(nbytes)
-    assert growth.sent_nbytes(TERMS, values, 4) == pytest.approx(nbytes + 40 * (frames + 1.5))
+    assert growth.sent_nbytes(TERMS, values, 4) == pytest.approx(nbytes + 48 * (frames + 1.5))
 
 
 @pytest.mark.parametrize(("ranks", "phases"), [(2, 1), (4, 3), (64, 2 * 15 / 64 * 63 / 15)])
