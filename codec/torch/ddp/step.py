@@ -18,7 +18,7 @@ from codec.torch.ddp.joined import BucketRun, Joiner
 from codec.torch.ddp.policy import ParameterPlan
 from codec.torch.ddp.residuals import HookResiduals
 from codec.torch.ddp.stats import HookStats
-from codec.torch.feedback.checkpoint import UNKNOWN, ResidualOwner, of_tensors
+from codec.torch.feedback.checkpoint import ResidualOwner, of_tensors
 from codec.torch.group.autotune import RawFallback, Timing, Tuner
 from codec.torch.group.shares import LinkShares
 from codec.torch.network.version import hash64
@@ -350,8 +350,7 @@ class StepState:
     def serve(self, names: Mapping[torch.nn.Parameter, str], here: ResidualOwner) -> None:
         """Set the parameters and the rank. Other ranks may be new, so the next step compares all ranks' states."""
         if self.residuals is not None:
-            before = here._replace(within=self.owner.within) if UNKNOWN in self.owner else self.owner
-            self.residuals.move(before, here)
+            self.residuals.move(self.owner, here)
         if self.codebooks is not None:
             self.codebooks.wait()
             self.codebooks.require_sync()
@@ -385,7 +384,7 @@ class StepState:
             residuals.load_state_dict(saved.parts)
             if names:
                 checkpoint.check_ranges(residuals.ranges(), saved.shapes, names)
-                residuals.move(self.owner._replace(within=saved.place.within), self.owner)
+                residuals.move(saved.place, self.owner)
         if self.codebooks is not None:
             self.codebooks.load(saved.parts["refresher"])
         if auto is not None:

@@ -36,7 +36,7 @@ class ResidualOwner(NamedTuple):
 
     @property
     def machines(self) -> float:
-        """Number of machines, each of which counts equally in a mean; if it is unknown, in units of all ranks."""
+        """Number of machines, each of which counts equally in a mean; 1 / `within` if ranks are unknown."""
         return max(1, self.world_size) / self.within
 
     @property

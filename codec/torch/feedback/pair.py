@@ -11,7 +11,7 @@ from codec.stateful.checkpoint import ROLES
 from codec.stateful.ranges import Layout, Range, cut, scaled, shared, union
 from codec.stateful.residual_store import ResidualStore, State
 from codec.stateful.schema import mapping, read_fields
-from codec.torch.feedback.checkpoint import ResidualOwner, of_tensors
+from codec.torch.feedback.checkpoint import UNKNOWN, ResidualOwner, of_tensors
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.levels import Levels
@@ -124,8 +124,10 @@ class ResidualPair:
 
         A worker's residual belongs to the mean of a machine, which counts 1 / N in a mean over N machines. It is
         multiplied by M / N for M machines, so that its effect on the mean stays the same. Residuals of sums are errors
-        of the mean itself, and need no conversion.
+        of the mean itself, and need no conversion. If the number of ranks of `before` is unknown, it is that of `now`.
         """
+        if UNKNOWN in before:
+            before = now._replace(within=before.within)
         self.multiply(now.machines / before.machines, 1.0)
 
     def multiply(self, worker: float, server: float) -> None:
