@@ -1,15 +1,15 @@
 """Settings of calls: engine, threads and validation; algorithm and timeout of collectives."""
 
-import math
+import sys
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from codec._c.traits import needs_base
-from codec._secret import Secret, secret_of
-from codec._security import Security
-from codec._tls import Tls, tls_of
+from codec._secret import secret_of
+from codec._security import NONE, Security
+from codec._tls import tls_of
 from codec.arguments import check_timeout, plain, shown, truth, whole
 from codec.errors import ArgumentError, EngineError, SpecError
 from codec.presets import resolve
@@ -39,15 +39,9 @@ class CallOptions:
     algorithm: Algorithm | None = None
     timeout: timedelta | None = None
     within: Spec | Literal["bfloat16"] | None = None
-    secret: Secret | None = field(default=None, repr=False)
-    tls: Tls | None = field(default=None, repr=False)
+    security: Security = field(default=NONE, repr=False)
     max_norm: float | None = None
     nontemporal: bool = False  # decode with non-temporal stores; collectives set it for pieces of a large result
-
-    @property
-    def security(self) -> Security:
-        """Secret and TLS setting for the first call that uses a group."""
-        return Security(self.secret, self.tls)
 
     def __enter__(self) -> "CallOptions":
         outer = _scope.get()
@@ -63,8 +57,10 @@ class CallOptions:
         """Return a copy of these settings in which each setting that is None has the value of `outer`."""
         if outer is _UNSET:
             return self
-        own = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return CallOptions(**{name: getattr(outer, name) if value is None else value for name, value in own})
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        merged: dict[str, Any] = {name: getattr(outer, name) if value is None else value for name, value in own.items()}
+        merged["security"] = self.security.over(outer.security)
+        return CallOptions(**merged)
 
 
 class _Scope(NamedTuple):
@@ -172,8 +168,7 @@ def options(
         None if algorithm is None else check_algorithm(algorithm),
         check_timeout(timeout),
         None if within is None else _check_within(within),
-        hidden,
-        None if tls is None else tls_of(tls),
+        Security(hidden, None if tls is None else tls_of(tls)),
         None if max_norm is None else _check_norm(max_norm),
     )
 
@@ -181,7 +176,7 @@ def options(
 def _check_norm(value: Any) -> float:
     """Return the argument `max_norm` as a float; raise ArgumentError unless it is a finite number above 0."""
     norm = plain(value)
-    if type(norm) not in (int, float) or not 0 < norm < math.inf:
+    if type(norm) not in (int, float) or not 0 < norm <= sys.float_info.max:
         raise ArgumentError(f"max_norm must be a finite number above 0, got {shown(value)}")
     return float(norm)
 

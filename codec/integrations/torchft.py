@@ -27,7 +27,7 @@ from codec.torch.ddp.policy import feeds_back
 from codec.torch.reduction.arguments import NAMES, plain_spec
 from codec.torch.transport.counters import Counters
 
-__all__ = ["DiLoCo", "DistributedDataParallel", "Manager", "ProcessGroup"]
+__all__ = ["DiLoCo", "DistributedDataParallel", "Manager", "ProcessGroupCodec"]
 
 _torchft: Any = host("torchft")
 _groups: Any = host("torchft.process_group")
@@ -36,7 +36,7 @@ _local_sgd: Any = host("torchft.local_sgd")
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
-class ProcessGroup(_groups.ProcessGroupWrapper):
+class ProcessGroupCodec(_groups.ProcessGroupWrapper):
     """Process group for torchft's Manager, which sends all-reduces as frames over codec's own connections.
 
     Sums and means of float32, bfloat16 and float16 tensors are compressed. Maxima, reduce-scatters and all-gathers are
@@ -71,7 +71,7 @@ class ProcessGroup(_groups.ProcessGroupWrapper):
 
     Examples
     --------
-    >>> group = codec.integrations.torchft.ProcessGroup(codec.Quantize(4))
+    >>> group = codec.integrations.torchft.ProcessGroupCodec(codec.Quantize(4))
     >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     >>> group.configure(f"localhost:{store.port}/first", "replica_0", rank=0, world_size=1)
     >>> x = torch.ones(10_000)
@@ -169,7 +169,7 @@ class ProcessGroup(_groups.ProcessGroupWrapper):
 
         Examples
         --------
-        >>> group = codec.integrations.torchft.ProcessGroup("small")
+        >>> group = codec.integrations.torchft.ProcessGroupCodec("small")
         >>> net = torch.nn.Linear(100, 100)
         >>> with group.named((name, p.shape) for name, p in net.named_parameters()):
         ...     pass  # manager.allreduce(bucket)
@@ -248,14 +248,14 @@ class Manager(_torchft.Manager):
 
     Parameters
     ----------
-    pg : ProcessGroup
+    pg : ProcessGroupCodec
         Process group of this module.
     *arguments, **more
         Other arguments of ``torchft.Manager``.
 
     Attributes
     ----------
-    group : ProcessGroup
+    group : ProcessGroupCodec
         The process group.
 
     Raises
@@ -269,7 +269,7 @@ class Manager(_torchft.Manager):
     >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     >>> net = torch.nn.Linear(100, 100)
     >>> manager = codec.integrations.torchft.Manager(
-    ...     codec.integrations.torchft.ProcessGroup("small"),
+    ...     codec.integrations.torchft.ProcessGroupCodec("small"),
     ...     load_state_dict=net.load_state_dict,
     ...     state_dict=net.state_dict,
     ...     min_replica_size=1,
@@ -289,9 +289,9 @@ class Manager(_torchft.Manager):
     >>> lighthouse.shutdown()
     """
 
-    def __init__(self, pg: ProcessGroup, *arguments: Any, **more: Any) -> None:
-        if not isinstance(pg, ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"pg must be a codec.integrations.torchft.ProcessGroup, got {type(pg).__name__}")
+    def __init__(self, pg: ProcessGroupCodec, *arguments: Any, **more: Any) -> None:
+        if not isinstance(pg, ProcessGroupCodec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"pg must be a codec.integrations.torchft.ProcessGroupCodec, got {type(pg).__name__}")
         base: Any = super()
         self.group = pg
         base.__init__(pg, *arguments, **more)
@@ -309,7 +309,7 @@ class Manager(_torchft.Manager):
         Raises
         ------
         ArgumentError
-            The group has error feedback, but the values have no names: see :meth:`ProcessGroup.named`.
+            The group has error feedback, but the values have no names: see :meth:`ProcessGroupCodec.named`.
         """
         self.group.check_named([tensor], getattr(reduce_op, "op", reduce_op))
         if not self.errored():

@@ -14,7 +14,16 @@ FORMULAS = sorted(
     for name in codec.optimizers.__all__
     if isinstance(kind := getattr(codec.optimizers, name), type) and kind.__module__ == "codec.optimizers.formulas"
 )
-OWN = {"attach", "chunks", "federated", "flower_records", "kv", "slime_version", "weights"}  # parts that hosts share
+OWN = {
+    "attach",
+    "chunks",
+    "federated",
+    "flower_records",
+    "kv",
+    "slime_version",
+    "torchft_work",
+    "weights",
+}  # parts that hosts share
 HOSTS = sorted(p.stem for p in (ROOT / "codec/integrations").glob("*.py") if p.stem not in OWN | {"__init__"})
 
 

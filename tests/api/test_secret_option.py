@@ -31,11 +31,11 @@ def file(tmp_path, monkeypatch):
 
 def test_secret_is_bytes_or_text():
     for value in (KEY, bytearray(KEY), KEY.decode()):
-        assert codec.options(secret=value).secret == Secret(KEY)
-    assert codec.options(secret="ä" * 8).secret == Secret("ä".encode() * 8)
-    assert codec.options().secret is None
+        assert codec.options(secret=value).security.secret == Secret(KEY)
+    assert codec.options(secret="ä" * 8).security.secret == Secret("ä".encode() * 8)
+    assert codec.options().security.secret is None
     with codec.options(secret=KEY), codec.options(threads=2):
-        assert settings_of(codec.options(timeout=5)).secret == Secret(KEY)
+        assert settings_of(codec.options(timeout=5)).security.secret == Secret(KEY)
     assert codec.options(secret=KEY) == codec.options(secret=KEY)
     assert codec.options(secret=KEY) != codec.options(secret=KEY + b"x")
 
@@ -51,10 +51,11 @@ def test_secret_of_wrong_type_or_size_is_refused_without_showing_it():
 def test_secret_is_in_no_repr_and_no_pickle():
     options = codec.options(secret=KEY, threads=3)
     assert "threads=3" in repr(options)
-    for text in (repr(options), str(options), repr(options.secret), f"{options.secret}", repr(vars(type(options)))):
+    secret = options.security.secret
+    for text in (repr(options), str(options), repr(options.security), f"{secret}", repr(vars(type(options)))):
         assert KEY.decode() not in text
     assert hash(Secret(KEY)) == hash(Secret(KEY * 2))  # a hash would tell something of the key
-    for value in (options, options.secret):
+    for value in (options, secret):
         with pytest.raises(TypeError, match=r"cannot be pickled: leave out .*CODEC_SECRET_FILE") as raised:
             pickle.dumps(value)
         assert KEY.decode() not in "".join(traceback.format_exception(raised.value))

@@ -46,10 +46,10 @@ def _pair(**how):
 
 
 def test_setting_is_psk_or_a_pair_of_contexts():
-    assert codec.options(tls="psk").tls == Tls()
+    assert codec.options(tls="psk").security.tls == Tls()
     pair = _pair()
     assert codec.options(tls=pair) == codec.options(tls=pair) != codec.options(tls=_pair())
-    assert codec.options().tls is None
+    assert codec.options().security.tls is None
     with codec.options(tls="psk", secret=KEY), codec.options(threads=2):
         assert settings_of(codec.options(timeout=5)).security == Security(Secret(KEY.encode()), Tls())
 
@@ -75,8 +75,8 @@ def test_contexts_of_the_other_side_or_of_old_versions_are_refused():
 def test_setting_is_in_no_repr_and_no_pickle():
     options = codec.options(tls=_pair(), threads=3)
     assert "SSL" not in repr(options)
-    assert repr(options.tls) == "Tls(...)"
-    for value in (options, options.tls):
+    assert repr(options.security.tls) == "Tls(...)"
+    for value in (options, options.security.tls):
         with pytest.raises(TypeError, match=r"cannot be pickled: leave out options\(tls=\), and set CODEC_TLS"):
             pickle.dumps(value)
         assert copy.deepcopy(value) == copy.copy(value) == value

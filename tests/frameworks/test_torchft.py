@@ -24,7 +24,7 @@ from torchft.coordination import LighthouseServer
 from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
 
 import codec.torch
-from codec.integrations.torchft import DistributedDataParallel, Manager, ProcessGroup
+from codec.integrations.torchft import DistributedDataParallel, Manager, ProcessGroupCodec
 from support.documentation import blocks
 from support.ranks import RankPool
 
@@ -33,7 +33,7 @@ N = 6 * 4096  # float32 values: a third of a tensor has 32 KiB, above codec_grou
 
 def codec_group(timeout=20.0, small=1 << 14, **how):
     """Return a reconfigurable torchft group."""
-    return ProcessGroup(timeout=timedelta(seconds=timeout), small=small, **how)
+    return ProcessGroupCodec(timeout=timedelta(seconds=timeout), small=small, **how)
 
 
 def _suite(small):
@@ -335,17 +335,17 @@ def test_error_of_an_all_reduce_is_reported_until_the_next_quorum():
 
 def test_arguments_are_checked():
     for spec in (codec.Sign(), codec.TopK(1 / 64)):
-        assert ProcessGroup(spec).feedback
-        assert not ProcessGroup(spec, feedback=False).feedback
+        assert ProcessGroupCodec(spec).feedback
+        assert not ProcessGroupCodec(spec, feedback=False).feedback
     with pytest.raises(codec.SpecError, match="needs the state of the optimizer"):
-        ProcessGroup(codec.Truncate())
-    with pytest.raises(codec.ArgumentError, match=r"pg must be a codec.integrations.torchft.ProcessGroup"):
+        ProcessGroupCodec(codec.Truncate())
+    with pytest.raises(codec.ArgumentError, match=r"pg must be a codec.integrations.torchft.ProcessGroupCodec"):
         Manager(ProcessGroupGloo())
     with pytest.raises(codec.SpecError):
-        ProcessGroup(codec.Lossless(), feedback=True)
+        ProcessGroupCodec(codec.Lossless(), feedback=True)
     with pytest.raises(codec.ArgumentError, match="feedback must be"):
-        ProcessGroup(codec.Quantize(4), feedback=2.0)
-    group, store = ProcessGroup(codec.Quantize(4), feedback=0.9), master()
+        ProcessGroupCodec(codec.Quantize(4), feedback=2.0)
+    group, store = ProcessGroupCodec(codec.Quantize(4), feedback=0.9), master()
     group.configure(f"localhost:{store.port}/alone", "0", 0, 1)
     with pytest.raises(codec.ArgumentError, match="reduced, but the next name is"), group.named([("weight", (9000,))]):
         group.allreduce([torch.ones(8000)], ReduceOp.SUM)
@@ -360,7 +360,7 @@ def test_arguments_are_checked():
 def test_manager_refuses_error_feedback_for_values_without_names():
     lighthouse, store = LighthouseServer(bind="[::]:0", min_replicas=1), master()
     manager = Manager(
-        ProcessGroup(codec.Quantize(4), feedback=True),
+        ProcessGroupCodec(codec.Quantize(4), feedback=True),
         min_replica_size=1,
         load_state_dict=None,
         state_dict=None,

@@ -9,15 +9,15 @@ STEPS = 24
 
 
 def lossless():
-    from codec.integrations.torchft import ProcessGroup
+    from codec.integrations.torchft import ProcessGroupCodec
 
-    return ProcessGroup(options=TWO_SHOT)
+    return ProcessGroupCodec(options=TWO_SHOT)
 
 
 def quantized():
-    from codec.integrations.torchft import ProcessGroup
+    from codec.integrations.torchft import ProcessGroupCodec
 
-    return ProcessGroup(codec.Quantize(4), feedback=True, options=TWO_SHOT)
+    return ProcessGroupCodec(codec.Quantize(4), feedback=True, options=TWO_SHOT)
 
 
 def gloo():
