@@ -18,10 +18,11 @@ _BUSY_SECONDS = 5.0  # seconds after which another thread is assumed to wait on 
 _LONGEST_PAUSE = 0.05  # seconds between two requests while addresses are missing
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
+def within(seconds: float, call: Callable[[], T], host: str = "the host of the process group's key-value store") -> T:
     """Run a call that uses a store in a new thread, and return its result; abandon the thread after `seconds`.
 
-    torch's stores have no timeout for answers of their host, so a frozen host would block this rank forever.
+    torch's stores have no timeout for answers of their host, so a frozen host would block this rank forever. `host`
+    names what does not answer.
 
     Raises
     ------
@@ -40,9 +41,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     try:
         return done.result(seconds)
     except TimeoutError:
-        raise PeerError(
-            f"the host of the process group's key-value store does not answer within {seconds:g} s"
-        ) from None
+        raise PeerError(f"{host} does not answer within {seconds:g} s") from None
 
 
 def own_store(store: Any, prefix: str, seconds: float) -> PrefixStore:
