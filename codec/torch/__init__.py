@@ -32,6 +32,7 @@ from codec.torch.one_bit_adam import OneBitAdam, VarianceSchedule
 from codec.torch.parameter_server.client import ParameterClient
 from codec.torch.parameter_server.server import ParameterServer
 from codec.torch.point_to_point.send_recv import recv, send
+from codec.torch.rounds.rounds import Rounds
 from codec.torch.saving.per_rank import per_rank
 from codec.torch.saving.state import pack_state, unpack_state
 
@@ -53,6 +54,7 @@ __all__ = [
     "ParameterServer",
     "Policy",
     "ProcessGroup",
+    "Rounds",
     "VarianceSchedule",
     "all_gather",
     "all_reduce",

@@ -36,6 +36,7 @@ TORCH = [  # layers within codec.torch; `__init__`, which exports the public nam
     {"collectives", "fsdp"},
     {"backend", "ddp", "replicas", "pipelining"},
     {"local_steps", "one_bit_adam"},
+    {"rounds"},
 ]
 ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # layers within codec.engines
 ROOT = Path(codec.__file__).parent

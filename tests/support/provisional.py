@@ -12,6 +12,7 @@ NAMES = (
     "codec.torch.OneBitAdam",
     "codec.torch.ParameterClient",
     "codec.torch.ParameterServer",
+    "codec.torch.Rounds",
     "codec.torch.VarianceSchedule",
     "codec.torch.pipelining",  # with all of its names
     "codec.torch.saved_tensors",
@@ -24,6 +25,7 @@ DOCUMENTS = {
     "guides/gpu-c.md": "# C and C++ on GPUs",
     "guides/kv-caches.md": "# KV caches",
     "guides/torch/gpus.md": "## NCCL",
+    "guides/torch/members.md": "## Rounds",
     "guides/torch-tensors.md": "## Activations",
     "guides/torch.md": "## Automatic choice",
     "guides/zarr.md": "# Zarr and numcodecs",
