@@ -98,6 +98,16 @@ def test_diloco_reaches_the_uncompressed_loss_with_a_seventh_of_the_bytes():
 
 
 @pytest.mark.nightly
+def test_sites_of_the_example_of_rounds_end_with_equal_parameters():
+    command = [sys.executable, str(DILOCO.with_name("rounds.py")), "--merges", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    ends = re.findall(r"(\w+): .* 20 rounds, .* parameters (\w{8})", done.stdout)
+    assert sorted(site for site, _ in ends) == ["lima", "oslo", "paris", "tokyo"]
+    assert len({digest for _, digest in ends}) == 1
+    assert done.stdout.count("oslo starts after") == 2
+
+
+@pytest.mark.nightly
 def test_diloco_runs_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(DILOCO)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
