@@ -75,7 +75,7 @@ def _leaking(rank, size, level):
         options = codec.options(secret=KEY, tls="psk", timeout=SOON)
         group, states = _states(options, level)
         endpoint = endpoint_of(group)
-        assert endpoint.security.secret == options.secret
+        assert endpoint.security.secret == options.security.secret
         with pytest.raises(codec.CodecError) as raised:  # the other rank passes another number of values
             codec.torch.all_reduce(torch.ones(5 + rank), group=group, options=codec.options(timeout=SOON))
         error = traceback.TracebackException.from_exception(raised.value, capture_locals=True)
