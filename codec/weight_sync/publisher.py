@@ -103,16 +103,16 @@ class Publisher(Closing):
         last = self._store.listing().last
         return None if last is None else last.version
 
-    def stage(self, weights: Given, *, full: bool = False) -> Update:
+    def stage(self, weights: Given, *, full: bool | None = False) -> Update:
         """Encode new weights, and write the file of the update. The update is published only by :meth:`commit`.
 
         Parameters
         ----------
         weights : mapping, torch.nn.Module, or iterable of (str, tensor)
             All weights, as in :meth:`WeightSender.diff`.
-        full : bool
+        full : bool or None
             True: write a snapshot. It is needed if receivers do not have the base, or if names, dtypes or shapes of
-            tensors change. The first update is always a snapshot.
+            tensors change. The first update is always a snapshot. None: choose, as in :meth:`WeightSender.diff`.
 
         Returns
         -------
@@ -134,11 +134,15 @@ class Publisher(Closing):
             self._staged = self._sender.snapshot(file=self._store.path(version, None))
             return self._staged
         sender = self._sender
-        full = full or sender.identity != last  # receivers do not have the base
+        if sender.identity != last:  # receivers do not have the base
+            full = True
         number = max(sender.next_version, 0 if last is None else last.version + 1)
         file = self._store.path(number, None if full else sender.version)
-        self._staged = sender.diff(weights, version=number, full=full, file=file)
-        return self._staged
+        update = sender.diff(weights, version=number, full=full, file=file)
+        if update.base is None and not full:  # the sender has chosen
+            self._store.rename(file, self._store.path(number, None))
+        self._staged = update
+        return update
 
     def _how(self) -> dict[str, Any]:
         """Return the keyword arguments of the sender."""

@@ -1,7 +1,9 @@
 """Send weight updates: encode the difference of a trainer's weights from the weights that receivers have."""
 
 import os
+from contextlib import suppress
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from codec._options import CallOptions
@@ -13,7 +15,7 @@ from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import MAX_VERSION, RUN_NBYTES, Identity
 from codec.weight_sync.update import Update
-from codec.weight_sync.weights import Given
+from codec.weight_sync.weights import Given, kinds_of
 from codec.weight_sync.writing import Progress, write_update
 
 
@@ -144,7 +146,7 @@ class WeightSender(Closing):
         weights: Given,
         *,
         version: int | None = None,
-        full: bool = False,
+        full: bool | None = False,
         file: str | PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Update:
@@ -160,8 +162,10 @@ class WeightSender(Closing):
             that is not a dict. Tensors on a device are copied to host memory in pieces of 32 MiB.
         version : int, optional
             Version of the new weights, at least :attr:`next_version`, the default.
-        full : bool
-            True: encode a snapshot, which needs no base and may change names, dtypes and shapes.
+        full : bool or None
+            True: encode a snapshot, which needs no base and may change names, dtypes and shapes. None: encode a
+            snapshot if names, dtypes or shapes have changed, or if it is smaller; `weights` must be a dict or a module,
+            which is read up to three times.
         file : str or path, optional
             File for the update. It appears once it is complete, and must not change before :meth:`commit`. Encoding
             then needs at most 256 MB of memory, for weights of any size. Default: the update is in memory.
@@ -181,10 +185,34 @@ class WeightSender(Closing):
         self._base.settle()
         number = self.next_version if version is None else whole("version", version, self.next_version, MAX_VERSION)
         self._pending = None
+        choose = full is None
+        if choose:
+            full = kinds_of(weights) != self._base.weights.kinds
         base = None if full else self._base.weights
         update = write_update(weights, number, base, self.version, **self._how(file, progress))
+        if choose and base is not None and 2 * update.nbytes > update.total.nbytes:
+            update = self._smaller(update, weights, file)
         self._pending, self._last = update, number
         return update
+
+    def _smaller(self, update: Update, weights: Given, file: str | PathLike[str] | None) -> Update:
+        """Return `update` or a snapshot of the same version, whichever is smaller; `file` contains what is returned."""
+        path = None if file is None else Path(file)
+        other = None if path is None else path.with_name(f".{path.name}.full.tmp")  # a name that stores clean up
+        try:
+            snapshot = write_update(weights, update.version, None, None, **self._how(other, None))
+            if snapshot.nbytes >= update.nbytes:
+                return update
+            if path is not None and other is not None:
+                try:
+                    other.replace(path)
+                except OSError as e:
+                    raise ArgumentError(f"{str(path)!r} cannot be written: {e.strerror}") from None
+            return snapshot
+        finally:
+            if other is not None:
+                with suppress(OSError):
+                    other.unlink(missing_ok=True)
 
     def commit(self, version: int | None = None) -> None:
         """Apply the pending update to the base. Call this after the receivers have applied the update.

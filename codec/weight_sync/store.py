@@ -97,6 +97,17 @@ class UpdateStore:
         """Return the path for the file of an update, to pass to ``WeightSender.diff(file=...)``."""
         return self.folder / file_name(version, base)
 
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename the file of an update that is not published yet.
+
+        Raises
+        ------
+        ArgumentError
+            The folder cannot be written.
+        """
+        with self._writing():
+            old.replace(new)
+
     def listing(self) -> Listing:
         """Return the list of updates. If the folder was deleted, the store is created again, empty.
 

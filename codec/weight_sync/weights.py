@@ -190,6 +190,21 @@ def kind_of(name: str, v: TensorView) -> TensorKind:
     return TensorKind(v.dtype, v.shape)
 
 
+def kinds_of(given: Given) -> dict[str, TensorKind]:
+    """Return dtype and shape of all tensors of a dict or module.
+
+    Raises
+    ------
+    ArgumentError
+        `given` computes its tensors when they are read, which would be read again.
+    """
+    if is_streamed(given):
+        raise ArgumentError(
+            f"full=None reads the weights several times: pass a dict or module, not {type(given).__name__}"
+        )
+    return {check_name(name): kind_of(name, view_of(name, x)) for name, x in items(given)}
+
+
 def pieces_of(v: TensorView) -> Iterator[Bytes]:
     """Yield the bytes of each piece of a tensor. Pieces on a device are copied to host memory one by one."""
     size = ITEMSIZE[v.dtype]

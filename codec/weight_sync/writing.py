@@ -28,7 +28,7 @@ from codec.weight_sync.update import (
     index_nbytes,
     weights_digest,
 )
-from codec.weight_sync.weights import Given, Slot, Weights, is_streamed, items, kind_of, pieces_of, view_of
+from codec.weight_sync.weights import Given, Slot, Weights, is_streamed, items, kind_of, kinds_of, pieces_of, view_of
 
 BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
 BATCH_PIECES = 1024  # number of pieces after which waiting pieces are encoded
@@ -229,10 +229,7 @@ def write_update(
     pairs, streamed = items(given), is_streamed(given)
     if streamed:
         pairs = _noting_errors(pairs, failed)
-    if base is not None:
-        kinds = base.kinds
-    else:
-        kinds = None if streamed else {check_name(name): kind_of(name, view_of(name, x)) for name, x in pairs}
+    kinds = (None if streamed else kinds_of(given)) if base is None else base.kinds
     total, done = sum(kind.nbytes for kind in (kinds or {}).values()), 0
 
     def encode_to(target: BinaryIO) -> None:

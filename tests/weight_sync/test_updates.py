@@ -356,3 +356,22 @@ def test_frames_that_are_larger_than_the_block_in_which_they_move(monkeypatch, t
     receiver = codec.WeightReceiver()
     receiver.apply(sender.diff(iter(new.items()), full=True, **how))  # the size of the index is not known before
     assert equal(dict(receiver.tensors()), new)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_sender_chooses_a_snapshot_that_is_smaller_or_needed(tmp_path, in_file):
+    rng = np.random.default_rng(0)
+    old = {"w": rng.standard_normal(4096).astype(np.float32)}
+    sender = codec.WeightSender(old)
+    file = tmp_path / "update" if in_file else None
+    step = {"w": old["w"] + np.float32(1e-6)}
+    for new, base in ((step, 0), ({"w": np.zeros(4096, np.float32)}, None), ({"v": old["w"]}, None)):
+        update = sender.diff(new, full=None, file=file)
+        assert update.base == base
+        receiver = codec.WeightReceiver(old)
+        receiver.apply(update if file is None else codec.Update(file.read_bytes()))
+        assert {n: x.tobytes() for n, x in receiver.tensors()} == {n: x.tobytes() for n, x in new.items()}
+        assert sender.version == 0
+    assert [p.name for p in tmp_path.iterdir()] == (["update"] if in_file else [])
+    with pytest.raises(codec.ArgumentError, match="pass a dict or module, not generator"):
+        sender.diff((pair for pair in step.items()), full=None)
