@@ -17,6 +17,11 @@ from codec.weight_sync.identity import Identity
 _FOLDER = re.compile(r"(\d{20})-[0-9a-f]{32}")
 
 
+def version_path(root: Path, identity: Identity) -> Path:
+    """Return the folder of a version, which other values never have."""
+    return root / f"{identity.version:020d}-{identity.digest.hex()}"
+
+
 class AdapterFolders:
     """Folder with a subfolder for each version, which has a subfolder for each adapter.
 
@@ -40,10 +45,6 @@ class AdapterFolders:
         except OSError as e:
             raise StateError(f"{str(self.root)!r} cannot be used: {e.strerror}") from None
 
-    def path(self, identity: Identity) -> Path:
-        """Return the path of a version, which no other values have."""
-        return self.root / f"{identity.version:020d}-{identity.digest.hex()}"
-
     def write(self, identity: Identity, adapters: Mapping[str, Adapter]) -> Path:
         """Write the adapters of a version, whose tensors are TensorViews; a complete version is not written again.
 
@@ -52,7 +53,7 @@ class AdapterFolders:
         StateError
             The files cannot be written; nothing is left.
         """
-        path = self.path(identity)
+        path = version_path(self.root, identity)
         temporary = self.root / f".{path.name}.{secrets.token_hex(8)}.tmp"
         try:
             if path.exists():

@@ -118,6 +118,8 @@ class AdapterReceiver(Closing):
         Version that the engine serves; None before the first one.
     paths : dict of str to str
         Folder of each adapter, by the name under which the engine serves it: ``NAME-vVERSION``.
+    keep : int
+        As the argument; a new value counts from the next version on.
     """
 
     def __init__(
@@ -131,12 +133,17 @@ class AdapterReceiver(Closing):
         max_nbytes: int | None = None,
         verify: Any = None,
     ) -> None:
-        self._keep = whole("keep", keep, 0)
+        self.keep = whole("keep", keep, 0)
         self._base_model, self._max_rank = base_model, whole("max_rank", max_rank, 1)
         self._receiver = WeightReceiver(max_nbytes=max_nbytes, verify=verify)
         self._folders, self._engine = AdapterFolders(folder), engine
         self._served: Identity | None = None
         self.paths: dict[str, str] = {}
+
+    @property
+    def folder(self) -> Path:
+        """Absolute path of the folder of the versions."""
+        return self._folders.root
 
     @property
     def version(self) -> int | None:
@@ -245,7 +252,7 @@ class AdapterReceiver(Closing):
         """Unload and delete versions before the last ones."""
         versions = self._folders.versions()
         others = [one for one in versions if one[0] != current]
-        old = others[: len(others) - self._keep]
+        old = others[: max(0, len(others) - self.keep)]
         kept = {f"{name}-v{v}" for path, v, names in versions for name in names if (path, v, names) not in old}
         for path, version, names in old:
             for name in names:

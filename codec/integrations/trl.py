@@ -1,18 +1,25 @@
-"""Weight transfer for TRL's ``AsyncGRPOTrainer(weight_transfer=...)``: sends updates instead of full weights.
+"""Updates of weights and LoRA adapters for TRL's ``AsyncGRPOTrainer``.
 
 Provisional: may change in any version.
 
 Start the vLLM server with ``--weight-transfer-config '{"backend": "codec"}'``. The trainer does not need vLLM.
+``AsyncGRPOTrainer(weight_transfer=CodecWeightTransfer(...))`` sends updates instead of full weights; adapters of PEFT
+are merged into them. To send only adapters, leave ``weight_transfer`` out, and replace ``trainer.vllm_client`` by a
+:class:`CodecAdapterClient`.
 """
 
+import re
 from collections.abc import Iterator
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from codec.integrations.weights import synchronize
+from codec.errors import ArgumentError
+from codec.integrations.peft import AdapterPublisher
+from codec.integrations.weights import send_adapters, synchronize
 from codec.weight_sync import Publisher
 
-__all__ = ["CodecWeightTransfer"]
+__all__ = ["CodecAdapterClient", "CodecWeightTransfer"]
 
 
 class CodecWeightTransfer:
@@ -72,5 +79,68 @@ class CodecWeightTransfer:
         self._client.resume()
 
     def destroy(self) -> None:
+        """Close the store of updates."""
+        self._publisher.close()
+
+
+class CodecAdapterClient:
+    """TRL's client of a vLLM server that needs no disk which trainer and server share, to load LoRA adapters.
+
+    TRL has no argument for the transfer of adapters. Once the trainer is created, on rank 0::
+
+        client = CodecAdapterClient(trainer.vllm_client, "/data/updates", "/data/adapters", host="10.0.0.1")
+        trainer.vllm_client = client
+
+    The server needs ``--enable-lora``, and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. If a step fails, it serves the
+    adapters that it has.
+
+    Parameters
+    ----------
+    client : VLLMClient
+        TRL's client, whose other methods remain.
+    folder : str or path
+        Folder for the updates.
+    worker_folder : str
+        Absolute path of a folder on the server's disks, for the adapters.
+    host, port, token, tls, sign : optional
+        As in :class:`CodecWeightTransfer`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        folder: str | PathLike[str],
+        worker_folder: str,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        token: str | None = None,
+        tls: Any = None,
+        sign: Any = None,
+    ) -> None:
+        self._worker_folder = Path(worker_folder)
+        if not self._worker_folder.is_absolute():
+            raise ArgumentError(f"worker_folder must be an absolute path, got {worker_folder!r}")
+        self._client = client
+        self._publisher = AdapterPublisher(folder, host=host, port=port, token=token, tls=tls, sign=sign)
+        self._loaded: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, timeout: int = 1800) -> None:
+        """Send the adapter in a folder of the trainer to the server's disks, and make the server load it."""
+        adapter = re.sub(r"-v\d+$", "", lora_name)
+        keep = len(self._loaded) + 1  # vLLM may read the files of an adapter again, until after it was unloaded
+        paths = send_adapters(self._publisher, self._client, {adapter: lora_path}, self._worker_folder, keep)
+        self._client.load_lora_adapter(lora_name, paths[adapter], timeout)
+        self._loaded.add(lora_name)
+
+    def unload_lora_adapter(self, lora_name: str, timeout: int = 1800) -> None:
+        """Remove an adapter. Its files are deleted when another one is loaded."""
+        self._client.unload_lora_adapter(lora_name, timeout)
+        self._loaded.discard(lora_name)
+
+    def close(self) -> None:
         """Close the store of updates."""
         self._publisher.close()

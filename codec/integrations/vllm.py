@@ -12,12 +12,16 @@ updates to the copy, and loads whole tensors from it into vLLM. So every dtype i
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
+from codec.integrations.adapter_folders import version_path
+from codec.integrations.peft import AdapterReceiver
+from codec.weight_sync.identity import Identity
 from codec.weight_sync.listing import Listed
 from codec.weight_sync.pulling import pull
 from codec.weight_sync.receiver import WeightReceiver
@@ -46,10 +50,15 @@ class CodecInitInfo(base.WeightTransferInitInfo):
 
 @dataclass
 class CodecUpdateInfo(base.WeightTransferUpdateInfo):
-    """Entry of an update in the store, which workers check (phase "stage") or load (phase "load")."""
+    """Entry of an update in the store, which workers check (phase "stage") or load (phase "load").
+
+    In the phase "adapters", workers write the LoRA adapters of the update to their disks; `adapters` has the ``source``
+    of the adapters, the ``folder`` of the workers, and how many older versions to ``keep`` there.
+    """
 
     phase: str
     update: dict[str, Any]
+    adapters: dict[str, Any] | None = None
 
 
 class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUpdateInfo]):
@@ -63,6 +72,7 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         super().__init__(*args)
         self._receiver: WeightReceiver | None = None
         self._source = ""
+        self._adapters: AdapterReceiver | None = None
 
     def init_transfer_engine(self, init_info: CodecInitInfo) -> None:
         """Open this worker's copy of the weights. A copy that is open already, as after a trainer restart, stays."""
@@ -94,6 +104,9 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
 
     def receive_weights(self, update_info: CodecUpdateInfo) -> None:
         """Check the update if its phase is "stage"; load and commit it if the phase is "load"."""
+        if update_info.adapters is not None:
+            self._write_adapters(Listed.read(update_info.update).head.after, **update_info.adapters)
+            return
         receiver = self._receiver
         if receiver is None:
             raise RuntimeError("the weight transfer is not initialized: call init_weight_transfer_engine first")
@@ -106,6 +119,17 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
             raise RuntimeError(f"the update to version {one.head.version} was not staged: send it again")
         else:
             self._load_staged(receiver, receiver.staged)
+
+    def _write_adapters(self, identity: Identity, source: str, folder: str, keep: int) -> None:
+        """Write the adapters of a version, which the server then loads by its call ``load_lora_adapter``."""
+        if self._adapters is None or self._adapters.folder != Path(folder):
+            self._adapters = AdapterReceiver(folder)
+        self._adapters.keep = keep
+        self._adapters.pull(source)
+        if not version_path(Path(folder), identity).exists():
+            raise RuntimeError(
+                f"version {identity.version} of the adapters is not the last one in {source}: send it again"
+            )
 
     def _load_staged(self, receiver: WeightReceiver, update: Update) -> None:
         names, like = list(update.tensors if update.base is None else receiver.kinds), torch.empty(0)
@@ -151,7 +175,7 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         """Release the weights in host memory."""
         if self._receiver is not None:
             self._receiver.close()
-        self._receiver = None
+        self._receiver = self._adapters = None
 
 
 def whole_groups(names: list[str], changed: set[str]) -> list[str]:

@@ -1,8 +1,11 @@
 """Send an update from a trainer to a vLLM server; shared by the TRL and vLLM integrations."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
+from codec.integrations.adapter_folders import version_path
 from codec.weight_sync import Publisher
 from codec.weight_sync.listing import Listed
 from codec.weight_sync.update import Update
@@ -73,3 +76,45 @@ def synchronize(publisher: Publisher, client: Client, weights: Iterable[tuple[st
 def update_info(update: Update, phase: str) -> dict[str, Any]:
     """Return the message that describes an update. Workers read the update itself from the store."""
     return {"phase": phase, "update": Listed.of(update).fields(with_run=True)}
+
+
+def send_adapters(
+    publisher: Publisher, client: Client, adapters: Mapping[str, Any], folder: Path, keep: int
+) -> dict[str, str]:
+    """Publish adapters, and make all workers of a server write them to their disks.
+
+    Parameters
+    ----------
+    publisher : AdapterPublisher
+        Publisher whose ``source`` the workers can read.
+    client : Client
+        Client of the server.
+    adapters : mapping
+        All adapters, as in :meth:`AdapterPublisher.stage`.
+    folder : path
+        Absolute path of a folder on the disk of each worker.
+    keep : int
+        Number of older versions that workers keep in `folder`.
+
+    Returns
+    -------
+    dict of str to str
+        Folder of each adapter on the disks of the workers.
+
+    Raises
+    ------
+    Exception
+        Raised by the client if a worker has refused the adapters, or cannot write them. The server has loaded nothing.
+    """
+    update = publisher.stage(adapters)
+    publisher.commit()
+    where = {"source": publisher.source, "folder": str(folder), "keep": keep}
+    client.start_weight_update()
+    try:
+        client.update_weights({**update_info(update, "adapters"), "adapters": where})
+    except BaseException:
+        with suppress(Exception):  # a worker that has succeeded would refuse the next update
+            client.finish_weight_update()
+        raise
+    client.finish_weight_update()
+    return {name: str(version_path(folder, update.head.after) / name) for name in adapters}

