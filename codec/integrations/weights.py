@@ -1,7 +1,7 @@
 """Send an update from a trainer to a vLLM server; shared by the TRL and vLLM integrations."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,16 +61,28 @@ def synchronize(publisher: Publisher, client: Client, weights: Iterable[tuple[st
     finally:
         for _ in rest:
             pass
-    try:
-        client.start_weight_update()
-        client.update_weights(update_info(update, "stage"))
-    except BaseException:
-        publisher.abandon()
-        raise
-    version = publisher.commit()
-    client.update_weights(update_info(update, "load"))
-    client.finish_weight_update()
+    with _session(client):
+        try:
+            client.update_weights(update_info(update, "stage"))
+        except BaseException:
+            publisher.abandon()
+            raise
+        version = publisher.commit()
+        client.update_weights(update_info(update, "load"))
     return version
+
+
+@contextmanager
+def _session(client: Client) -> Generator[None]:
+    """Begin an update, and end it, also after an error: workers that have not failed would refuse the next one."""
+    client.start_weight_update()
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            client.finish_weight_update()
+        raise
+    client.finish_weight_update()
 
 
 def update_info(update: Update, phase: str) -> dict[str, Any]:
@@ -109,12 +121,6 @@ def send_adapters(
     update = publisher.stage(adapters)
     publisher.commit()
     where = {"source": publisher.source, "folder": str(folder), "keep": keep}
-    client.start_weight_update()
-    try:
+    with _session(client):
         client.update_weights({**update_info(update, "adapters"), "adapters": where})
-    except BaseException:
-        with suppress(Exception):  # a worker that has succeeded would refuse the next update
-            client.finish_weight_update()
-        raise
-    client.finish_weight_update()
     return {name: str(version_path(folder, update.head.after) / name) for name in adapters}

@@ -1,7 +1,10 @@
 """Rollout engines of verl and vLLM on stand-ins for the base classes of these packages, which `make rollouts` has."""
 
 import asyncio
+import contextlib
 import importlib
+import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -12,9 +15,10 @@ import pytest
 import torch
 
 import codec
-from codec.integrations.trl import CodecWeightTransfer
-from codec.integrations.weights import update_info
+from codec.integrations.trl import CodecAdapterClient, CodecWeightTransfer
+from codec.integrations.weights import synchronize, update_info
 from codec.weight_sync import Publisher, UpdateStore, pull
+from support.adapters import Engine, adapter, equal, stepped
 
 
 def stand_in(monkeypatch, plugin, modules):
@@ -241,3 +245,94 @@ def test_transfer_of_trl_passes_token_and_key_and_shows_neither(tmp_path):
         pull(codec.WeightReceiver(), sent[0]["source"])
     assert token not in repr(sent) + repr(vars(transfer)) + repr(vars(transfer._publisher))
     transfer.destroy()
+
+
+class LoraClient:
+    """TRL's client of a server whose workers are engines; one of them may be broken."""
+
+    def __init__(self, workers):
+        self.workers, self.engine, self.active, self.broken = workers, Engine(), set(), None
+
+    def start_weight_update(self):
+        assert not self.active
+        self.active = set(range(len(self.workers)))
+
+    def update_weights(self, info):
+        for rank, worker in enumerate(self.workers):
+            try:
+                if rank == self.broken:
+                    raise OSError("no space left")
+                worker.receive_weights(self.info(**json.loads(json.dumps(info))))
+            except BaseException:
+                self.active.discard(rank)
+                raise
+
+    def finish_weight_update(self):
+        ended, self.active = self.active, set()
+        assert len(ended) == len(self.workers)
+
+    def load_lora_adapter(self, lora_name, lora_path, timeout):
+        self.engine.load_lora_adapter(lora_name, lora_path)
+
+    def unload_lora_adapter(self, lora_name, timeout):
+        self.engine.unload_lora_adapter(lora_name)
+
+
+@pytest.fixture
+def lora(vllm, tmp_path):
+    client = LoraClient([engine_of(vllm, index) for index in range(2)])
+    client.info = vllm.CodecUpdateInfo
+    opened = CodecAdapterClient(client, tmp_path / "store", str(tmp_path / "workers"), host="127.0.0.1")
+    yield opened
+    opened.close()
+
+
+def test_trl_sends_each_adapter_to_the_disks_of_all_workers(lora, tmp_path):
+    given = adapter(1)
+    for version in range(1, 7):
+        lora.load_lora_adapter(f"trl-policy-v{version}", given)
+        if version > 2:
+            lora.unload_lora_adapter(f"trl-policy-v{version - 2}")
+        last, given = given, stepped(given, version)
+    assert lora.engine.served.keys() == {"trl-policy-v5", "trl-policy-v6"}
+    assert equal(lora.engine.served["trl-policy-v6"], last)
+    assert len(os.listdir(tmp_path / "workers")) <= 4
+    assert [p.suffix for p in sorted((tmp_path / "store").glob("0*"))] == [".snapshot", *[".update"] * 5]
+
+
+def test_trl_step_whose_worker_fails_leaves_the_server_as_it_is(lora):
+    lora.load_lora_adapter("trl-policy-v1", adapter(1))
+    lora._client.broken = 1
+    with pytest.raises(OSError, match="no space left"):
+        lora.load_lora_adapter("trl-policy-v2", stepped(adapter(1)))
+    assert lora.engine.serves(trl_policy_v1=adapter(1))
+    lora._client.broken = None
+    lora.load_lora_adapter("trl-policy-v2", stepped(adapter(1)))
+    assert equal(lora.engine.served["trl-policy-v2"], stepped(adapter(1)))
+
+
+def test_server_whose_worker_has_refused_weights_takes_the_next_ones(lora, vllm, tmp_path):
+    """The other worker waits for the end of the update, and refuses to begin another one before."""
+    client, loaded = lora._client, {}
+    with Publisher(tmp_path / "weights") as publisher:
+        for rank, worker in enumerate(client.workers):
+            worker.init_transfer_engine(vllm.CodecInitInfo(publisher.source))
+            worker._load = lambda tensors, rank=rank: loaded.update({rank: dict(tensors)})
+        for step, broken in enumerate((None, 1, None)):
+            client.broken = broken
+            with pytest.raises(OSError, match="no space left") if broken else contextlib.nullcontext():
+                synchronize(publisher, client, {"w": torch.full((3,), float(step))}.items())
+    assert [loaded[rank]["w"].tolist() for rank in range(2)] == [[2.0] * 3] * 2
+
+
+def test_vllm_worker_that_does_not_get_the_announced_adapters_raises(lora, vllm, tmp_path):
+    lora.load_lora_adapter("trl-policy-v1", adapter(1))
+    update = codec.WeightSender({"w": np.zeros(1)}, version=9).snapshot()
+    where = {"source": lora._publisher.source, "folder": str(tmp_path / "workers"), "keep": 1}
+    with pytest.raises(RuntimeError, match="version 9 of the adapters is not the last one"):
+        lora._client.workers[0].receive_weights(vllm.CodecUpdateInfo(**update_info(update, "adapters"), adapters=where))
+
+
+def test_trl_client_needs_an_absolute_folder(tmp_path):
+    with pytest.raises(codec.ArgumentError, match="absolute path, got 'adapters'"):
+        CodecAdapterClient(None, tmp_path, "adapters")
