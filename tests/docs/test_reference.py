@@ -23,7 +23,8 @@ MODULES = (
 )
 MOST_NAMES = 112
 # Modules that several integrations share
-SHARED = {"__init__", "attach", "chunks", "federated", "flower_records", "kv", "slime_version"} | {
+SHARED = {"__init__", "adapter_folders", "adapters", "attach", "chunks", "federated", "flower_records", "kv"} | {
+    "slime_version",
     "torchft_work",
     "weights",
 }

