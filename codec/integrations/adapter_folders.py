@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from codec.tensors.view import TensorView
 from codec.weight_sync.identity import Identity
 
 _FOLDER = re.compile(r"(\d{20})-[0-9a-f]{32}")
+_ABANDONED = 3600.0  # age of temporary folders that are deleted, in seconds
 
 
 def version_path(root: Path, identity: Identity) -> Path:
@@ -56,24 +58,34 @@ class AdapterFolders:
         path = version_path(self.root, identity)
         temporary = self.root / f".{path.name}.{secrets.token_hex(8)}.tmp"
         try:
+            self._remove_temporary()
             if path.exists():
-                os.utime(path)  # it is the newest again
-                return path
+                if _has(path, adapters):
+                    os.utime(path)  # it is the newest again
+                    return path
+                _remove(path)  # the machine has failed, or something else has written to it
             for name, adapter in adapters.items():
                 (temporary / name).mkdir(parents=True)
-                _write(temporary / name / CONFIG, [adapter.config])
-                _write(temporary / name / WEIGHTS, _safetensors(adapter.tensors))
+                for file, parts in _files(adapter):
+                    _write(temporary / name / file, parts)
             temporary.mkdir(exist_ok=True)
             try:
                 temporary.rename(path)
             except OSError:
-                if not path.exists():  # otherwise another process was faster
+                if not (path.exists() and _has(path, adapters)):  # otherwise another process was faster
                     raise
         except OSError as e:
             raise StateError(f"adapters cannot be written to {str(self.root)!r}: {e.strerror}") from None
         finally:
             _remove(temporary)
         return path
+
+    def _remove_temporary(self) -> None:
+        """Delete what killed processes have left, but not what other processes write now."""
+        for path in self.root.glob(".*.tmp"):
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - _ABANDONED and _FOLDER.match(path.name[1:]):
+                    _remove(path)
 
     def versions(self) -> list[tuple[Path, int, list[str]]]:
         """Return path, version and names of the adapters of all versions, oldest first."""
@@ -99,7 +111,27 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
-def _write(path: Path, parts: Any) -> None:
+def _files(adapter: Adapter) -> Iterator[tuple[str, Iterator[Any]]]:
+    """Yield name and parts of each file of an adapter."""
+    yield CONFIG, iter([adapter.config])
+    yield WEIGHTS, _safetensors(adapter.tensors)
+
+
+def _has(path: Path, adapters: Mapping[str, Adapter]) -> bool:
+    """Return True if a folder has the files of these adapters, and no other adapters."""
+    files = ((path / name / file, parts) for name, adapter in adapters.items() for file, parts in _files(adapter))
+    return sorted(os.listdir(path)) == sorted(adapters) and all(_equals(file, parts) for file, parts in files)
+
+
+def _equals(path: Path, parts: Iterator[Any]) -> bool:
+    try:
+        with path.open("rb") as f:
+            return all(f.read(len(part)) == bytes(part) for part in parts) and not f.read(1)
+    except OSError:
+        return False
+
+
+def _write(path: Path, parts: Iterator[Any]) -> None:
     with path.open("xb") as f:
         for part in parts:
             f.write(part)

@@ -38,7 +38,7 @@ __all__ = ["AdapterPublisher", "AdapterReceiver", "LoraServer"]
 _SECONDS = 600.0  # time in which an engine must load an adapter
 
 
-class Engine(Protocol):
+class LoraEngine(Protocol):
     """Methods by which an engine loads adapters: a LoraServer, an ``sglang.Engine``, or TRL's client of a server."""
 
     def load_lora_adapter(self, lora_name: str, lora_path: str) -> Any:
@@ -100,8 +100,8 @@ class AdapterReceiver(Closing):
     Parameters
     ----------
     folder : str or path
-        Folder on a disk that the engine reads, for the versions.
-    engine : Engine, optional
+        Folder on a disk that the engine reads, for the versions. Give each engine a folder of its own.
+    engine : optional
         Engine that loads the adapters, such as a :class:`LoraServer`. Default: none; pass :attr:`paths` to it.
     keep : int
         Number of versions that stay loaded beside the newest one, for requests in flight.
@@ -125,7 +125,7 @@ class AdapterReceiver(Closing):
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        engine: Engine | None = None,
+        engine: LoraEngine | None = None,
         *,
         keep: int = 2,
         base_model: str | None = None,

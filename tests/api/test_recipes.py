@@ -14,16 +14,9 @@ FORMULAS = sorted(
     for name in codec.optimizers.__all__
     if isinstance(kind := getattr(codec.optimizers, name), type) and kind.__module__ == "codec.optimizers.formulas"
 )
-OWN = {
-    "attach",
-    "chunks",
-    "federated",
-    "flower_records",
-    "kv",
-    "slime_version",
-    "torchft_work",
-    "weights",
-}  # parts that hosts share
+# Modules that hosts share
+OWN = {"adapter_folders", "adapters", "attach", "chunks", "federated", "flower_records", "kv", "slime_version"}
+OWN |= {"torchft_work", "weights"}
 HOSTS = sorted(p.stem for p in (ROOT / "codec/integrations").glob("*.py") if p.stem not in OWN | {"__init__"})
 
 

@@ -164,15 +164,61 @@ def test_full_disk_leaves_the_old_version(publisher, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "codec.integrations.adapter_folders.os", SimpleNamespace(fsync=full, utime=os.utime, listdir=os.listdir)
-        )
+        patch.setattr(os, "fsync", full)
         with pytest.raises(codec.StateError, match="No space left"):
             received.pull(publisher.source)
     assert received.version == 0
     assert on_disk(tmp_path) == (1, [])
     assert received.pull(publisher.source) == 1
     assert equal(engine.served["policy-v1"], adapter(2))
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "changed", "longer", "another adapter"])
+def test_damaged_files_are_written_again(publisher, tmp_path, damage):
+    """Such as after a failure of the machine: the folder's name alone says nothing."""
+    publisher.publish({"policy": adapter(1)})
+    received = receiver(tmp_path)
+    received.pull(publisher.source)
+    file = Path(received.paths["policy-v0"], "adapter_model.safetensors")
+    right = data = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "another adapter":
+        (file.parents[1] / "other").mkdir()
+    else:
+        file.write_bytes({"shorter": data[:-1], "changed": data[:-1] + b"x", "longer": data + b"x"}[damage])
+    assert receiver(tmp_path, engine := Engine()).pull(publisher.source) == 0
+    assert engine.serves(policy_v0=adapter(1))
+    assert file.read_bytes() == right
+    assert on_disk(tmp_path) == (1, [])
+
+
+def test_files_of_others_in_the_folder_of_a_version_are_an_error(publisher, tmp_path):
+    publisher.publish({"policy": adapter(1)})
+    received = receiver(tmp_path)
+    received.pull(publisher.source)
+    file = Path(received.paths["policy-v0"], "adapter_model.safetensors")
+    file.write_bytes(b"")
+    (file.parent / "mine").write_bytes(b"1")
+    with pytest.raises(codec.StateError, match="cannot be written"):
+        receiver(tmp_path).pull(publisher.source)
+    assert (file.parent / "mine").exists()
+    assert on_disk(tmp_path) == (1, [])
+
+
+def test_folders_of_killed_processes_are_deleted_once_they_are_old(publisher, tmp_path):
+    publisher.publish({"policy": adapter(1)})
+    received = receiver(tmp_path)
+    left = [tmp_path / "adapters" / f".{0:020d}-{'a' * 32}.{k}.tmp" for k in range(2)]
+    for path in left:
+        (path / "policy").mkdir(parents=True)
+        (path / "policy/adapter_config.json").write_bytes(b"{}")
+    os.utime(left[0], (0, 0))
+    other = tmp_path / "adapters/.other.tmp"
+    other.mkdir()
+    os.utime(other, (0, 0))
+    received.pull(publisher.source)
+    assert sorted(on_disk(tmp_path)[1]) == sorted([left[1].name, other.name])
 
 
 def test_receiver_that_starts_again_loads_names_that_the_engine_knows(publisher, tmp_path):

@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import requests
 from peft import LoraConfig
+from safetensors.torch import load_file
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+from codec.errors import StateError
+from codec.integrations.peft import AdapterPublisher, AdapterReceiver, LoraServer
 from codec.integrations.trl import CodecAdapterClient
 from support.trl_training import Rollouts, generated, new_trainer, save_model, start_server, wait_for
 
@@ -47,12 +51,11 @@ def test_adapters_reach_a_server_without_a_shared_disk(network, tmp_path):
         server.wait(60)
     assert done.returncode == 0, done.stderr[-3000:] + log.read_text()[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    print(found)
     assert found["versions"] == [1, 2, 3, 4]
     assert found["served"] == found["reference"] != found["base"]
     assert found["first"] != found["served"]
     assert found["names"] == ["trl-policy-v2", "trl-policy-v3", "trl-policy-v4"]
-    assert found["failed"] == found["served"]
+    assert found["failed"] == found["received"] == found["served"]
     assert os.listdir(tmp_path / "server") == []
 
 
@@ -86,6 +89,7 @@ def train(url, root):
     found["base"] = generated(url, str(root / "model"))
     found["served"], found["reference"] = generated(url, "trl-policy-v4"), generated(url, "reference")
     plain.unload_lora_adapter("reference")
+    found["received"] = received(url, root)
     found["names"] = sorted(name for name in names_of(url) if name.startswith("trl"))
     # an adapter that vLLM rejects: the server serves what it has
     config = json.loads((root / "both/adapter_config.json").read_text())
@@ -95,14 +99,30 @@ def train(url, root):
     except Exception as e:
         print(e)
         found["failed"] = generated(url, "trl-policy-v4")
-    found["bytes"] = [p.stat().st_size for p in sorted((root / "trainer/updates").glob("0*"))]
-    found["full"] = (root / "both/adapter_model.safetensors").stat().st_size
     print(json.dumps(found))
 
 
-def names_of(url):
-    import requests
+def received(url, root):
+    """Return what the server generates with the saved adapter, which a receiver beside the server has loaded twice."""
+    config = json.loads((root / "both/adapter_config.json").read_text())
+    tensors = load_file(root / "both/adapter_model.safetensors")
+    with AdapterPublisher(root / "trainer/other") as publisher:
+        publisher.publish({"other": root / "both"})
+        for _ in range(2):  # the second receiver finds a name that the server knows
+            receiver = AdapterReceiver(root / "versions", LoraServer(f"{url}/v1"))
+            assert receiver.pull(publisher.source) == 0
+        publisher.publish({"other": (config | {"use_dora": True}, tensors)})
+        try:
+            receiver.pull(publisher.source)
+        except StateError as e:
+            print(e)
+            assert receiver.version == 0
+            assert "other-v1" not in names_of(url)
+            return generated(url, "other-v0")
+        raise AssertionError("vLLM has loaded an adapter of DoRA")
 
+
+def names_of(url):
     return [model["id"] for model in requests.get(f"{url}/v1/models", timeout=60).json()["data"]]
 
 
