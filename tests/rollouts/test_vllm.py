@@ -168,7 +168,7 @@ def test_refused_update_leaves_the_engine_serving(served, trainer, fault, monkey
 
         monkeypatch.setattr(publisher, "stage", damage)
     elif fault == "other base":
-        served.worker.weight_transfer_engine._receiver._base.weights["model.norm.weight"].digests[0] = b"other!!!"
+        served.worker.weight_transfer_engine._receiver._base.weights["model.norm.weight"].memory[0] ^= 1
     else:
         original = served.update_weights
         monkeypatch.setattr(served, "update_weights", lambda info: original({**info, "phase": "load"}))
