@@ -57,7 +57,7 @@ def adapter_weights(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, source in given.items():
         try:
             adapter = _read(source)
-            check_adapter(name, adapter, {n: kind_of(n, view_of(n, x)) for n, x in adapter.tensors.items()})
+            check_adapter(name, adapter.config, {n: kind_of(n, view_of(n, x)) for n, x in adapter.tensors.items()})
         except ValueError as e:
             raise ArgumentError(f"adapter {name!r} cannot be published: {e}") from None
         weights[f"{name}/{CONFIG}"] = np.frombuffer(adapter.config, np.uint8)
@@ -116,9 +116,8 @@ def split(kinds: Mapping[str, TensorKind]) -> dict[str, dict[str, str]]:
 
 def check_adapter(
     name: str,
-    adapter: Adapter,
+    text: bytes,
     kinds: Mapping[str, TensorKind],
-    *,
     base_model: str | None = None,
     max_rank: int = MAX_RANK,
 ) -> None:
@@ -128,8 +127,8 @@ def check_adapter(
     ----------
     name : str
         Name of the adapter, which occurs in names of files.
-    adapter : Adapter
-        The adapter; only its configuration is read.
+    text : bytes
+        Its configuration.
     kinds : mapping of str to TensorKind
         Dtype and shape of its tensors.
     base_model : str, optional
@@ -144,7 +143,7 @@ def check_adapter(
     """
     if not isinstance(cast(Any, name), str) or not _NAME.fullmatch(name):
         raise ValueError("its name must be 1 to 100 letters, digits, dots, dashes and underscores")
-    config = _parsed(adapter.config)
+    config = _parsed(text)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"its peft_type is {config.get('peft_type')!s:.40}, not LORA")
     if bad := [key for key in _IMPORTS if config.get(key)]:

@@ -14,6 +14,7 @@ PEFT is not imported.
 import http.client
 import json
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,6 +139,7 @@ class AdapterReceiver(Closing):
         self._receiver = WeightReceiver(max_nbytes=max_nbytes, verify=verify)
         self._folders, self._engine = AdapterFolders(folder), engine
         self._served: Identity | None = None
+        self._turn = threading.RLock()
         self.paths: dict[str, str] = {}
 
     @property
@@ -170,8 +172,9 @@ class AdapterReceiver(Closing):
         StateError
             The folder cannot be written, or the engine cannot be reached or has rejected an adapter.
         """
-        pull(self._receiver, source, **how)
-        return self._serve()
+        with self._turn:
+            pull(self._receiver, source, **how)
+            return self._serve()
 
     def apply(self, update: Any, *, restart: bool = False) -> int | None:
         """Bring the engine to the version of an update, as :meth:`pull`.
@@ -181,20 +184,26 @@ class AdapterReceiver(Closing):
         update, restart : optional
             As in :meth:`codec.WeightReceiver.apply`.
         """
-        self._receiver.apply(update, restart=restart)
-        return self._serve()
+        parsed = update if isinstance(update, Update) else Update(update)
+        with self._turn:
+            identity = self._receiver.identity
+            if identity == self._served or not parsed.head.after.matches(identity):  # otherwise the engine has failed
+                self._receiver.apply(parsed, restart=restart)
+            return self._serve()
 
     def reload(self) -> None:
         """Make the engine load the last version again, such as after it was restarted."""
-        self._served = None
-        self._serve()
+        with self._turn:
+            self._served = None
+            self._serve()
 
     def _serve(self) -> int | None:
         identity = self._receiver.identity
         if identity is None or identity == self._served:
             return self.version
-        path = self._folders.write(identity, self._adapters())
-        folders = {f"{p.name}-v{identity.version}": str(p) for p in sorted(path.iterdir())}
+        adapters = self._adapters()
+        path = self._folders.write(identity, adapters)
+        folders = {f"{name}-v{identity.version}": str(path / name) for name in sorted(adapters)}
         tried = list[str]()
         try:
             for name, folder in folders.items():
@@ -206,7 +215,8 @@ class AdapterReceiver(Closing):
                 self._folders.remove(path)
             raise
         self._served, self.paths = identity, folders
-        self._forget_old(path)
+        with suppress(OSError):  # the next version tries again
+            self._forget_old(path)
         return self.version
 
     def _adapters(self) -> dict[str, Adapter]:
@@ -215,12 +225,12 @@ class AdapterReceiver(Closing):
         kinds = receiver.kinds
         try:
             for name, tensors in split(kinds).items():
-                read = dict(receiver.tensors(tensors.values(), like=np.empty(0, np.uint16)))
-                config = read.pop(tensors.pop(CONFIG)).tobytes()
-                views = {n: view(read[full])._replace(dtype=kinds[full].dtype) for n, full in tensors.items()}
-                adapters[name] = Adapter(config, views)
+                [(_, config)] = receiver.tensors([tensors.pop(CONFIG)])
                 found = {n: kinds[full] for n, full in tensors.items()}
-                check_adapter(name, adapters[name], found, base_model=self._base_model, max_rank=self._max_rank)
+                check_adapter(name, config.tobytes(), found, self._base_model, self._max_rank)
+                read = dict(receiver.tensors(tensors.values(), like=np.empty(0, np.uint16)))  # bfloat16 as bits
+                views = {n: view(read[full])._replace(dtype=kinds[full].dtype) for n, full in tensors.items()}
+                adapters[name] = Adapter(config.tobytes(), views)
         except ValueError as e:
             raise FrameError(f"version {receiver.version} of the adapters is not loaded: {e}") from None
         return adapters
@@ -327,5 +337,6 @@ class LoraServer:
         finally:
             connection.close()
         if reply.status != 200:
-            hint = ": start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if reply.status == 404 else ""
+            unknown = reply.status == 404 and "Not Found" in text
+            hint = ": start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if unknown else ""
             raise StateError(f"{self._url}/{call} has answered {reply.status}: {text:.500}{hint}")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -45,6 +46,7 @@ HOSTILE = {
     "no prefix": (with_tensor("model.layers.0.self_attn.q_proj.lora_A.weight"), "does not explain the tensor"),
     "vector": (with_tensor(f"{LAYER}.lora_A.weight", (4,)), "does not explain the tensor"),
     "dtype": (with_tensor(f"{LAYER}.lora_A.weight", dtype=np.int32), "has dtype int32"),
+    "8 bits": (with_tensor(f"{LAYER}.lora_A.weight", dtype=ml_dtypes.float8_e4m3fn), "has dtype float8_e4m3fn"),
     "no tensors": ((adapter(1)[0], {}), "no tensors of LoRA"),
 }
 

@@ -277,9 +277,15 @@ def test_update_over_another_connection(tmp_path):
     config, tensors = adapter(1)
     with AdapterPublisher(tmp_path / "store") as publisher:
         data = bytes(publisher.stage({"policy": (config, tensors)}).data)
-    engine = Engine()
-    assert receiver(tmp_path, engine).apply(data) == 0
+    engine = Engine(fail={1, 2})
+    received = receiver(tmp_path, engine)
+    with pytest.raises(RuntimeError):
+        received.apply(data)
+    assert received.version is None
+    assert received.apply(data) == 0
     assert engine.serves(policy_v0=adapter(1))
+    with pytest.raises(codec.StateError, match="applied already"):
+        received.apply(data)
 
 
 def test_store_of_other_weights_is_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""The example and the benchmark of weight synchronization run between real processes."""
+"""The example and the benchmarks of weight synchronization run."""
 
 import re
 import subprocess
@@ -29,3 +29,12 @@ def test_example_sends_small_updates():
 def test_training_with_updates_equals_one_with_full_weights():
     arguments = ("--steps", "3", "--batch", "4", "--width", "64", "--layers", "1", "--rate", "1e9")
     assert run(ROOT / "bench/training/weight_sync.py", *arguments).endswith("equal to the bit: yes\n")
+
+
+@pytest.mark.nightly
+def test_updates_of_an_adapter_are_smaller_than_snapshots():
+    rows = run(ROOT / "bench/training/adapter_sync.py", "--steps", "4", "--width", "64", "--layers", "1").splitlines()
+    for row in rows[1:]:
+        snapshot, update = (float(share) for share in re.findall(r"([\d.]+)%", row))
+        assert update < snapshot < 100
+    assert len(rows) == 7
