@@ -7,7 +7,7 @@ signatures and stores of weights hold for adapters, too.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +24,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")  # in the order in which 
 MAX_RANK = 512  # largest rank that vLLM serves
 MAX_ADAPTERS = 256
 _MAX_CONFIG = 1 << 20  # bytes
+_MAX_NAME = 1000  # characters in the name of a tensor
+_MAX_SAVED = 100  # entries of modules_to_save
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LORA = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 _VECTOR = re.compile(r"(.+)\.(?:lora_magnitude_vector(?:\.weight)?|lora_B\.bias)")  # of DoRA, and of lora_bias
@@ -182,9 +184,14 @@ def _ranks(config: Mapping[str, Any], most: int) -> set[int]:
 
 def _check_tensors(kinds: Mapping[str, TensorKind], ranks: set[int], config: Mapping[str, Any]) -> None:
     pairs = dict[str, dict[str, int]]()
+    saved: Any = config.get("modules_to_save")
+    if isinstance(saved, list) and len(cast(list[Any], saved)) > _MAX_SAVED:
+        raise ValueError(f"its modules_to_save has more than {_MAX_SAVED} entries")
     for name, kind in kinds.items():
         if name == CONFIG:
             continue
+        if len(name) > _MAX_NAME:
+            raise ValueError(f"the name of a tensor has {len(name)} characters, more than {_MAX_NAME}")
         if kind.dtype not in DTYPES:
             raise ValueError(
                 f"its tensor {name!r} has dtype {kind.dtype}, but adapters have one of {', '.join(DTYPES)}"
@@ -194,20 +201,22 @@ def _check_tensors(kinds: Mapping[str, TensorKind], ranks: set[int], config: Map
             pairs.setdefault(found[1], {})[found[2]] = kind.shape[found[2] == "B"]
         elif inner == name or not (_VECTOR.fullmatch(inner) or _is_trained(inner, config)):
             raise ValueError(f"its configuration does not explain the tensor {name!r}")
-    targets: Any = config.get("target_modules")
+    listed: Any = config.get("target_modules")
+    targets = {t for t in cast(list[Any], listed) if isinstance(t, str)} if isinstance(listed, list) else None
     experts = bool(config.get("target_parameters"))  # the ranks of a layer's experts are added
     for module, sizes in pairs.items():
         a, b = sizes.get("A"), sizes.get("B")
         if not a or a != b or not (a in ranks or (experts and any(a % rank == 0 for rank in ranks))):
             raise ValueError(f"its configuration does not explain the ranks of {module!r}: {a} and {b}")
-        if isinstance(targets, list) and not experts and not _ends(module, cast(list[Any], targets)):
+        if targets is not None and not experts and not _is_target(module, targets):
             raise ValueError(f"its target_modules do not contain {module!r}")
     if not pairs:
         raise ValueError("it has no tensors of LoRA")
 
 
-def _ends(module: str, targets: Iterable[Any]) -> bool:
-    return any(isinstance(t, str) and (module == t or module.endswith(f".{t}")) for t in targets)
+def _is_target(module: str, targets: set[Any]) -> bool:
+    parts = module.split(".")
+    return any(".".join(parts[k:]) in targets for k in range(len(parts)))
 
 
 def _is_trained(name: str, config: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 
 import ml_dtypes
 import numpy as np
@@ -46,6 +47,8 @@ HOSTILE = {
     "no prefix": (with_tensor("model.layers.0.self_attn.q_proj.lora_A.weight"), "does not explain the tensor"),
     "vector": (with_tensor(f"{LAYER}.lora_A.weight", (4,)), "does not explain the tensor"),
     "dtype": (with_tensor(f"{LAYER}.lora_A.weight", dtype=np.int32), "has dtype int32"),
+    "long name": (with_tensor(f"{LAYER}{'.x' * 1000}.lora_A.weight"), "characters, more than 1000"),
+    "many modules": (changed(modules_to_save=[f"m{k}" for k in range(101)]), "more than 100 entries"),
     "8 bits": (with_tensor(f"{LAYER}.lora_A.weight", dtype=ml_dtypes.float8_e4m3fn), "has dtype float8_e4m3fn"),
     "no tensors": ((adapter(1)[0], {}), "no tensors of LoRA"),
 }
@@ -104,6 +107,16 @@ def test_configuration_that_is_huge_or_of_another_kind_is_rejected(tmp_path):
     for k, value in enumerate((np.zeros(1 << 21, np.uint8), np.zeros((2, 2), np.uint8), np.zeros(3, np.float32))):
         error = pulled(tmp_path / str(k), weights | {"policy/adapter_config.json": value})
         assert "has no adapter_config.json" in error
+
+
+def test_long_lists_in_a_configuration_take_no_time():
+    """A hostile configuration of 1 MB has 50,000 target modules."""
+    config, _ = adapter(1)
+    targets = [f"m{k}" for k in range(50_000)]
+    many = {f"{PREFIX}.{k}.m5.lora_{x}.weight": np.zeros((4, 4), np.float32) for k in range(1000) for x in "AB"}
+    begin = time.process_time()
+    adapter_weights({"policy": (config | {"target_modules": targets}, many)})
+    assert time.process_time() - begin < 2
 
 
 def test_too_many_adapters_are_rejected(tmp_path):

@@ -1,5 +1,7 @@
 """PEFT loads the adapters that a receiver has written; logits equal the trainer's to the bit. Run by make rollouts."""
 
+import ast
+import importlib.util
 import json
 from pathlib import Path
 
@@ -73,3 +75,17 @@ def test_state_dict_and_configuration_of_a_model(tmp_path):
         received.pull(publisher.source)
     loaded = peft.PeftModel.from_pretrained(base_model(), received.paths["policy-v0"]).eval()
     assert torch.equal(loaded(TOKENS).logits, model.eval()(TOKENS).logits)
+
+
+def test_sglang_has_the_calls_by_which_a_receiver_loads_adapters():
+    """A server of SGLang needs a GPU: the names of its calls are read from its source."""
+    folder = Path(importlib.util.find_spec("sglang").origin).parent / "srt/entrypoints"
+    calls = {
+        node.name: [arg.arg for arg in node.args.args]
+        for node in ast.walk(ast.parse((folder / "engine.py").read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert calls["load_lora_adapter"][1:3] == ["lora_name", "lora_path"]
+    assert calls["unload_lora_adapter"][1:] == ["lora_name"]
+    for call in ("load_lora_adapter", "unload_lora_adapter"):
+        assert f'"/{call}"' in (folder / "http_server.py").read_text()
