@@ -17,6 +17,7 @@ from codec.torch.network import mesh as meshes
 from codec.torch.network import tls
 from codec.torch.network.endpoint import Endpoint
 from codec.torch.network.mesh import Mesh
+from codec.torch.network.stripe import HEADER_NBYTES
 from codec.torch.network.tcp import PeerConnection
 from codec.torch.network.tls import TlsSocket
 from support.meshes import ABORT, SECONDS, Group, ask, outcome, packed, received, until
@@ -283,7 +284,9 @@ def test_mesh_sends_while_it_receives(pair):
     b.close()
 
 
-@pytest.mark.parametrize("first", [packed(0, b"x", magic=b"HTTP"), packed(0, kind=ABORT, nbytes=1 << 20), b"\0" * 40])
+@pytest.mark.parametrize(
+    "first", [packed(0, b"x", magic=b"HTTP"), packed(0, kind=ABORT, nbytes=1 << 20), bytes(HEADER_NBYTES)]
+)
 def test_bytes_that_are_no_message_end_the_connection(hand, first):
     mesh, client = hand
     mesh.begin(0)
