@@ -124,13 +124,12 @@ def options(
         a secret. Default: ``CODEC_TLS=psk``, or the files ``CODEC_TLS_CERT``, ``CODEC_TLS_KEY`` and ``CODEC_TLS_CA``;
         if none is set, messages are not encrypted, and without a secret not authenticated.
     max_norm : float, optional
-        Largest L2 norm of the values that a rank may send, above 0: of the part of the tensor in one frame, or in one
-        message of uncompressed values. If a part has a larger norm, NaN or Inf, a collective of :mod:`codec.torch`
-        raises FrameError on the ranks that find it, with the rank, its norm and the bound, and PeerError on all others;
-        nothing is changed, as after a damaged frame. In frames of sums, the bound is `max_norm` times the number of
-        ranks that they add; in those of means, `max_norm`. Decoded values count: leave room for residuals and for the
-        codec's error. Ranks may have different bounds. With a GradScaler, steps that overflow are errors. Each received
-        frame is decoded once more. Default: no bound. Other calls ignore it.
+        Largest L2 norm, above 0, of the decoded values of one frame, or of one message of uncompressed values, that a
+        rank sends. If the norm is larger, NaN or Inf, collectives of :mod:`codec.torch` raise FrameError on the ranks
+        that detect it, and PeerError on all others. The errors name the rank; no tensor is changed. For a sum over N
+        ranks, the bound is N times `max_norm`. Leave room for residuals and for the error of the codec. With a
+        GradScaler, steps that overflow are errors. Ranks may have different bounds. Each received frame is decoded
+        twice. Default: no bound. Other calls ignore `max_norm`.
 
     Returns
     -------

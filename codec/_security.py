@@ -18,12 +18,12 @@ class Security(NamedTuple):
     tls: Tls | None = None
 
     def over(self, outer: "Security") -> "Security":
-        """Return these settings, in which each that is None has the value of `outer`."""
+        """Return a copy of these settings in which each setting that is None has the value of `outer`."""
         return Security(self.secret or outer.secret, self.tls or outer.tls)
 
     @property
     def flags(self) -> int:
-        """HAS_SECRET and HAS_TLS, added."""
+        """Sum of HAS_SECRET, if there is a secret, and HAS_TLS, if there is a TLS setting."""
         return (self.secret is not None) * HAS_SECRET + (self.tls is not None) * HAS_TLS
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ def security_of_environment() -> Security:
 
 
 def difference(first: int, first_flags: int, second: int, second_flags: int) -> str | None:
-    """Return the settings that only one of two ranks has, with what to do, by their flags; None if both are equal."""
+    """Return an error text that names the settings of only one of two ranks; None if their flags are equal."""
     found: list[str] = []
     for flag, has, lacks, how in (
         (HAS_SECRET, "has a secret", "has none", f"set {FILE_VARIABLE}, {SECRET_VARIABLE} or codec.options(secret=)"),

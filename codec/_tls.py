@@ -125,7 +125,7 @@ def given_in(names: Any) -> str:
 
 
 def distrust(error: "ssl.SSLCertVerificationError") -> str:
-    """Return why a certificate was refused: the end of a sentence that begins with it."""
+    """Return why a certificate was refused, as the end of a sentence whose subject is the certificate."""
     why = error.verify_message.rstrip(".")
     if error.verify_code in _ANOTHER_HOST:
         return f"is of another host ({why})"

@@ -56,7 +56,7 @@ Key = bytes | str | PathLike[str] | Private | Public  # a secret key, the path o
 
 
 class SigningKey:
-    """Key that makes or checks signatures. No repr, error or pickle shows the key.
+    """Key that makes or checks signatures. Its value is in no repr, error or pickle.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class SigningKey:
         return HMAC if isinstance(self._key, bytes) else ED25519
 
     def sign(self, purpose: bytes, parts: Iterable[Any]) -> bytes:
-        """Return the signature of `parts`, bytes or buffers one after the other; those for other purposes differ."""
+        """Return the signature of concatenated bytes or buffers. Signatures for other purposes differ."""
         text = _text(purpose, parts)
         if isinstance(self._key, bytes):
             return bytes([HMAC]) + hmac.digest(self._key, text, "sha256")

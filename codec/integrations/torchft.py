@@ -237,7 +237,7 @@ class ProcessGroupCodec(_groups.ProcessGroupWrapper):
         self._changed = {}
 
     def forget(self, state: object = None) -> None:
-        """Set the residuals from before this step to zero. The Manager calls this when the replica is healed."""
+        """Set the residuals of earlier steps to zero. The Manager calls this when the replica is healed."""
         self._residuals = {}
 
 

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 def taken(
     names: deque[tuple[str, Shape]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[str, ...], list[tuple[int, Shape]]]:
-    """Remove the names of the values of tensors from a queue; return them, and the offset and shape of each."""
+    """Remove the names of the values of tensors from a queue; return these names, and the offset and shape of each."""
     n, end = sum(t.numel() for t in tensors), 0
     found: list[str] = []
     segments: list[tuple[int, Shape]] = []
@@ -94,13 +94,13 @@ def in_names(prepare: Callable[[], None], group: Any, prefix: str, module: torch
 
 
 def hook_of_buckets(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the communication hook of a module, which waits for all buckets of a step at the last one."""
+    """Return a communication hook for a module. At the last bucket of a step, the hook waits for all buckets."""
     names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
     begun: list[tuple[Any, torch.Tensor, Any]] = []
 
     def reduce(manager: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         if bucket.index() == 0:
-            begun.clear()  # those of a backward pass that was interrupted
+            begun.clear()  # buckets of a backward pass that was interrupted
         buffer, parameters = bucket.buffer(), bucket.parameters()
         future = future_of(buffer)
         with manager.group.named((names[p], shape_of(p)) for p in parameters):

@@ -136,8 +136,8 @@ def finalizes_manually(model: object) -> bool:
     return bool(getattr(model, "require_manual_backward_finalization", False))
 
 
-# By model: id of a backward pass, and number of parameters of its buckets that have come with index 0, by id() of their
-# first parameter.
+# By model: id of a backward pass, and the buckets of this pass that have arrived with index 0. A bucket is the id() of
+# its first parameter, and its number of parameters.
 _delayed: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int | None, dict[int, int]]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -166,8 +166,8 @@ def place_of(model: DistributedDataParallel, bucket: Any, n_parameters: int) -> 
 def count_parameters(model: DistributedDataParallel) -> int:
     """Return the number of parameters in a model's buckets.
 
-    Within a backward pass, where DistributedDataParallel locks the number, it is that of the parameters that require
-    gradients. They differ if parameters were frozen since the model was wrapped.
+    DistributedDataParallel locks this number during a backward pass. Then the parameters that require gradients are
+    counted, which are fewer if parameters were frozen after the model was wrapped.
     """
     ddp: Any = model
     if backward_pass() is None:

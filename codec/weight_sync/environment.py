@@ -1,7 +1,7 @@
 """Environment variables that replace arguments of stores, for programs whose users cannot pass them.
 
-Each variable names a file. An argument is used instead of its variable. A variable that is set always counts: if its
-file cannot be used, the call fails.
+Each variable names a file. An argument takes precedence over its variable. If the file of a variable cannot be used,
+the call fails.
 """
 
 import os
@@ -24,7 +24,7 @@ VARIABLES = (TOKEN, CA, TLS, SIGN, VERIFY)
 
 @contextmanager
 def chosen(given: Any, name: str) -> Generator[Any]:
-    """Yield an argument; if it is None, the path in its variable, which errors of the block then name.
+    """Yield `given`, or the path in the variable `name` if `given` is None; errors of the block then name the variable.
 
     Raises
     ------

@@ -169,7 +169,7 @@ class Encoder:
 
 
 def _is_equal(v: TensorView, old: Slot) -> bool:
-    """Return True if a tensor is known to equal that of the base without encoding it, which takes longer if small."""
+    """Return True if a tensor is a view of the base, or small and equal to the base, which encoding finds later."""
     if v.device != "cpu":
         return False
     return v.address == old.view.address or (v.nbytes <= SMALL_NBYTES and np.array_equal(v.array(), old.memory))

@@ -205,7 +205,7 @@ class Training:
             if self.manager.current_step() > step:
                 self.record()
                 self.healings += healed
-                assert not healed or self.owed() == 0
+                assert not healed or self.largest_residual() == 0
 
     def _diloco(self):
         fragments = [self.net[:2], self.net[2:]]
@@ -235,7 +235,7 @@ class Training:
                 if self.manager.current_step() > step:
                     self.record()
 
-    def owed(self):
+    def largest_residual(self):
         """Return the largest residual of this replica's own gradients."""
         states = [f.state_dict()["worker"] for f in getattr(self.group, "_residuals", {}).values()]
         return max((float(x.abs().max()) for state in states for x in state.values() if torch.is_tensor(x)), default=0)

@@ -125,7 +125,7 @@ def tls_pair(tls=None):
 
 
 class Middle:
-    """Man in the middle, who has written his own address into the store, and passes on all bytes.
+    """Man in the middle, whose address is in the store instead of that of rank 0, and who passes on all bytes.
 
     Parameters
     ----------

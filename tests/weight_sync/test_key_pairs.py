@@ -83,7 +83,7 @@ def test_receivers_refuse_the_private_key(private):
 
 
 def test_public_keys_in_any_form_are_no_secret_keys(tmp_path):
-    """An attacker who knows the public key signs by HMAC with its bytes."""
+    """An attacker signs by HMAC with the bytes of the public key."""
     first = weights()
     raw = PUBLIC.public_bytes_raw()
     for forged in (raw, raw.hex().encode()):

@@ -37,7 +37,7 @@ async def mean(
     item : int or str, optional
         Result of ``transform=``, which must be the same on all ranks.
     settings : CallOptions
-        Options of the hook, of which ``max_norm`` is used.
+        Options of the hook; only ``max_norm`` is used.
     """
     bounded = CallOptions(max_norm=settings.max_norm)
     kind = "sparse" if buffer.is_sparse else str(buffer.dtype).removeprefix("torch.")

@@ -48,8 +48,8 @@ class LeveledGroup:
         return self.levels.all.size
 
 
-# By process group of all ranks, and names of the groups of both levels: new groups of the same ranks are connected anew
-# after an error. An object of a group is the key of the group's communicator.
+# LeveledGroup by process group of all ranks, and by the names of the groups of both levels. Names differ for new groups
+# of the same ranks, which are therefore connected anew after an error. A LeveledGroup is the key of its communicator.
 _leveled_groups: "weakref.WeakKeyDictionary[Any, dict[tuple[str, str], LeveledGroup]]" = weakref.WeakKeyDictionary()
 
 

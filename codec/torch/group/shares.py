@@ -9,7 +9,7 @@ from codec.torch.transport.channel import Channel
 PERIOD = 16  # steps between two measurements
 UNITS = 64  # sum of the weights of all ranks
 _FIRST = 4  # steps before the first measurement, whose connections are still slow
-_MOST_RANKS = 64  # maximum number of ranks in a group whose ranks report their rates
+_MOST_RANKS = 64  # maximum number of ranks in a group that reports rates of links
 _LEAST_BUSY = 0.02  # seconds of sending that a measurement needs, since the kernel's clock has ticks of up to 4 ms
 _LITTLE = 0.1  # share of the bytes of the link's busiest connection below which a connection may be left out
 _LEAST_GAIN = 0.1  # share of the time of a step's messages that new slices must save
@@ -29,15 +29,15 @@ class LinkShares:
     With N ranks, a tensor of S bytes and slices of w_i S bytes, rank i sends S (1 + w_i (N - 2)) bytes. The weights
     minimize the longest time that a rank sends, and change only if that saves a share of it.
 
-    Joined buckets save CPU time, but a slow link is idle while they wait for each other. So their size is limited: the
-    bytes of joined buckets keep the slowest link busy for about as long as the CPU time of a collective.
+    Joined buckets save CPU time, but a slow link is idle while buckets wait for each other. So the size of joined
+    buckets is limited to the bytes that keep the slowest link busy for the CPU time of a collective.
 
     Attributes
     ----------
     weights : tuple of int or None
         Weight of each rank's slice; None: equal slices.
     limit : int or None
-        Bytes of gradients from which no more buckets are joined; None: no limit by the link.
+        Maximum bytes of gradients in joined buckets; None: the link sets no limit.
     """
 
     def __init__(self) -> None:

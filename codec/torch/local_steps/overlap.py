@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from time import perf_counter
 
-_MOST_WAIT = 0.1  # a synchronization does not fit if the program waits for this share of its time, or longer
+_MOST_WAIT = 0.1  # maximum share of a synchronization for which the program waits, if it fits into the delay
 _IN_A_ROW = 3  # number of synchronizations that do not fit before the warning
 
 _log = logging.getLogger("codec.torch")
@@ -38,7 +38,7 @@ class Overlap:
 
     @contextmanager
     def waiting(self, *, delayed: bool) -> Generator[None]:
-        """Return a context manager within which the program waits; `delayed`: after the steps of the delay."""
+        """Count the time of the block as waiting. `delayed`: the delay is over, so long waits are reported."""
         start = perf_counter()
         try:
             yield

@@ -6,9 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 from codec.torch.network.endpoint import endpoint_of
-from codec.torch.network.handshake import Channel
 from codec.torch.network.mesh import Mesh
 from codec.torch.network.sockets import reserve_descriptors
+from codec.torch.network.tls import AnySocket
 
 STRIPES = 1  # number of connections between two ranks
 FIRST_TAG = -2  # tag of a mesh's first connections, in their hello message; further connections have lower tags
@@ -34,7 +34,7 @@ def connect(group: Any, timeout: timedelta, peers: Sequence[int] | None = None) 
     """
     rank, size = group.rank(), group.size()
     others = [o for o in range(size) if o != rank] if peers is None else sorted(peers)
-    sockets: dict[int, list[Channel]] = {}
+    sockets: dict[int, list[AnySocket]] = {}
     if others:
         end = time.monotonic() + timeout.total_seconds()
         reserve_descriptors(STRIPES * len(others) + _OTHER_DESCRIPTORS)

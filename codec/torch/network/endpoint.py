@@ -19,10 +19,11 @@ from codec._secret import FILE_VARIABLE as SECRET_VARIABLE
 from codec._security import NONE, Security, difference, security_of_environment
 from codec._tls import VARIABLE as TLS_VARIABLE
 from codec.torch._compat import group_identity, timeout_of
-from codec.torch.network.handshake import Channel, ClientHandshake, HandshakeTerms, Key, Listener
+from codec.torch.network.handshake import ClientHandshake, HandshakeTerms, Key, Listener
 from codec.torch.network.sockets import family, reason
 from codec.torch.network.store import AddressBook
 from codec.torch.network.tcp import FORKED, PeerConnection
+from codec.torch.network.tls import AnySocket
 from codec.torch.network.version import protocol_hash
 
 CLOSED = "the group was closed by close_group(): make a new group"
@@ -173,7 +174,7 @@ class Endpoint:
         terms = HandshakeTerms(address.token, protocol_hash(), flags, self._group, self.rank, peer, tag)
         return ClientHandshake(sock, (address.host, address.port), terms, secret, self._client_context)
 
-    def _connection(self, channel: Channel | None, peer: int) -> PeerConnection:
+    def _connection(self, channel: AnySocket | None, peer: int) -> PeerConnection:
         assert channel is not None
         try:
             return PeerConnection(channel, peer)

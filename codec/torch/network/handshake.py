@@ -28,7 +28,7 @@ from codec.torch.network.sockets import (
     shown_address,
 )
 from codec.torch.network.tcp import PeerConnection
-from codec.torch.network.tls import TlsError, TlsSocket
+from codec.torch.network.tls import AnySocket, TlsError, TlsSocket
 from codec.torch.network.version import protocol_hash
 
 HELLO = struct.Struct("<4s16sqqqB")  # magic, token of the listening rank, version's hash, rank, tag, flags
@@ -45,14 +45,13 @@ _MOST_TAGS = 1024  # maximum number of tags of one rank with connections that ar
 _MOST_WARNINGS = 100  # maximum number of logged refusals of one port
 
 Key = tuple[int, int]  # rank and tag
-Channel: TypeAlias = socket.socket | TlsSocket
-Steps: TypeAlias = Generator[int, None, Channel]  # yields the event of the socket to wait for
+Steps: TypeAlias = Generator[int, None, AnySocket]  # yields the event of the socket to wait for
 
 logger = logging.getLogger("codec.torch")
 
 
 class HandshakeTerms(NamedTuple):
-    """Facts on which both ranks must agree; each rank proves that it knows the secret, if there is one, and these.
+    """Facts of a connection, on which both ranks must agree, and which the proofs of both ranks cover.
 
     The client is the rank that connects, the server the one that listens.
     """
@@ -75,7 +74,7 @@ class HandshakeTerms(NamedTuple):
     def proof(self, secret: Secret | None, *, server: bool) -> bytes:
         """Return the proof of one side, which the other side cannot send back as its own.
 
-        Without a secret, TLS protects the proof: it shows that nobody has changed the hello or redirected the client.
+        Without a secret, TLS protects the proof, which then shows that the hello was not changed or redirected.
         """
         text = _PROVEN.pack(_LABELS[server], *self)
         return hmac.digest(b"", text, "sha256") if secret is None else secret.prove(text)
@@ -111,7 +110,7 @@ class ClientHandshake:
         context: ssl.SSLContext | None,
     ) -> None:
         self.sock, self.peer = sock, terms.server
-        self.channel: Channel | None = None  # once the handshake is complete
+        self.channel: AnySocket | None = None  # once the handshake is complete
         self._address, self._terms, self._secret, self._context = address, terms, secret, context
         self._steps = self._advance()
 
@@ -157,7 +156,7 @@ class ClientHandshake:
             raise self._refusal(f"has closed the connection before it has {step} on all ranks") from None
         return channel
 
-    def _prove(self, channel: Channel, terms: HandshakeTerms) -> Generator[int]:
+    def _prove(self, channel: AnySocket, terms: HandshakeTerms) -> Generator[int]:
         terms = terms._replace(client_nonce=os.urandom(NONCE_NBYTES))
         yield from send_all(channel, terms.client_nonce)
         answer = yield from receive_all(channel, NONCE_NBYTES + PROOF_NBYTES)
@@ -185,7 +184,7 @@ class _Stranger:
         self.key: Key | None = None  # once the hello has arrived
         self.step = ""  # step of the handshake that is not complete
         self.steps: Steps | None = None
-        self.channel: Channel | None = None  # once the handshake is complete
+        self.channel: AnySocket | None = None  # once the handshake is complete
 
 
 class Listener:

@@ -14,7 +14,7 @@ from codec import PeerError
 from codec.torch.network.inbox import Arrival, Inbox, Inboxes, Receive
 from codec.torch.network.sockets import ConnectionInfo
 from codec.torch.network.stripe import FIELDS, HEADER_NBYTES, Send, Stripe
-from codec.torch.network.tls import TlsSocket
+from codec.torch.network.tls import AnySocket
 from codec.torch.network.version import without_crc
 from codec.torch.network.waits import Wait
 
@@ -48,7 +48,7 @@ class Mesh:
         Connected sockets of each other rank, which the mesh owns from now on.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, Sequence[socket.socket | TlsSocket]]) -> None:
+    def __init__(self, rank: int, sockets: Mapping[int, Sequence[AnySocket]]) -> None:
         self.rank = rank
         self.progress = dict.fromkeys(sockets, time.monotonic())  # arrival time of each rank's last message
         self._lock = threading.Lock()  # guards inboxes, lost ranks, and paused connections

@@ -111,7 +111,7 @@ def send_all(channel: Any, data: bytes) -> Generator[int]:
 
 
 def receive_all(channel: Any, nbytes: int) -> Generator[int, None, bytes]:
-    """Receive bytes in the same way, and leave those after them unread."""
+    """Receive exactly `nbytes` bytes from a non-blocking socket or :class:`TlsSocket`; yield the event to wait for."""
     data = memoryview(bytearray(nbytes))
     left = data
     while left:

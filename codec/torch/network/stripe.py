@@ -13,7 +13,7 @@ from typing import Any
 
 from codec.torch.network.inbox import Arrival
 from codec.torch.network.sockets import ConnectionInfo, connection_info, is_local, prepare
-from codec.torch.network.tls import TlsSocket
+from codec.torch.network.tls import AnySocket, TlsSocket
 from codec.torch.network.version import checksum, with_crc
 from codec.torch.network.waits import Wait
 
@@ -58,7 +58,7 @@ class Send(Wait):
     def begin(self) -> list[memoryview]:
         """Return the bytes that are not written yet. The first call computes the checksum of the body.
 
-        Call it just before the bytes are written, which then are in the CPU's cache.
+        Call this just before the bytes are written: computing the checksum brings them into the CPU's cache.
         """
         if not self._begun:
             header = with_crc(FIELDS.pack(*self._fields, checksum(self.parts)))
@@ -97,7 +97,7 @@ class Stripe:
         Poll object of the network thread.
     """
 
-    def __init__(self, sock: socket.socket | TlsSocket, peer: int, poll: Any) -> None:
+    def __init__(self, sock: AnySocket, peer: int, poll: Any) -> None:
         prepare(sock)
         self.peer, self.fd = peer, sock.fileno()
         self.ended = False  # True: the connection is closed by the other rank, or broken
@@ -116,7 +116,7 @@ class Stripe:
 
     @property
     def buffered(self) -> bool:
-        """True if bytes have been read from the socket, but not by this object, so that poll does not report them."""
+        """True if a TlsSocket holds bytes that were not returned yet, which poll does not report."""
         return isinstance(self._sock, TlsSocket) and self._sock.buffered
 
     def read_header(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from codec import PeerError
 from codec.torch.network.sockets import ConnectionInfo, connection_info, prepare
-from codec.torch.network.tls import TlsSocket
+from codec.torch.network.tls import AnySocket
 from codec.torch.network.version import checksum, with_crc, without_crc
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +48,7 @@ class PeerConnection:
         Rank at the other end, for error messages.
     """
 
-    def __init__(self, sock: socket.socket | TlsSocket, peer: int) -> None:
+    def __init__(self, sock: AnySocket, peer: int) -> None:
         prepare(sock)
         self.peer = peer
         self.sent_nbytes = self.received_nbytes = 0  # total bytes, including message headers
@@ -148,7 +148,7 @@ class PeerConnection:
         if gone:
             raise self._lost()
 
-    def detach(self) -> socket.socket | TlsSocket:
+    def detach(self) -> AnySocket:
         """Return the socket, which the caller then owns; this object must not be used afterwards."""
         self._closed = True
         self._finalizer.detach()

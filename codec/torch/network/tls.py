@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from codec._tls import distrust
 
@@ -106,9 +106,9 @@ class TlsSocket:
     def binding(self) -> bytes:
         """Return 32 bytes that are equal on both sides of this connection, and differ from those of all others.
 
-        They are the SHA-256 of the client's message Finished (RFC 8446, 4.4.4), a MAC of the whole handshake with a key
-        of this connection. So they differ on the two connections of a man in the middle, even if he has the
-        certificate and the key of the server.
+        The bytes are the SHA-256 of the client's message Finished (RFC 8446, 4.4.4), a MAC of the whole handshake with
+        a key of this connection. So the two connections of a man in the middle have different bytes, even if the
+        attacker has the certificate and the key of the server.
         """
         finished = self._tls.get_channel_binding("tls-unique")  # with TLS 1.3, Python returns the message Finished
         if not finished:
@@ -182,7 +182,7 @@ class TlsSocket:
         return self._sock.fileno()
 
     def setblocking(self, blocking: bool) -> None:
-        """Do nothing for False: the socket does not block."""
+        """Check that `blocking` is False, the only supported mode."""
         assert not blocking
 
     def getsockname(self) -> Any:
@@ -208,6 +208,9 @@ class TlsSocket:
     def close(self) -> None:
         """Close the file descriptor."""
         self._sock.close()
+
+
+AnySocket: TypeAlias = socket.socket | TlsSocket
 
 
 def _first_bytes(buffers: Sequence[Any]) -> Any:

@@ -295,9 +295,9 @@ class Reduction:
             self.check_norm(part, rank, piece, frame)
 
     def check_norm(self, part: Any, rank: int, piece: Piece, frame: Frame | None, count: int | None = None) -> None:
-        """Raise FrameError if the norm of the values in a frame is above ``options(max_norm=)``; None: own values.
+        """Raise FrameError if the norm of the values in `frame` is above ``options(max_norm=)``.
 
-        `count` is the number of ranks that a value sums. Default: that of a term.
+        `frame` is None for this rank's own values. `count`: number of ranks that a value sums; default: `summed`.
         """
         if self.settings.max_norm is not None:
             values = self.as_float32(self.own_term(piece)) if frame is None else self.decoded(frame, piece)

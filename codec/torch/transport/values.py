@@ -16,7 +16,7 @@ _EXACT = 1e-30  # square of a norm below which float32 squares may have underflo
 
 
 def largest_of(a: Array, b: Array, out: Array) -> None:
-    """Store the larger one of each two values in `out`; NaN if one of them is NaN."""
+    """Store the elementwise maximum of `a` and `b` in `out`; NaN if either value is NaN."""
     torch.maximum(from_numpy(a), from_numpy(b), out=from_numpy(out))
 
 
@@ -51,16 +51,16 @@ def square(x: Any) -> float:
 
 
 def norm_of(x: Array) -> float:
-    """Return the L2 norm of flat float32 or float64 values; NaN or Inf if a value is."""
+    """Return the L2 norm of flat float32 or float64 values; NaN or Inf if a value is NaN or Inf."""
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for begin in range(0, x.size, _TILE):
             part = x[begin : begin + _TILE]
-            square = float(np.dot(part, part))
-            if not _EXACT < square < math.inf:  # squares that float32 cannot hold
+            squared = float(np.dot(part, part))
+            if not _EXACT < squared < math.inf:  # float32 cannot hold all squares
                 wide = part.astype(np.float64)
-                square = float(np.dot(wide, wide))
-            total += square
+                squared = float(np.dot(wide, wide))
+            total += squared
     return math.sqrt(total)
 
 

@@ -80,7 +80,7 @@ def secured(mode, monkeypatch):
 
 
 def test_jobs_need_secrets_of_their_own(secured):
-    """Who writes the store of a job can connect its ranks to those of another job with the same secret or issuer."""
+    """A writer of the store of a job can connect its ranks to those of another job with the same secret or issuer."""
     here, there = dist.HashStore(), dist.HashStore()
     (_, client), (server, _) = _ranks(2, here), _ranks(2, there)
     here.set("codec/point-to-point/0", there.get("codec/point-to-point/0"))

@@ -68,17 +68,17 @@ def _attacker():
 
 
 def test_man_in_the_middle_without_the_secret_is_caught_by_both_ranks():
-    """He ends TLS with a certificate of his own, and passes on nonces and proofs."""
+    """The attacker ends TLS with a new certificate, and passes on nonces and proofs."""
     store, (zero, _) = secured(PSK, PSK)
     with Middle(store, *_attacker()) as middle:
         client, server = refusals(zero, _late(store, PSK))
     assert "has not proven the secret of this rank" in client
     assert "it has ended before it has proven the secret" in server
-    assert [len(seen) for seen in middle.seen] == [32, 64]  # he has read the nonce, and nonce and proof of the server
+    assert [len(seen) for seen in middle.seen] == [32, 64]  # both nonces, and the proof of the server
 
 
 def test_man_in_the_middle_with_the_certificate_of_the_server_is_caught(ca):
-    """He has the certificate and the key of rank 0, but not the secret."""
+    """The attacker has the certificate and the key of rank 0, but not the secret."""
     chain = ca.issue()
     security = Security(Secret(KEY), tls_of(contexts(ca, chain)))
     store, (zero, _) = secured(security, security)
