@@ -1,10 +1,8 @@
 """A rank with a secret that connects, groups in which ranks differ, and the origin of the secret."""
 
-import contextlib
 import itertools
 import logging
 import os
-import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -248,30 +246,6 @@ def test_secret_is_in_no_log_and_no_error(caplog):
     for key in (KEY, OTHER):
         assert key.decode()[:8] not in text
         assert key.hex()[:16] not in text
-
-
-def test_child_of_fork_uses_no_connection_of_its_parent_and_can_connect_anew():
-    _, (zero, one) = endpoints(KEY, KEY)
-    here, there = met(zero, one)
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(SECONDS)
-        code = 1
-        try:
-            with contextlib.suppress(codec.PeerError):
-                zero.check_process()
-                os._exit(2)
-            with contextlib.suppress(codec.PeerError):
-                there.send([b"from the child"], SECONDS)
-                os._exit(3)
-            _, (a, b) = endpoints(KEY, KEY, store=dist.HashStore())
-            met(a, b)
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    there.send([b"of the parent"], SECONDS)
-    assert here.receive(20, SECONDS).tobytes() == b"of the parent"
 
 
 def test_handshakes_of_many_ranks_are_in_flight_at_the_same_time():

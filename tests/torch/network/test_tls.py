@@ -319,8 +319,9 @@ def test_silent_port_is_an_error_at_the_timeout():
 # Processes
 
 
-def test_child_of_fork_uses_no_connection_of_its_parent_and_can_connect_anew():
-    _, (zero, one) = secured(PSK, PSK)
+@pytest.mark.parametrize("security", [Security(Secret(KEY)), PSK], ids=["secret", "tls"])
+def test_child_of_fork_uses_no_connection_of_its_parent_and_can_connect_anew(security):
+    _, (zero, one) = secured(security, security)
     here, there = met(zero, one)
     pid = os.fork()
     if pid == 0:
@@ -328,10 +329,13 @@ def test_child_of_fork_uses_no_connection_of_its_parent_and_can_connect_anew():
         code = 1
         try:
             with contextlib.suppress(codec.PeerError):
+                zero.check_process()
+                os._exit(2)
+            with contextlib.suppress(codec.PeerError):
                 there.send([b"from the child"], SECONDS)
                 os._exit(3)
             here.close()
-            _, (a, b) = secured(PSK, PSK)
+            _, (a, b) = secured(security, security)
             met(a, b)
             code = 0
         finally:
