@@ -38,7 +38,8 @@ from codec.torch.saving.state import pack_state, unpack_state
 
 if TYPE_CHECKING:  # at run time, __getattr__ imports these names on first use
     from codec.torch import pipelining as pipelining
-    from codec.torch.saving.stream import checkpoint_reader, checkpoint_writer
+    from codec.torch.saving.reader import checkpoint_reader
+    from codec.torch.saving.writer import checkpoint_writer
 
 __all__ = [
     "Auto",
@@ -84,9 +85,9 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
 
     def __getattr__(name: str) -> object:
-        """Import `saving.stream` or `pipelining` when one of its names is first used; both are slow to import."""
+        """Import modules of `saving`, or `pipelining`, when a name of them is first used: they are slow to import."""
         if name in ("checkpoint_reader", "checkpoint_writer"):
-            return getattr(importlib.import_module("codec.torch.saving.stream"), name)
+            return getattr(importlib.import_module(f"codec.torch.saving.{name.removeprefix('checkpoint_')}"), name)
         if name == "pipelining":
             return importlib.import_module("codec.torch.pipelining")
         raise AttributeError(f"module 'codec.torch' has no attribute {name!r}")

@@ -23,7 +23,9 @@ LAYERS = [
     {"encoding", "decoding"},
     {"reducing", "batch", "delta", "_warmup", "files"},
     {"code_sums", "advisor", "kv", "stateful", "weight_sync"},
-    {"torch", "cli"},
+    {"checkpoints"},
+    {"torch"},
+    {"cli"},
     {"integrations", "run", "__main__"},
 ]
 TORCH = [  # layers within codec.torch; `__init__`, which exports the public names, is above all layers

@@ -14,13 +14,14 @@ from torch.distributed.fsdp import fully_shard
 
 import codec
 import codec.torch
+from codec.checkpoints import streams
 from codec.torch.saving import stream
 from support.fsdp_training import batch, small_model
 from support.ranks import run_ranks
 from support.tiers import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-CHUNK = stream._CHUNK
+CHUNK = streams.CHUNK
 
 
 def written(data, sizes=(CHUNK,)):
@@ -65,8 +66,8 @@ def test_frames_of_other_kinds_are_refused():
     for frame in (b"", b"abc" * 100, codec.encode(np.zeros((3, 3))), codec.encode(np.zeros(2 << 20)), delta):
         with pytest.raises(codec.FrameError):
             read(frame)
-    with pytest.raises(codec.ArgumentError, match="streams of version '2', but this library reads version '1'"):
-        stream.FrameStream.from_descriptor("2")
+    with pytest.raises(codec.ArgumentError, match="streams of version '3', but this library reads version '1'"):
+        stream.FrameStream.from_descriptor("3")
 
 
 def test_checkpoint_is_smaller_and_damage_is_an_error(tmp_path):
