@@ -34,12 +34,12 @@ def library(folder):
     return path
 
 
-def run_faults(folder, operation, faults, step):
-    """Run :func:`main` in a child process with the faults of the library."""
+def run_faults(folder, operation, faults, step, module="storage_faults"):
+    """Run :func:`main` in a child process with the faults of the library, on an operation of a module's OPERATIONS."""
     tests = Path(__file__).parents[1]
     code = (
-        f"sys.path.insert(0, {str(tests)!r})\nfrom support import storage_faults\n"
-        f"storage_faults.main({operation!r}, {faults!r}, {step})\nprint('the end')\n"
+        f"sys.path.insert(0, {str(tests)!r})\nfrom support import {module}, storage_faults\n"
+        f"storage_faults.main({module}.OPERATIONS, {operation!r}, {faults!r}, {step})\nprint('the end')\n"
     )
     run(code, noise=("<string>:", "  pid = os.fork()"), LD_PRELOAD=str(library(folder)), CODEC_NUM_THREADS="1")
 
@@ -242,10 +242,10 @@ def attempt(operation, root, point, fault):
     return count > point
 
 
-def main(name, faults, step):
-    """Try faults at every `step`-th system call of one of OPERATIONS; the first point differs between faults."""
+def main(operations, name, faults, step):
+    """Try faults at every `step`-th system call of an operation; the first point differs between faults."""
     problems, cases = [], 0
-    operation = OPERATIONS[name](name)
+    operation = operations[name](name)
     for k, fault in enumerate(faults):
         point, reached = k * 7 % step, True
         while reached:
