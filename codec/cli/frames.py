@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from codec.advisor.advise import named
+from codec.cli.checkpoints import is_checkpoint, verify_folder
 from codec.cli.console import EXIT_CODES, STANDARD, add_json, print_entries, print_error
 from codec.cli.updates import check_signed_update, is_update, update_entries, verify_update
 from codec.errors import ArgumentError, CodecError, FrameError, StateError
@@ -16,6 +17,7 @@ from codec.files.signing import SigningKey, check_file
 from codec.stateful.activation.store_info import inspect_store, is_store
 
 _ACCEPTED = "frame, - for standard input, packed model file, update of weights, or folder of activations"
+_VERIFIED = f"{_ACCEPTED} or of a checkpoint"
 
 
 def add_commands(commands: Any) -> None:
@@ -34,7 +36,7 @@ def add_commands(commands: Any) -> None:
         description="Check frames without decoding their values, and all digests of packed files. Exit codes: 0; 1 if "
         "a file is damaged or cannot be read; 2 for wrong arguments.",
     )
-    p.add_argument("files", nargs="+", metavar="file", help=_ACCEPTED)
+    p.add_argument("files", nargs="+", metavar="file", help=_VERIFIED)
     p.add_argument("--key", metavar="KEYFILE", help="check signatures, too: that of an update, or of FILE in FILE.sig")
     p.add_argument("--context", metavar="TEXT", help="text that FILE was signed with by pack --context")
     p.set_defaults(run=run_verify)
@@ -85,7 +87,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def _check_signed(path: str, key: SigningKey, context: str | None) -> None:
     """Raise CodecError unless a file is signed with a key and a context."""
-    if path == STANDARD or is_store(path):
+    if path == STANDARD or is_store(path) or is_checkpoint(path):
         raise ArgumentError(f"{printable(path)} has no signature: --key is for files")
     if context is not None or not (is_update(path) and check_signed_update(path, key)):
         check_file(path, key, context)
@@ -133,6 +135,8 @@ def _verify(path: str) -> str:
         if info.damaged:
             raise StateError(f"{printable(path)}: {info.damaged} of {info.samples} samples are damaged")
         return f"{info.samples} samples, all whole"
+    if is_checkpoint(path):
+        return verify_folder(path)
     if is_update(path):
         return verify_update(path)
     if path != STANDARD and _kind(path) is FileKind.SAFETENSORS:

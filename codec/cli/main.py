@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import codec
-from codec.cli import advise, bench, doctor, frames, models, tools, updates
+from codec.cli import advise, bench, checkpoints, doctor, frames, models, tools, updates
 from codec.cli.console import FAILED, INTERRUPTED, PROGRAM, print_error
 from codec.errors import CodecError
 
-_GROUPS = (models, frames, updates, bench, advise, doctor, tools)  # in the order of the help text
+_GROUPS = (models, frames, updates, checkpoints, bench, advise, doctor, tools)  # in the order of the help text
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from typing import Any
 
 from codec import readable
 from codec.cli import arrays
+from codec.cli.checkpoints import checkpoint_entries, is_checkpoint, print_checkpoint
 from codec.cli.console import (
     EXIT_CODES,
     STANDARD,
@@ -76,10 +77,11 @@ def add_commands(commands: Any) -> None:
     p.set_defaults(run=run_unpack)
     p = commands.add_parser(
         "ls",
-        help="list the tensors of a model file",
-        description=f"List the tensors of a packed, .safetensors, .npz, .npy or .pt file. {EXIT_CODES}",
+        help="list the tensors of a model file or checkpoint",
+        description="List the tensors of a packed, .safetensors, .npz, .npy or .pt file, or the items of a checkpoint "
+        f"and its base. {EXIT_CODES}",
     )
-    p.add_argument("file", help="file of tensors, or - for standard input")
+    p.add_argument("file", help="file of tensors, - for standard input, or folder of a checkpoint")
     p.add_argument("--key", help="key of the dict of tensors in a .pt file")
     add_json(p)
     p.set_defaults(run=run_ls)
@@ -209,7 +211,14 @@ def _report(args: argparse.Namespace, output: str, done: list[tuple[int, int, in
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """Run ``codec ls``: list the tensors of a file."""
+    """Run ``codec ls``: list the tensors of a file, or the items of a checkpoint."""
+    if is_checkpoint(args.file):
+        entries = checkpoint_entries(args.file)
+        if args.json:
+            print(json.dumps(entries, indent=1))
+        else:
+            print_checkpoint(entries)
+        return 0
     with input_file(args.file) as path:
         rows = _tensors(path, args.key)
     if args.json:
