@@ -6,7 +6,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any, cast
 
-from codec.checkpoints.index import Head, Item, Key, NamedBase, is_checkpoint, item_digest, read_head, read_items
+from codec.checkpoints.index import IndexHead, Item, Key, NamedBase, is_checkpoint, item_digest, read_head, read_items
 from codec.checkpoints.streams import Bytes, StreamChunks
 from codec.errors import ChecksumError, CodecError, FrameError, StateError
 from codec.files.opening import open_regular, printable
@@ -30,7 +30,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.head: Head = read_head(self.folder)
+        self.head: IndexHead = read_head(self.folder)
         self.items: dict[Key, Item] = read_items(self.folder, self.head)
         self._base: Checkpoint | None = None
 
@@ -167,7 +167,7 @@ def find_base(folder: Path, base: NamedBase, depth: int) -> Path:
     )
 
 
-def beside(folder: Path) -> Iterator[tuple[Path, Head]]:
+def beside(folder: Path) -> Iterator[tuple[Path, IndexHead]]:
     """Yield the folders of complete checkpoints beside `folder`, by name, and the first lines of their lists."""
     try:
         folders = sorted(path for path in folder.absolute().parent.iterdir() if is_checkpoint(path))

@@ -1,7 +1,7 @@
 """List of the items of a checkpoint, in the file ``codec.index`` of its folder, with its digest and its base.
 
-The list is text. Its first line is a JSON object with the fields of :class:`Head`; each further line is a JSON list
-with the fields of an :class:`Item`. docs/spec/checkpoints.md specifies the file.
+The list is text. Its first line is a JSON object with the fields of :class:`IndexHead`; each further line is a JSON
+list with the fields of an :class:`Item`. docs/spec/checkpoints.md specifies the file.
 """
 
 import json
@@ -37,7 +37,7 @@ class NamedBase:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class IndexHead:
     """Identity of a checkpoint.
 
     Attributes
@@ -114,10 +114,10 @@ def checkpoint_digest(items: Iterable[Item]) -> str:
     return blake2b("\n".join(rows).encode(), digest_size=_DIGEST_NBYTES).hexdigest()
 
 
-def write_index(folder: Path, items: Iterable[Item], base: NamedBase | None, depth: int, saved: int) -> Head:
+def write_index(folder: Path, items: Iterable[Item], base: NamedBase | None, depth: int, saved: int) -> IndexHead:
     """Write the list of a checkpoint's items, and return its first line."""
     rows = list(items)
-    head = Head(checkpoint_digest(rows), base, depth, saved, len(rows))
+    head = IndexHead(checkpoint_digest(rows), base, depth, saved, len(rows))
     with replaced(folder / NAME) as file:
         file.write(json.dumps({"format": _FORMAT} | asdict(head)).encode() + b"\n")
         for row in rows:
@@ -130,7 +130,7 @@ def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / NAME).is_file()
 
 
-def read_head(folder: Path) -> Head:
+def read_head(folder: Path) -> IndexHead:
     """Read the first line of the list of a checkpoint that is complete.
 
     Raises
@@ -150,7 +150,7 @@ def read_head(folder: Path) -> Head:
         raise ArgumentError(f"{printable(str(path))} cannot be read: {e.strerror or e}") from None
 
 
-def read_items(folder: Path, head: Head) -> dict[Key, Item]:
+def read_items(folder: Path, head: IndexHead) -> dict[Key, Item]:
     """Read the items of a checkpoint whose first line was read.
 
     Raises
@@ -175,7 +175,7 @@ def read_items(folder: Path, head: Head) -> dict[Key, Item]:
     return {item.key: item for item in items}
 
 
-def _head(path: Path, line: bytes) -> Head:
+def _head(path: Path, line: bytes) -> IndexHead:
     found = _parsed(path, line)
     match found:
         case {
@@ -192,7 +192,7 @@ def _head(path: Path, line: bytes) -> Head:
                 case _:
                     raise _damaged(path, "the base is not named by digest and path")
             if (named is None) == (depth == 0) and 0 <= depth <= MAX_DEPTH and items >= 0:
-                return Head(digest, named, depth, saved, items)
+                return IndexHead(digest, named, depth, saved, items)
         case _:
             pass
     raise _damaged(path, "the first line is not as specified")

@@ -5,7 +5,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from codec.checkpoints.index import METADATA, NAME, Head, read_head
+from codec.checkpoints.index import METADATA, NAME, IndexHead, read_head
 from codec.errors import CodecError, StateError
 
 _SUFFIX = ".deleted"
@@ -51,9 +51,9 @@ def delete_old(folder: Path, keep: int) -> list[Path]:
     return deleted
 
 
-def _heads(root: Path) -> list[tuple[Path, Head]]:
+def _heads(root: Path) -> list[tuple[Path, IndexHead]]:
     """Return the folders of complete checkpoints in a folder, and the first lines of their lists."""
-    found = list[tuple[Path, Head]]()
+    found = list[tuple[Path, IndexHead]]()
     try:
         for path in root.iterdir():
             if all(_exists(path / name) for name in (METADATA, NAME)):
@@ -72,7 +72,7 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _needed(heads: list[Head], keep: int) -> set[str]:
+def _needed(heads: list[IndexHead], keep: int) -> set[str]:
     """Return the digests of the first `keep` checkpoints, and of all checkpoints on which they may depend."""
     needed = {head.digest for head in heads[:keep]}
     while more := {head.base.digest for head in heads if head.base is not None and head.digest in needed} - needed:

@@ -28,6 +28,10 @@ OBJECTS = {  # functions of torch.distributed that unpickle what another rank ha
 }
 
 
+# Files that may import pickle. The unpickler of compose.py accepts only the classes of torch's metadata.
+ALLOWED = {"torch/saving/compose.py"}
+
+
 def unpickling(path):
     """Yield the lines of a file that can unpickle bytes."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -50,7 +54,7 @@ def unpickling(path):
 
 def test_no_module_can_unpickle():
     found = {path.relative_to(ROOT).as_posix(): lines for path in ROOT.rglob("*.py") if (lines := [*unpickling(path)])}
-    assert not found
+    assert found.keys() == ALLOWED
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,9 @@ def run(program, *arguments, **variables):
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     environment |= {name: str(value) for name, value in variables.items()}
-    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], env=environment, text=True, **pipes)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", program, *map(str, arguments)], env=environment, text=True, **pipes
+    )
 
 
 def test_trainer_and_receiver_are_processes_that_share_only_files(tmp_path):
@@ -187,7 +189,7 @@ def test_trainer_and_receiver_are_processes_that_share_only_files(tmp_path):
         }
         for text, receiver in started.items():
             out, err = receiver.communicate(timeout=60)
-            assert text in (out if text == "2\n" else err)
+            assert text in (out if text == "2\n" else err), out + err
             assert (receiver.returncode == 0) == (text == "2\n")
             assert TEXT not in out + err
         out, err = process.communicate(timeout=60)

@@ -238,7 +238,7 @@ class Site(Replica):
 
     def unmoved(self) -> list[list[torch.Tensor]]:
         """Return zeros as the merged part of this site's changes: all of them are kept when a mean is applied."""
-        return [[torch.zeros((), device=a.device) for a in f.anchors] for f in self.fragments]
+        return [[torch.zeros((), dtype=torch.float32, device=a.device) for a in f.anchors] for f in self.fragments]
 
     # State that is equal on all sites
 

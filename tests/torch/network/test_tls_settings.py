@@ -224,7 +224,7 @@ def test_key_is_in_no_file(tmp_path, monkeypatch):
     before = set(os.listdir("/proc/self/fd"))
     monkeypatch.chdir(tmp_path)
     Tls().contexts()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # the garbage collector may close others meanwhile
     assert list(tmp_path.iterdir()) == []
 
 
