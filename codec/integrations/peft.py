@@ -95,8 +95,8 @@ class AdapterPublisher(Publisher):
 class AdapterReceiver(Closing):
     """Receiver of LoRA adapters: writes each version in PEFT's format, and makes an engine load it.
 
-    Each version has a new folder, and new names in the engine. An error leaves the names and files of the version
-    before as they are: the engine serves :attr:`version`, and the next call tries again.
+    Each version has a new folder, and new names in the engine. An error leaves names and files of the former version
+    unchanged: the engine serves :attr:`version`, and the next call tries again.
 
     Parameters
     ----------
