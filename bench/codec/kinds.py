@@ -57,7 +57,7 @@ class Trained(NamedTuple):
     v: torch.Tensor
 
 
-def parts(task: Any, parameter: torch.nn.Parameter, steps: int) -> Trained:
+def parts(task: Any, parameter: torch.Tensor, steps: int) -> Trained:
     """Train a task, and return the parts of one parameter; its gradient is that of the last step."""
     for _ in range(steps):
         task.optimizer.zero_grad()
