@@ -37,6 +37,16 @@ static codec_status step_blocks(const struct subject *f, int what, codec_tensor 
 	return status;
 }
 
+/* Return the memory with which a check keeps symbols, or 0. */
+static size_t some_kept(const struct subject *f)
+{
+	size_t nbytes;
+	codec_status status = codec_keep_nbytes(&f->info, &nbytes);
+
+	CHECK(status == CODEC_OK, status, 0);
+	return below(f->s, 2) ? nbytes : 0;
+}
+
 /* Decode in steps: open the job, decode the blocks, close the job. `check`: check all blocks before decoding them. */
 static codec_status decode_steps(const struct subject *f, int check, codec_tensor *t, const codec_context *with)
 {
@@ -51,7 +61,7 @@ static codec_status decode_steps(const struct subject *f, int check, codec_tenso
 	tensor_like(&f->info, f->info.dtype, &like);
 	status = codec_job_nbytes(&f->info.spec, &like, &job_nbytes, &work_nbytes);
 	CHECK(status == CODEC_OK, status, 0);
-	job = exact(job_nbytes, f->s);
+	job = exact(job_nbytes + some_kept(f), f->s);
 	status = codec_decode_open(f->frame.p, f->frame.n, t, with, job.p, job.n, &plan);
 	if (status == CODEC_OK && plan.nblocks) {
 		CHECK(plan.work_nbytes <= work_nbytes && plan.job_nbytes <= job_nbytes, plan.work_nbytes, work_nbytes);
@@ -87,7 +97,7 @@ struct result decode_in(const struct subject *f, struct way w)
 		codec_status got = codec_scratch(&f->info.spec, &like, &need);
 
 		CHECK(got == CODEC_OK, got, 0);
-		scratch = exact(need, f->s);
+		scratch = exact(need + some_kept(f), f->s);
 		r.status = codec_decode(f->frame.p, f->frame.n, &t, &with, scratch.p, scratch.n);
 		CHECK(r.status != CODEC_SHORT_SCRATCH && r.status != CODEC_SHORT_OUTPUT, r.status, need);
 		exact_free(&scratch);

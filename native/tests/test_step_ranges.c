@@ -268,6 +268,67 @@ static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 	free(work);
 }
 
+/*
+ * With the memory of codec_keep_nbytes, decoding uses the symbols of the check: it neither needs nor trusts the coded
+ * bytes again. Blocks that were not checked are decoded as without this memory.
+ */
+static void test_check_keeps_symbols(void **unused)
+{
+	static const codec_range CHECKS[] = {{2, 1, 0, 0, 0}, {0, 1, 0, 0, 0}};
+	codec_spec spec = spec_of(CODEC_LOSSLESS);
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context(), unchecked = context();
+	codec_info info = {.struct_nbytes = sizeof info};
+	size_t written, job_nbytes, work_nbytes, kept, need;
+	codec_range range, all = {0};
+	codec_plan plan;
+	uint8_t *changed;
+	void *job, *work;
+
+	(void)unused;
+	fill();
+	unchecked.flags |= CODEC_NO_CHECKSUM;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	assert_int_equal(codec_inspect(frame, written, &info), CODEC_OK);
+	assert_int_equal(codec_keep_nbytes(NULL, &kept), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_keep_nbytes(&info, NULL), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_keep_nbytes(&info, &kept), CODEC_OK);
+	assert_true(kept >= N);
+	assert_int_equal(codec_job_nbytes(&spec, &t, &job_nbytes, &work_nbytes), CODEC_OK);
+	job = malloc(job_nbytes + kept);
+	work = malloc(work_nbytes);
+	changed = malloc(written);
+	memcpy(changed, frame, written);
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes + kept, &plan), CODEC_OK);
+	assert_int_equal(plan.nblocks, 3);
+	for (int k = 0; k < 2; k++) {
+		range = CHECKS[k];
+		assert_int_equal(codec_decode_check(frame, written, &with, job, &range, work, work_nbytes), CODEC_OK);
+	}
+	/* words of the last block */
+	memset(changed + info.regions_offset + (written - info.regions_offset) * 5 / 6, 0x5a, 64);
+	all.count = plan.nblocks;
+	assert_int_equal(codec_decode_blocks(changed, written, &to, &unchecked, job, &all, work, work_nbytes),
+			 CODEC_OK);
+	assert_memory_equal(out, x, sizeof x);
+	/* a directory in which the first region is shorter than what was checked */
+	for (int i = 0; i < 4; i++)
+		changed[info.directory_offset + i] = (uint8_t)((info.regions_offset / 8 + 2) >> 8 * i);
+	assert_int_equal(codec_decode_blocks(changed, written, &to, &unchecked, job, &all, work, work_nbytes),
+			 CODEC_BAD_REGION);
+	free(job);
+	/* one call */
+	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
+	job = malloc(need + kept);
+	memset(out, 0, sizeof out);
+	with.flags |= CODEC_VERIFY_FIRST;
+	assert_int_equal(codec_decode(frame, written, &to, &with, job, need + kept), CODEC_OK);
+	assert_memory_equal(out, x, sizeof x);
+	free(job);
+	free(work);
+	free(changed);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -277,6 +338,7 @@ int main(void)
 		cmocka_unit_test(test_job_size_of_plan_suffices),
 		cmocka_unit_test(test_one_pass_saves_scan),
 		cmocka_unit_test(test_delta_is_decoded_in_place_by_ranges),
+		cmocka_unit_test(test_check_keeps_symbols),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

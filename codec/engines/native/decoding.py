@@ -161,6 +161,9 @@ def _decode_large(call: Call, frame: TensorView, threads: int) -> None:
         return
     check(lib.codec_scratch(ffi.addressof(info.spec), blockwise.tensor_like(info), call.size))
     size = call.size[0]
+    if call.context.flags & _VERIFY_FIRST:
+        check(lib.codec_keep_nbytes(info, call.size))
+        size += call.size[0]
     check(lib.codec_decode(source, nbytes, call.tensor, call.context, call.scratch(size), size), call.fault)
 
 

@@ -1,20 +1,8 @@
 """Allocation of a bytes object for a frame before its exact size is known."""
 
 import ctypes
-import sys
 
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-
-
-def _ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Advise the kernel to use huge pages for new memory, as numpy does for its arrays.
-
-    With pages of 4 KiB, page faults can take longer than encoding.
-    """
-    page = 1 << 21
-    begin, end = -(-address // page) * page, (address + nbytes) // page * page
-    if _madvise is not None and end - begin >= page:
-        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), 14)  # MADV_HUGEPAGE; failure is ignored
+from codec._c.library import ask_for_huge_pages
 
 
 class NewBytes:
@@ -33,7 +21,7 @@ class NewBytes:
         self._place = ctypes.c_void_p(id(self._holder) + tuple.__basicsize__)  # address of the tuple's first item
         self._resize(self._place, ctypes.c_ssize_t(nbytes))  # raises MemoryError on failure
         self.address = id(self._holder[0]) + bytes.__basicsize__ - 1
-        _ask_for_huge_pages(self.address, nbytes)
+        ask_for_huge_pages(self.address, nbytes)
 
     def finish(self, nbytes: int) -> bytes:
         """Shrink the object to `nbytes` bytes and return it. Afterwards the memory must not be written."""

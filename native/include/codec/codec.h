@@ -523,6 +523,14 @@ CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tens
 				    void *scratch, size_t scratch_nbytes);
 
 /**
+ * Set *nbytes to the memory in bytes that makes checking a frame before it is decoded faster; 0: none does. Add it to
+ * the scratch of codec_decode with CODEC_VERIFY_FIRST, or to the job of codec_decode_open if codec_decode_check is
+ * called before codec_decode_blocks. Decoding then uses the symbols that the check has decoded: a byte per value, for
+ * frames of LOSSLESS of at most 2^26 values. `info` is that of codec_inspect.
+ */
+CODEC_API codec_status codec_keep_nbytes(const codec_info *info, size_t *nbytes);
+
+/**
  * Decode blocks [first, first + count) of a DELTA frame, for a process that holds a part of the tensor. `base` and
  * `dst`, `part_nbytes` bytes each, hold the values of these blocks and nothing else; the two may be the same memory. A
  * block has codec_info.block_nvalues values; the tensor's last block may have fewer. A frame without blocks counts as

@@ -13,16 +13,13 @@ void block_begin(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t
 void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, size_t count,
 		      const struct ahead *ahead)
 {
-	void (*loop)(const book_lookup *, struct stream *, struct stream *, size_t, const struct ahead *) =
-		o->counted ? k->check_lanes : k->decode_lanes;
-
 	if (count == 2 && o[0].coded && o[1].coded && padded(o[0].m) == padded(o[1].m)) {
-		loop(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, ahead);
+		k->decode_lanes(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, ahead);
 		return;
 	}
 	for (size_t i = 0; i < count; i++)
 		if (o[i].coded)
-			loop(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, ahead);
+			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, ahead);
 }
 
 /*
@@ -30,7 +27,7 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
  * the last one opened.
  */
 static size_t open_pair(const struct block_steps *steps, const uint8_t *frame, const codec_context *with,
-			const struct job *j, uint64_t b, uint64_t end, uint64_t *checksum, struct work *w,
+			const struct job *j, uint64_t b, uint64_t end, uint64_t *checksum, struct work *w, int checks,
 			struct block *open, codec_status *behind)
 {
 	size_t n = 0;
@@ -42,6 +39,7 @@ static size_t open_pair(const struct block_steps *steps, const uint8_t *frame, c
 		if (*behind != CODEC_OK)
 			break;
 		block_begin(j, frame, b + n, at, to, w->top + n, open + n);
+		open[n].checks = checks;
 		*behind = steps->open(j, open + n, with->fault);
 		if (*behind != CODEC_OK)
 			break;
@@ -59,14 +57,13 @@ codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *fra
 	for (uint64_t b = range->first; b < end;) {
 		codec_status behind;
 		struct block open[2];
-		size_t n = open_pair(steps, frame, with, j, b, end, &range->checksum, w, open, &behind);
+		size_t n = open_pair(steps, frame, with, j, b, end, &range->checksum, w, !dst, open, &behind);
 
 		if (!n)
 			return behind;
 		w->ahead = (struct ahead){.count = 0};
 		if (steps->ahead)
 			steps->ahead(j, open, n, &w->ahead);
-		open[0].counted = open[n - 1].counted = !dst && open[0].countable && open[n - 1].countable;
 		block_decode_top(j, k, open, n, &w->ahead);
 		w->ahead.count = 0;
 		for (size_t i = 0; i < n; i++, b++) {

@@ -12,8 +12,8 @@ struct block {
 	uint32_t head;
 	uint8_t mode[WIRE_MAX_PLANES];
 	int coded;
-	int countable; /* 1: to check the block it suffices to count the escapes of plane `top`, without decoding it */
-	int counted;   /* 1: the escapes were counted: `top` has their number, but no symbols */
+	int checks; /* 1: the block is only checked */
+	int kept;   /* 1: `top` has the plane's symbols and literals already, which a check has kept */
 };
 
 /*

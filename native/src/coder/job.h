@@ -81,7 +81,8 @@ struct job {
 	struct header h;
 	struct model model;
 	uint64_t nparts, nsums, nscans, parts_at, sums_at,
-		work_at; /* for row codecs; *_at: offset in bytes from the job's start */
+		work_at;  /* for row codecs; *_at: offset in bytes from the job's start */
+	uint64_t kept_at; /* decode: memory in which a check keeps the symbols of plane 0; 0: none */
 	struct philox key;
 	float scale, clip;       /* codec_spec.scale and clip; 0: none; scale -1: the caller's scale is 0 */
 	uint8_t residual;        /* codecs of rows: enum residual */
@@ -138,6 +139,33 @@ static inline struct delta_block *job_delta_blocks(const struct job *j)
 static inline struct job *job_place(void *memory)
 {
 	return (struct job *)ALIGN8((uintptr_t)memory);
+}
+
+/* Maximum number of values of a tensor whose symbols are kept: 64 MiB of memory. */
+#define KEPT_NVALUES (1ull << 26)
+
+/*
+ * Return the size in bytes of the memory in which a check of a LOSSLESS frame keeps the symbols of plane 0, so that
+ * decoding need not repeat their decoding; 0: it does not keep them. It is 8 bytes for alignment, and for each block 8
+ * bytes, the symbols, and the 64 bytes that kernels may write past a plane.
+ */
+static inline uint64_t kept_nbytes(uint32_t codec, uint64_t n, uint64_t block, uint64_t nblocks)
+{
+	return codec == CODEC_LOSSLESS && nblocks > 1 && n <= KEPT_NVALUES ? 8 + nblocks * (8 + block + 64) : 0;
+}
+
+/*
+ * Return an array with a number for each block: the size in bytes of its region up to the end of plane 0 if a check has
+ * kept the symbols of this plane, else 0. Checking a block writes its number, although steps get a const job.
+ */
+static inline uint64_t *job_kept_nbytes(const struct job *j)
+{
+	return (uint64_t *)((char *)j + j->kept_at);
+}
+
+static inline uint8_t *job_kept_symbols(const struct job *j, uint64_t b)
+{
+	return (uint8_t *)(job_kept_nbytes(j) + j->h.nblocks) + b * (j->h.block + 64);
 }
 
 static inline struct part *job_parts(const struct job *j)

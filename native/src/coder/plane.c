@@ -197,14 +197,6 @@ codec_status read_literals(const uint32_t *escaped, struct cursor *c, uint8_t *s
 	return CODEC_OK;
 }
 
-codec_status skip_literals(uint64_t n, struct cursor *c, codec_fault *f)
-{
-	if (c->end - c->at < n)
-		BAD(c->end, 0, 1);
-	c->at += n;
-	return CODEC_OK;
-}
-
 codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint16_t *literal, uint64_t m,
 				codec_fault *f)
 {

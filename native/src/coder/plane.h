@@ -75,7 +75,6 @@ codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, st
  * follow the entropy-coded words.
  */
 codec_status read_literals(const uint32_t *escaped, struct cursor *c, uint8_t *symbol, uint64_t m, codec_fault *f);
-codec_status skip_literals(uint64_t n, struct cursor *c, codec_fault *f);
 codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint16_t *literal, uint64_t m,
 				codec_fault *f);
 /* Check that a region ends with fewer than 8 padding bytes, all 0. */

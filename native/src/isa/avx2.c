@@ -261,7 +261,6 @@ static inline size_t unprune_avx2(const uint8_t *e, uint8_t least, const uint8_t
 const struct kernels kernels_avx2 = {.name = "avx2",
 				     .encode_lanes = encode_lanes,
 				     .decode_lanes = decode_lanes,
-				     .check_lanes = check_lanes,
 				     KERNEL_LOOPS,
 				     ROW_LOOPS,
 				     TRUNCATE_LOOPS,

@@ -130,7 +130,6 @@ static inline size_t unprune_avx512(const uint8_t *e, uint8_t least, const uint8
 const struct kernels kernels_avx512 = {.name = "avx512",
 				       .encode_lanes = encode_lanes,
 				       .decode_lanes = decode_lanes,
-				       .check_lanes = check_lanes,
 				       KERNEL_LOOPS,
 				       ROW_LOOPS,
 				       TRUNCATE_LOOPS,

@@ -34,15 +34,14 @@ static inline struct sums sums_load(const uint8_t *of)
 
 struct lookup {
 	struct sums length, symbol;
-	struct pair both;                          /* tables for any book */
-	int few;                                   /* 1: the book's code lengths allow struct sums */
-	__m256i escape, escape_first, escape_bits; /* the top bits of x are the escape if x & bits == first */
+	struct pair both; /* tables for any book */
+	int few;          /* 1: the book's code lengths allow struct sums */
+	__m256i escape;
 };
 
 static inline struct lookup lookup_load(const book_lookup *book)
 {
 	struct lookup t;
-	int first = 0;
 
 	t.few = book->length[191] <= 4 && book->length[239] <= 6; /* lengths ascend with the index */
 	if (t.few) {
@@ -52,13 +51,6 @@ static inline struct lookup lookup_load(const book_lookup *book)
 		t.both = pair_load(book->symbol, book->length);
 	}
 	t.escape = _mm256_set1_epi8((char)book->escape);
-	for (int k = 7; k >= 0; k--) {
-		int escaped = _mm256_movemask_epi8(_mm256_cmpeq_epi8(LOAD(book->symbol + 32 * k), t.escape));
-
-		first = escaped ? 32 * k + __builtin_ctz((unsigned)escaped) : first;
-	}
-	t.escape_first = _mm256_set1_epi8((char)first);
-	t.escape_bits = _mm256_set1_epi8((char)(0xff00 >> book->length[first]));
 	return t;
 }
 
@@ -80,7 +72,7 @@ static inline __m256i sum_at(const struct sums *t, const struct where *i)
 static inline __attribute__((always_inline)) __m256i find_codes(const struct lookup *t, int few, __m256i x,
 								__m256i *symbol)
 {
-	__m256i length, unwanted;
+	__m256i length;
 
 	if (few) {
 		struct where i = {
@@ -88,18 +80,11 @@ static inline __attribute__((always_inline)) __m256i find_codes(const struct loo
 			_mm256_subs_epu8(AND(_mm256_srli_epi16(x, 2), _mm256_set1_epi8(63)), _mm256_set1_epi8(48)),
 			_mm256_subs_epu8(x, _mm256_set1_epi8((char)240))};
 
-		if (symbol)
-			*symbol = sum_at(&t->symbol, &i);
+		*symbol = sum_at(&t->symbol, &i);
 		return sum_at(&t->length, &i);
 	}
-	pair_find(&t->both, x, symbol ? symbol : &unwanted, &length);
+	pair_find(&t->both, x, symbol, &length);
 	return length;
-}
-
-/* For each byte of x whose top bits are the escape code, add 1 to the byte of `count` at the same position. */
-static inline __m256i note_escapes(const struct lookup *t, __m256i x, __m256i count)
-{
-	return _mm256_sub_epi8(count, _mm256_cmpeq_epi8(AND(x, t->escape_bits), t->escape_first));
 }
 
 /* Expand one-byte quantities of all lanes to the words of four vectors. */
@@ -133,11 +118,10 @@ static inline __m256i upper_bytes(__m256i a, __m256i b)
 
 /*
  * Decode the next two codes of all lanes: the top bits of each lane's word. *bits is the length of both codes together.
- * `wanted`: store the symbols; otherwise only count escapes, one counter per byte.
  */
-static inline __attribute__((always_inline)) void two_codes(const struct lookup *t, int few, int wanted, int count,
+static inline __attribute__((always_inline)) void two_codes(const struct lookup *t, int few, int count,
 							    const __m256i word[2][NV], __m256i *const symbol[2],
-							    __m256i escapes[2], __m256i bits[2])
+							    __m256i bits[2])
 {
 	/* table of 2^(n - 1), indexed by n: AVX2 has no 16-bit shift by a variable count, so multiply */
 	const __m256i power =
@@ -150,11 +134,7 @@ static inline __attribute__((always_inline)) void two_codes(const struct lookup 
 		b[s] = upper_halves(word[s][2], word[s][3]);
 		x[s] = upper_bytes(a[s], b[s]);
 	}
-	EACH_STREAM
-	{
-		bits[s] = find_codes(t, few, x[s], wanted ? symbol[s] : NULL);
-		escapes[s] = wanted ? escapes[s] : note_escapes(t, x[s], escapes[s]);
-	}
+	EACH_STREAM bits[s] = find_codes(t, few, x[s], symbol[s]);
 	EACH_STREAM
 	{
 		by[s] = _mm256_shuffle_epi8(power, bits[s]);
@@ -162,11 +142,7 @@ static inline __attribute__((always_inline)) void two_codes(const struct lookup 
 		b[s] = _mm256_mullo_epi16(_mm256_add_epi16(b[s], b[s]), AND(by[s], _mm256_set1_epi16(255)));
 	}
 	EACH_STREAM x[s] = upper_bytes(a[s], b[s]);
-	EACH_STREAM
-	{
-		bits[s] = _mm256_add_epi8(bits[s], find_codes(t, few, x[s], wanted ? symbol[s] + 1 : NULL));
-		escapes[s] = wanted ? escapes[s] : note_escapes(t, x[s], escapes[s]);
-	}
+	EACH_STREAM bits[s] = _mm256_add_epi8(bits[s], find_codes(t, few, x[s], symbol[s] + 1));
 }
 
 /* Store the four symbols of each lane at dst, in lane order, and set the bits of symbols that are escapes. */
@@ -193,7 +169,6 @@ struct decoding {
 	struct stream *stream;
 	struct place at;
 	__m256i word[NV], part[NV], tail;
-	__m256i escapes; /* number of escapes so far, as sums of 64 bits */
 };
 
 static inline void decoding_begin(struct decoding *d, struct stream *s)
@@ -201,7 +176,6 @@ static inline void decoding_begin(struct decoding *d, struct stream *s)
 	__m256i tail[NV];
 
 	d->stream = s;
-	d->escapes = _mm256_setzero_si256();
 	place_begin(&d->at, s);
 	for (int v = 0; v < NV; v++) {
 		d->word[v] = LOAD(s->state->word + LANES * v);
@@ -211,19 +185,16 @@ static inline void decoding_begin(struct decoding *d, struct stream *s)
 	d->tail = OR(OR(SLL(tail[0], 24), SLL(tail[2], 16)), OR(SLL(tail[1], 8), tail[3]));
 }
 
-static inline __attribute__((always_inline)) void decode_row(const struct lookup *t, int few, int wanted, int count,
+static inline __attribute__((always_inline)) void decode_row(const struct lookup *t, int few, int count,
 							     struct decoding d[2], size_t r)
 {
-	__m256i symbol[2][4], escapes[2], bits[2], total[2], left[2], next[2][NV], n[2][NV], c[2][NV];
+	__m256i symbol[2][4], bits[2], total[2], left[2], next[2][NV], n[2][NV], c[2][NV];
 	__m256i *const first[2] = {symbol[0], symbol[1]}, *const last[2] = {symbol[0] + 2, symbol[1] + 2};
 
 	EACH_STREAM
-	{
-		escapes[s] = _mm256_setzero_si256();
-		for (int v = 0; v < NV; v++)
-			next[s][v] = d[s].word[v];
-	}
-	two_codes(t, few, wanted, count, next, first, escapes, bits);
+	for (int v = 0; v < NV; v++)
+		next[s][v] = d[s].word[v];
+	two_codes(t, few, count, next, first, bits);
 	EACH_STREAM
 	{
 		by_word(bits[s], n[s]);
@@ -231,7 +202,7 @@ static inline __attribute__((always_inline)) void decode_row(const struct lookup
 			next[s][v] = SHL(next[s][v], n[s][v]);
 		total[s] = bits[s];
 	}
-	two_codes(t, few, wanted, count, next, last, escapes, bits);
+	two_codes(t, few, count, next, last, bits);
 	/*
 	 * `left` is the number of a lane's bits beyond 32. If it is negative, the lane consumes a new word, and c =
 	 * left + 32 bits of that word lie beyond the lane's first 32 bits. In other lanes c is at least 32, so shifts
@@ -258,29 +229,19 @@ static inline __attribute__((always_inline)) void decode_row(const struct lookup
 			*part = OR(SHL(*part, n[s][v]), SHL(ADD(fresh, fresh), SUB(SET1(31), c[s][v])));
 		}
 	EACH_STREAM
-	{
-		if (wanted)
-			store_quads(symbol[s], t->escape, d[s].stream->symbol + WIRE_ROW * r,
-				    d[s].stream->escaped + 4 * r);
-		else
-			d[s].escapes =
-				_mm256_add_epi64(d[s].escapes, _mm256_sad_epu8(escapes[s], _mm256_setzero_si256()));
-	}
+	store_quads(symbol[s], t->escape, d[s].stream->symbol + WIRE_ROW * r, d[s].stream->escaped + 4 * r);
 }
 
 static inline void decoding_end(const struct decoding *d)
 {
 	__m256i all = d->tail;
-	uint64_t escapes[4];
 
 	for (int v = 0; v < NV; v++)
 		all = OR(all, OR(d->word[v], d->part[v]));
 	d->stream->good = _mm256_testz_si256(all, all) && d->at.p >= d->at.end;
-	_mm256_storeu_si256((__m256i *)escapes, d->escapes);
-	d->stream->nescaped = (size_t)(escapes[0] + escapes[1] + escapes[2] + escapes[3]);
 }
 
-static inline __attribute__((always_inline)) void decode_by(const struct lookup *t, int few, int wanted, int count,
+static inline __attribute__((always_inline)) void decode_by(const struct lookup *t, int few, int count,
 							    struct stream *const streams[2], size_t rows,
 							    const struct ahead *ahead)
 {
@@ -290,21 +251,20 @@ static inline __attribute__((always_inline)) void decode_by(const struct lookup 
 	EACH_STREAM decoding_begin(d + s, streams[s]);
 	for (size_t r = 0; r < rows; r++) {
 		ahead_fetch(ahead, step, r);
-		decode_row(t, few, wanted, count, d, r);
+		decode_row(t, few, count, d, r);
 	}
 	EACH_STREAM decoding_end(d + s);
 }
 
-static inline __attribute__((always_inline)) void decode_some(const book_lookup *book, int wanted, int count,
-							      struct stream *const streams[2], size_t rows,
-							      const struct ahead *ahead)
+static inline __attribute__((always_inline)) void
+decode_some(const book_lookup *book, int count, struct stream *const streams[2], size_t rows, const struct ahead *ahead)
 {
 	const struct lookup table = lookup_load(book);
 
 	if (table.few)
-		decode_by(&table, 1, wanted, count, streams, rows, ahead);
+		decode_by(&table, 1, count, streams, rows, ahead);
 	else
-		decode_by(&table, 0, wanted, count, streams, rows, ahead);
+		decode_by(&table, 0, count, streams, rows, ahead);
 }
 
 static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
@@ -313,18 +273,7 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 	struct stream *const streams[] = {a, b};
 
 	if (b)
-		decode_some(book, 1, 2, streams, rows, ahead);
+		decode_some(book, 2, streams, rows, ahead);
 	else
-		decode_some(book, 1, 1, streams, rows, ahead);
-}
-
-static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
-			const struct ahead *ahead)
-{
-	struct stream *const streams[] = {a, b};
-
-	if (b)
-		decode_some(book, 0, 2, streams, rows, ahead);
-	else
-		decode_some(book, 0, 1, streams, rows, ahead);
+		decode_some(book, 1, streams, rows, ahead);
 }

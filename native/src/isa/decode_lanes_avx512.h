@@ -15,7 +15,7 @@
 struct lookup512 {
 	struct bytes256 symbol;
 	__m512i length[2], top_length, top_symbol, last_symbol;
-	__m512i escape, escape_first, escape_bits; /* the top bits of x are the escape if x & bits == first */
+	__m512i escape;
 	int few;
 };
 
@@ -24,13 +24,10 @@ static inline struct lookup512 lookup512_load(const book_lookup *book)
 	struct lookup512 t = {.symbol = bytes256_load(book->symbol)};
 	uint8_t symbol[64], length[64], by_two[128];
 	__mmask64 alike = ~(__mmask64)0;
-	int first = 0;
 
 	for (int k = 3; k >= 0; k--) {
 		__m512i x = t.symbol.part[k], n = _mm512_loadu_si512(book->length + 64 * k);
-		__mmask64 escaped = _mm512_cmpeq_epi8_mask(x, _mm512_set1_epi8((char)book->escape));
 
-		first = escaped ? 64 * k + __builtin_ctzll(escaped) : first;
 		_mm_storeu_si128((__m128i *)(symbol + 16 * k), _mm512_cvtepi32_epi8(x));
 		_mm_storeu_si128((__m128i *)(length + 16 * k), _mm512_cvtepi32_epi8(n));
 		_mm256_storeu_si256((__m256i *)(by_two + 32 * k), _mm512_cvtepi16_epi8(n));
@@ -47,8 +44,6 @@ static inline struct lookup512 lookup512_load(const book_lookup *book)
 	}
 	t.few = book->length[191] <= 6 && !~alike; /* lengths ascend with the index */
 	t.escape = _mm512_set1_epi8((char)book->escape);
-	t.escape_first = _mm512_set1_epi8((char)first);
-	t.escape_bits = _mm512_set1_epi8((char)(0xff00 >> book->length[first]));
 	return t;
 }
 
@@ -126,18 +121,6 @@ static inline void by_word(__m512i bytes, __m512i v[4])
 }
 
 /*
- * Count the bytes of x whose top bits are the escape code. Add the count for the upper bytes of 16-bit words, which
- * belong to the first stream, to some[0], and that for the lower bytes (second stream) to some[1].
- */
-static inline void note_escapes(const struct lookup512 *t, __m512i x, size_t some[2])
-{
-	uint64_t escaped = _mm512_cmpeq_epi8_mask(AND(x, t->escape_bits), t->escape_first);
-
-	some[0] += (size_t)__builtin_popcountll(escaped & 0xaaaaaaaaaaaaaaaa);
-	some[1] += (size_t)__builtin_popcountll(escaped & 0x5555555555555555);
-}
-
-/*
  * Store the four symbols of each lane, in lane order, for both streams, and set the bits of symbols that are escapes.
  */
 static inline void store_quads(const struct lookup512 *table, const __m512i symbol[4], struct stream *const stream[2],
@@ -161,7 +144,7 @@ static inline void store_quads(const struct lookup512 *table, const __m512i symb
 	}
 }
 
-static inline __attribute__((always_inline)) void decode_two(const struct lookup512 *table, int few, int wanted,
+static inline __attribute__((always_inline)) void decode_two(const struct lookup512 *table, int few,
 							     struct stream *const stream[2], size_t rows,
 							     const struct ahead *ahead)
 {
@@ -170,7 +153,6 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 	__m512i word[4], part[4], tails[4], tail;
 	struct place at[2];
 	const uint8_t *p[2]; /* copies of at[].p, kept in registers */
-	size_t nescaped[2] = {0, 0};
 
 	for (int v = 0; v < 4; v++) {
 		const lanes *state = stream[v / 2]->state;
@@ -201,18 +183,12 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 			__m512i x = upper_bytes_soon(a, b), n, n2;
 
 			n = lookup512_length(table, few, x);
-			if (wanted)
-				symbol[k] = lookup512_symbol(table, few, x);
-			else
-				note_escapes(table, x, nescaped);
+			symbol[k] = lookup512_symbol(table, few, x);
 			a = _mm512_sllv_epi16(a, _mm512_srli_epi16(n, 8));
 			b = _mm512_sllv_epi16(b, AND(n, _mm512_set1_epi16(255)));
 			x = upper_bytes_soon(a, b);
 			n2 = lookup512_length(table, few, x);
-			if (wanted)
-				symbol[k + 1] = lookup512_symbol(table, few, x);
-			else
-				note_escapes(table, x, nescaped);
+			symbol[k + 1] = lookup512_symbol(table, few, x);
 			n = _mm512_add_epi8(n, n2);
 			total = _mm512_add_epi8(total, n);
 			by_word(n, count);
@@ -239,8 +215,7 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 			word[v] = OR(word[v], _mm512_shrdv_epi32(fresh, zero, count[v]));
 			part[v] = OR(part[v], _mm512_shrdv_epi32(zero, fresh, count[v]));
 		}
-		if (wanted)
-			store_quads(table, symbol, stream, r);
+		store_quads(table, symbol, stream, r);
 	}
 	by_word(tail, tails);
 	for (int s = 0; s < 2; s++) {
@@ -248,30 +223,17 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 
 		all = OR(all, AND(OR(tails[2 * s], tails[2 * s + 1]), SET1(255)));
 		stream[s]->good = _mm512_test_epi32_mask(all, all) == 0 && p[s] >= at[s].end;
-		stream[s]->nescaped = nescaped[s];
 	}
-}
-
-static inline __attribute__((always_inline)) void decode_by(const book_lookup *book, int wanted, struct stream *a,
-							    struct stream *b, size_t rows, const struct ahead *ahead)
-{
-	const struct lookup512 table = lookup512_load(book);
-	struct stream *const both[] = {a, b ? b : a}; /* a single stream is decoded twice, into the same bytes */
-
-	if (table.few)
-		decode_two(&table, 1, wanted, both, rows, ahead);
-	else
-		decode_two(&table, 0, wanted, both, rows, ahead);
 }
 
 static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			 const struct ahead *ahead)
 {
-	decode_by(book, 1, a, b, rows, ahead);
-}
+	const struct lookup512 table = lookup512_load(book);
+	struct stream *const both[] = {a, b ? b : a}; /* a single stream is decoded twice, into the same bytes */
 
-static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
-			const struct ahead *ahead)
-{
-	decode_by(book, 0, a, b, rows, ahead);
+	if (table.few)
+		decode_two(&table, 1, both, rows, ahead);
+	else
+		decode_two(&table, 0, both, rows, ahead);
 }

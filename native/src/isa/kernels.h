@@ -73,8 +73,7 @@ struct stream {
 	uint8_t *symbol;
 	uint32_t *escaped; /* bit i: symbol i is the book's escape */
 	struct symbol_pairs *pairs;
-	int good;        /* 1: decoding consumed all words, and left 32 zero bits in every lane */
-	size_t nescaped; /* check_lanes only: number of escapes */
+	int good; /* 1: decoding consumed all words, and left 32 zero bits in every lane */
 };
 
 #define COLUMNS 512
@@ -174,9 +173,6 @@ struct kernels {
 	 */
 	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			     const struct ahead *ahead);
-	/* Compute `good` of each stream, as decode_lanes would, and `nescaped`, without storing symbols. */
-	void (*check_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
-			    const struct ahead *ahead);
 
 	/*
 	 * split: convert n values to byte planes; merge: the inverse. Indexed by enum form. `offset`: the scale model's

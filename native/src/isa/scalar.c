@@ -221,15 +221,6 @@ static void decode_stream(const book_lookup *book, struct stream *s, size_t rows
 	s->good = all == 0 && w.p >= w.end;
 }
 
-static size_t count_bits(const uint32_t *words, size_t n)
-{
-	size_t found = 0;
-
-	for (size_t i = 0; i < n; i++)
-		found += (size_t)__builtin_popcount(words[i]);
-	return found;
-}
-
 static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			 const struct ahead *ahead)
 {
@@ -237,16 +228,6 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 	decode_stream(book, a, rows);
 	if (b)
 		decode_stream(book, b, rows);
-}
-
-/* Check a stream by decoding it: with the table of pairs, looking up symbols takes no extra time. */
-static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
-			const struct ahead *ahead)
-{
-	decode_lanes(book, a, b, rows, ahead);
-	a->nescaped = count_bits(a->escaped, 4 * rows);
-	if (b)
-		b->nescaped = count_bits(b->escaped, 4 * rows);
 }
 
 #include "plane_loops.h"
@@ -258,7 +239,6 @@ static void check_lanes(const book_lookup *book, struct stream *a, struct stream
 const struct kernels kernels_scalar = {.name = "scalar",
 				       .encode_lanes = encode_lanes,
 				       .decode_lanes = decode_lanes,
-				       .check_lanes = check_lanes,
 				       KERNEL_LOOPS,
 				       ROW_LOOPS,
 				       TRUNCATE_LOOPS,

@@ -207,6 +207,17 @@ codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, siz
 	return CODEC_OK;
 }
 
+codec_status codec_keep_nbytes(const codec_info *info, size_t *nbytes)
+{
+	codec_info i;
+
+	READ_STRUCT(i, info);
+	if (!nbytes)
+		return CODEC_BAD_ARGUMENT;
+	*nbytes = kept_nbytes(i.spec.codec, i.n, i.block_nvalues, i.nblocks);
+	return CODEC_OK;
+}
+
 /* Return 1 if all blocks of *range exist in a frame with this header. */
 int has_blocks(const struct header *h, const codec_range *range)
 {

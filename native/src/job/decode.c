@@ -196,6 +196,22 @@ codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const 
 	return CODEC_OK;
 }
 
+/*
+ * Let a check of all blocks keep the symbols of plane 0 in the memory of the job, if its `nbytes` bytes suffice. Return
+ * the number of bytes that this takes.
+ */
+static uint64_t keep_symbols(struct job *j, uint64_t nbytes)
+{
+	uint64_t room = job_room(&j->h, JOB_DECODE);
+	uint64_t kept = kept_nbytes(j->h.codec, j->h.n, j->h.block, j->h.nblocks);
+
+	if (!kept || nbytes < room + kept)
+		return 0;
+	j->kept_at = room;
+	memset(job_kept_nbytes(j), 0, 8 * j->h.nblocks);
+	return kept;
+}
+
 codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 			       void *job, size_t job_nbytes, codec_plan *plan)
 {
@@ -213,6 +229,7 @@ codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *d
 		status = decode_values(frame, dst, &c, j, NULL);
 	call_leave(saved);
 	TRY(status);
+	keep_symbols(j, job_nbytes);
 	job_plan(j, plan);
 	return CODEC_OK;
 }
@@ -333,7 +350,7 @@ static codec_status decode(const uint8_t *frame, size_t nbytes, const codec_tens
 			   void *scratch, size_t scratch_nbytes)
 {
 	struct job *j;
-	void *work;
+	char *work;
 
 	TRY(decode_open(frame, nbytes, dst, with, scratch, scratch_nbytes, &j));
 	if (scratch_nbytes < job_scratch(&j->h))
@@ -341,6 +358,8 @@ static codec_status decode(const uint8_t *frame, size_t nbytes, const codec_tens
 	work = job_work(j, scratch);
 	if (fits_buffer(j, with))
 		return decode_via_buffer(frame, dst, with, j, work);
+	if ((with->flags & VERIFY_FLAGS) == CODEC_VERIFY_FIRST)
+		work += keep_symbols(j, scratch_nbytes - work_nbytes(&j->h));
 	if (with->flags & VERIFY_FLAGS)
 		TRY(decode_check(frame, with, j, work));
 	return with->flags & CODEC_CHECK_ONLY ? CODEC_OK : decode_values(frame, dst, with, j, work);

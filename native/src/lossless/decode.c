@@ -66,12 +66,36 @@ static codec_status read_head(const struct header *h, const struct dtype *d, uin
 	return CODEC_OK;
 }
 
+/*
+ * A check stores the symbols of plane 0 in the job's memory for them. If the block was checked before, set o->kept, and
+ * continue in the region after the plane's literals.
+ */
+static codec_status open_kept(const struct job *j, struct block *o, codec_fault *f)
+{
+	uint64_t nbytes = job_kept_nbytes(j)[o->b];
+
+	if (o->checks) {
+		o->top.symbol = job_kept_symbols(j, o->b);
+	} else if (nbytes) {
+		if (nbytes > o->c.end - o->at) /* the frame was changed after the check */
+			BAD(o->at, o->c.end - o->at, nbytes);
+		o->top.symbol = job_kept_symbols(j, o->b);
+		o->c.at = o->at + nbytes;
+		o->coded = 0;
+		o->kept = 1;
+	}
+	return CODEC_OK;
+}
+
 static codec_status block_open(const struct job *j, struct block *o, codec_fault *f)
 {
 	TRY(read_head(&j->h, dtype_of(j->h.dtype), o->head, o->at, o->mode, f));
 	o->coded = !(j->h.fixed & 1) && o->mode[0] == WIRE_MODE_CODED;
-	o->countable = o->coded && !(j->h.halved & 1) && !(o->head & WIRE_REGION_PRUNED) && o->m % WIRE_ROW == 0;
-	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
+	if (!o->coded)
+		return CODEC_OK;
+	if (j->kept_at)
+		TRY(open_kept(j, o, f));
+	return o->kept ? CODEC_OK : open_plane(&o->c, &o->top, f);
 }
 
 /* Set *ahead to the fixed planes of the `count` blocks after block o, to prefetch them. */
@@ -126,8 +150,6 @@ static codec_status read_coded(const struct job *j, const struct kernels *k, str
 		TRY(decode_plane(&j->lookup[i], k, w, c, n, out, f));
 	else
 		TRY(close_plane(j->lookup, c, &o->top, n, f));
-	if (!i && o->counted)
-		return skip_literals(o->top.nescaped, c, f);
 	TRY(read_literals(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
 	return j->h.halved >> i & 1 ? read_high(c, k, out, n, f) : CODEC_OK;
 }
@@ -139,6 +161,8 @@ static codec_status read_plane(const struct job *j, const struct kernels *k, str
 	struct cursor *c = &o->c;
 
 	*got = out;
+	if (!i && o->kept)
+		return CODEC_OK;
 	switch (o->mode[i]) {
 	case WIRE_MODE_CODED: return read_coded(j, k, o, i, n, out, w, f);
 	case WIRE_MODE_ROWS: return read_rows(c, out, n, f);
@@ -165,6 +189,7 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 	const uint8_t *plane[WIRE_MAX_PLANES], *section = o->c.frame + h->planes_at;
 	int pruning = (o->head & WIRE_REGION_PRUNED) != 0;
 	uint8_t *top = o->top.symbol;
+	uint64_t top_nbytes = 0;
 	codec_fault *f = with->fault;
 
 	for (int i = 0; i < d->nbytes; i++)
@@ -185,6 +210,8 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 			k->unprune(top, 1, w->symbol, m, w->plane[i]);
 			plane[i] = w->plane[i];
 		}
+		if (i == 0)
+			top_nbytes = o->c.at - o->at;
 		if (i == 0 && pruning) {
 			count = k->count(top, 1, m);
 			if (!count)
@@ -193,6 +220,8 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 		}
 	}
 	TRY(close_region(&o->c, f));
+	if (o->checks && o->coded && j->kept_at)
+		job_kept_nbytes(j)[o->b] = top_nbytes;
 	if (values)
 		merge_block(j, k, w, plane, first, m, values, nontemporal);
 	return CODEC_OK;
