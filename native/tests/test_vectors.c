@@ -39,11 +39,14 @@ static float widened(uint32_t dtype, const uint8_t *p, uint64_t i)
 	return x;
 }
 
-/* Check a golden frame. Return 1 if it passes, 0 if it fails, -1 if checking it needs other inputs, such as a base. */
-static int check(const uint8_t *frame, size_t nbytes)
+/*
+ * Check a golden frame with an instruction set, as in codec_context. Return 1 if it passes, 0 if it fails, -1 if
+ * checking it needs other inputs, such as a base.
+ */
+static int check(const uint8_t *frame, size_t nbytes, uint32_t isa)
 {
 	codec_info info = {.struct_nbytes = sizeof info};
-	codec_context with = {.struct_nbytes = sizeof with};
+	codec_context with = {.struct_nbytes = sizeof with, .isa = isa};
 	codec_tensor t = {.struct_nbytes = sizeof t}, wide;
 	size_t scratch_nbytes, bound, written;
 	uint8_t *scratch, *again;
@@ -103,15 +106,19 @@ int main(int argc, char **argv)
 		char path[4096];
 		uint8_t *frame;
 		size_t nbytes;
-		int is;
+		int is = 1;
 
 		if (!strstr(e->d_name, ".codec"))
 			continue;
 		snprintf(path, sizeof path, "%s/%s", argv[1], e->d_name);
 		frame = read_file(path, &nbytes);
-		is = check(frame, nbytes);
-		if (!is)
-			printf("%s: wrong\n", e->d_name);
+		for (uint32_t isa = 0; is == 1 && codec_isa_name(isa); isa++) {
+			if (!codec_isa_usable(isa))
+				continue;
+			is = check(frame, nbytes, 1 + isa);
+			if (!is)
+				printf("%s: wrong with %s\n", e->d_name, codec_isa_name(isa));
+		}
 		count[is + 1]++;
 		free(frame);
 	}

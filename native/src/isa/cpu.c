@@ -106,7 +106,7 @@ void call_leave(uint64_t saved)
 /*
  * Kernels of each instruction set, slowest first. To add a set, add a file that includes the loops, and an entry here.
  */
-extern const struct kernels kernels_avx2, kernels_avx512;
+extern const struct kernels kernels_avx2, kernels_avx512, kernels_neon;
 
 static const struct {
 	const struct kernels *kernels;
@@ -120,6 +120,8 @@ static const struct {
 #else
 	{&kernels_avx512, X86_AVX512},
 #endif
+#elif defined(CODEC_NEON)
+	{&kernels_neon, 0},
 #endif
 };
 

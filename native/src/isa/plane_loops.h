@@ -1,7 +1,7 @@
 /*
  * plane_loops.h - loops without intrinsics over planes, compiled once per instruction set.
  *
- * Included by scalar.c, avx2.c and avx512.c, whose compiler flags enable the vectorizer's instructions. Loads and
+ * Included by scalar.c, avx2.c, avx512.c and neon.c, whose compiler flags enable the vectorizer's instructions. Loads and
  * stores allow unaligned addresses, because tensors and frames may lie at any address.
  */
 #include "kernels.h"
