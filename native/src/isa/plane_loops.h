@@ -1,8 +1,8 @@
 /*
  * plane_loops.h - loops without intrinsics over planes, compiled once per instruction set.
  *
- * Included by scalar.c, avx2.c, avx512.c and neon.c, whose compiler flags enable the vectorizer's instructions. Loads and
- * stores allow unaligned addresses, because tensors and frames may lie at any address.
+ * Included by scalar.c, avx2.c, avx512.c and neon.c, whose compiler flags enable the vectorizer's instructions. Loads
+ * and stores allow unaligned addresses, because tensors and frames may lie at any address.
  */
 #include "kernels.h"
 
