@@ -112,6 +112,14 @@ class SigningKey:
     def _algorithm(self) -> int:
         return HMAC if isinstance(self._key, bytes) else ED25519
 
+    @property
+    def fingerprint(self) -> bytes:
+        """Digest that differs between keys, and that reveals nothing about a secret key; 32 bytes."""
+        if isinstance(self._key, bytes):
+            return hmac.digest(self._key, b"codec fingerprint", "sha256")
+        public = self._key.public_key() if hasattr(self._key, "sign") else self._key
+        return hashlib.sha256(public.public_bytes_raw()).digest()
+
     def sign(self, purpose: bytes, parts: Iterable[Any]) -> bytes:
         """Return the signature of concatenated bytes or buffers. Signatures for other purposes differ."""
         text = _text(purpose, parts)

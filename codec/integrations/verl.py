@@ -11,12 +11,14 @@ The setting ``checkpoint_engine.custom_backend_module=codec.integrations.verl`` 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from codec.errors import StateError
+from codec.integrations.weights import worker_receiver
 from codec.weight_sync import Publisher
 from codec.weight_sync.listing import Listed, chain
 from codec.weight_sync.receiver import WeightReceiver
@@ -42,6 +44,9 @@ class CodecCheckpointEngine(CheckpointEngine):
         Address on which to serve the folder over HTTP. Default: rollout workers read the folder from a shared disk.
     base : str, optional
         Folder for the base on the master, which is a copy of the published weights. Default: it is stored in memory.
+    worker_folder : str, optional
+        Folder in which the rollout workers of each machine share a copy of the weights. Default: each worker stores one
+        in its memory.
     timeout : float
         Maximum time that a rollout worker waits for an update, in seconds.
     """
@@ -56,6 +61,7 @@ class CodecCheckpointEngine(CheckpointEngine):
         folder: str | None = None,
         host: str | None = None,
         base: str | None = None,
+        worker_folder: str | None = None,
         timeout: float = 600.0,
     ) -> None:
         self._timeout = timeout
@@ -66,8 +72,13 @@ class CodecCheckpointEngine(CheckpointEngine):
                     "checkpoint_engine.engine_kwargs.codec.folder is not set: it must be the folder for updates"
                 )
             self._publisher = Publisher(folder, host=host, base=base)
-        self._receiver = WeightReceiver()
+        self._worker_folder = worker_folder
         self._source, self._after = "", -1
+
+    @cached_property
+    def _receiver(self) -> WeightReceiver:
+        """Receiver of a rollout worker; ranks of the actor open none."""
+        return worker_receiver(self._worker_folder)
 
     def prepare(self) -> dict[str, Any]:
         """Return the location of the store and the last published version on the master, {} on other ranks."""
@@ -109,10 +120,12 @@ class CodecCheckpointEngine(CheckpointEngine):
         """
         receiver = self._receiver
         receiver.discard()
-        for one in await self._updates():
+        updates = await self._updates()
+        while updates:
             if receiver.staged is not None:
                 receiver.commit()
-            receiver.stage(read_update(self._source, one, key=receiver.key), restart=True)
+            count = receiver.stage_next(updates, lambda one: read_update(self._source, one, key=receiver.key))
+            updates = updates[count:]
         if receiver.staged is None:  # the receiver has the last version, but the rollout may lack tensors of it
             for name, tensor in receiver.tensors(sorted(receiver.unloaded), like=torch.empty(0)):
                 yield name, tensor

@@ -5,8 +5,9 @@
 Provisional: may change in any version.
 
 ``vllm serve MODEL --weight-transfer-config '{"backend": "codec"}'`` selects this engine for the workers; the trainer's
-engine is in :mod:`codec.integrations.vllm_trainer`. Each worker stores a copy of the weights in host memory, applies
-updates to the copy, and loads whole tensors from it into vLLM. So every dtype is supported.
+engine is in :mod:`codec.integrations.vllm_trainer`. Each worker stores a copy of the weights in host memory, or all
+workers of a machine share one in a folder. Updates are applied to the copy, from which workers load whole tensors into
+vLLM. So every dtype is supported.
 """
 
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from codec.integrations.adapter_folders import version_path
 from codec.integrations.peft import AdapterReceiver
+from codec.integrations.weights import worker_receiver
 from codec.weight_sync.identity import Identity
 from codec.weight_sync.listing import Listed
 from codec.weight_sync.pulling import pull
@@ -42,7 +44,11 @@ def register() -> None:
 
 @dataclass
 class CodecInitInfo(base.WeightTransferInitInfo):
-    """Location of the trainer's updates, and the folder in which workers store their weights; None: in memory."""
+    """Location of the trainer's updates, and of the weights of workers.
+
+    The workers of each machine share the weights in a subfolder of `folder` with the machine's name. None: each worker
+    stores them in its memory.
+    """
 
     source: str
     folder: str | None = None
@@ -75,20 +81,10 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         self._adapters: AdapterReceiver | None = None
 
     def init_transfer_engine(self, init_info: CodecInitInfo) -> None:
-        """Open this worker's copy of the weights. A copy that is open already, as after a trainer restart, stays."""
+        """Open the copy of the weights. A copy that is open already, as after a trainer restart, stays open."""
         self._source = init_info.source
         if self._receiver is None:
-            folder = None if init_info.folder is None else f"{init_info.folder}/{self._worker_name()}"
-            self._receiver = WeightReceiver(folder=folder)
-
-    def _worker_name(self) -> str:
-        """Return a name that no other worker of this server has.
-
-        The data-parallel engines of a dense model are process groups of their own, in which ranks begin at 0.
-        """
-        index = getattr(self.parallel_config, "data_parallel_index", 0)
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return f"engine-{index}-rank-{rank}"
+            self._receiver = worker_receiver(init_info.folder)
 
     def start_weight_update(self) -> None:
         """Do nothing: :meth:`receive_weights` prepares the layers after it has checked the update."""
@@ -114,7 +110,7 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         if update_info.phase == "stage":
             if one.head.before is not None and not one.head.before.matches(receiver.identity):
                 pull(receiver, self._source)
-            receiver.stage(read_update(self._source, one, key=receiver.key), restart=True)
+            receiver.stage_next([one], lambda one: read_update(self._source, one, key=receiver.key))
         elif receiver.staged is None or receiver.staged.head != one.head:
             raise RuntimeError(f"the update to version {one.head.version} was not staged: send it again")
         else:

@@ -1,5 +1,6 @@
-"""Send an update from a trainer to a vLLM server; shared by the TRL and vLLM integrations."""
+"""Send an update from a trainer to a vLLM server, and open the weights of its workers; shared by integrations."""
 
+import platform
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 from codec.integrations.adapter_folders import version_path
 from codec.weight_sync import Publisher
 from codec.weight_sync.listing import Listed
+from codec.weight_sync.receiver import WeightReceiver
 from codec.weight_sync.update import Update
 
 
@@ -88,6 +90,15 @@ def _session(client: Client) -> Generator[None]:
 def update_info(update: Update, phase: str) -> dict[str, Any]:
     """Return the message that describes an update. Workers read the update itself from the store."""
     return {"phase": phase, "update": Listed.of(update).fields(with_run=True)}
+
+
+def worker_receiver(folder: str | None) -> WeightReceiver:
+    """Return the receiver of a worker, which shares the weights in `folder` with the other workers of its machine.
+
+    Each machine has a subfolder with its name, so that `folder` may be on a disk of several machines. None: the worker
+    stores the weights in its memory.
+    """
+    return WeightReceiver() if folder is None else WeightReceiver(folder=Path(folder, platform.node()), shared=True)
 
 
 def send_adapters(

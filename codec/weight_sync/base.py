@@ -3,7 +3,8 @@
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from codec.arguments import whole
 from codec.errors import ChecksumError, CodecError, LimitError, StateError
 from codec.tensors.jax_arrays import of_kind
 from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
-from codec.weight_sync.identity import MAX_VERSION, Identity, other_run
+from codec.weight_sync.identity import MAX_VERSION, Identity, UpdateHead, other_run
 from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update, weights_digest
 from codec.weight_sync.weights import Given, Weights, allocated, copied, new_tensor
 
@@ -140,6 +141,17 @@ class Base:
         LimitError
             The weights would be larger than `max_nbytes`.
         """
+        self.check_size(update)
+        scratch = scratch_for(update)
+        kept = {} if update.base is None else {n: (slot.kind, slot.digests) for n, slot in self.weights.items()}
+        found = {
+            name: (entry.kind, [self.piece_after(update, name, k, scratch)[1] for k in range(entry.kind.pieces)])
+            for name, entry in update.entries.items()
+        }
+        check_digest(update, kept | found)
+
+    def check_size(self, update: Update) -> None:
+        """Check that an update fits these weights, and does not exceed `max_nbytes`; its frames are not read."""
         self._check_base(update)
         if update.base is not None and not update.fits(self.weights.kinds):
             raise StateError(
@@ -151,12 +163,6 @@ class Base:
                 f"the weights after the update have {update.total.nbytes} bytes, more than max_nbytes, "
                 f"{self.max_nbytes}"
             )
-        largest = max((entry.kind.nbytes for entry in update.entries.values()), default=0)
-        scratch = np.empty(min(largest, PIECE_NBYTES), np.uint8)
-        kept = {} if update.base is None else {n: (slot.kind, slot.digests) for n, slot in self.weights.items()}
-        found = {n: (entry.kind, self._check_frames(update, n, scratch)) for n, entry in update.entries.items()}
-        if weights_digest(kept | found) != update.digest:
-            raise ChecksumError("the weights after the update do not have the digest that the update names")
 
     def _check_base(self, update: Update) -> None:
         mine = self.identity
@@ -173,18 +179,19 @@ class Base:
         way = "apply the missing updates first, or a snapshot" if update.base > self.version else "apply a snapshot"
         raise StateError(f"{needed}the current version is {self.version}: {way}")
 
-    def _check_frames(self, update: Update, name: str, scratch: Bytes) -> list[bytes]:
-        """Decode the frames of a tensor, and return the digests of its pieces after the update."""
-        digests = list[bytes]()
-        for k, (begin, end) in enumerate(update.entries[name].kind.spans):
-            frame = update.frame(name, k)
-            if frame is None:
-                digests.append(self.weights[name].digests[k])
-                continue
-            out = scratch[: end - begin]
-            self.decode(update, name, k, out)
-            digests.append(digest_of(out) if update.base is None else digests_in(frame)[1])
-        return digests
+    def piece_after(self, update: Update, name: str, k: int, scratch: Bytes) -> tuple[Bytes, bytes]:
+        """Return the values of piece `k` of a tensor after `update`, and their digest.
+
+        The values are a view of `scratch`, or of the weights if the piece is unchanged.
+        """
+        frame = update.frame(name, k)
+        if frame is None:
+            slot = self.weights[name]
+            return slot.piece(k), slot.digests[k]
+        begin, end = update.entries[name].kind.spans[k]
+        out = scratch[: end - begin]
+        self.decode(update, name, k, out)
+        return out, digest_of(out) if update.base is None else digests_in(frame)[1]
 
     def decode(self, update: Update | None, name: str, k: int, out: Bytes) -> None:
         """Write the values that piece `k` of a tensor has after `update` to `out`, which may be the piece itself.
@@ -216,10 +223,10 @@ class Base:
             The weights have changed since the first tensor was yielded.
         """
         changes = self._changes
+        kinds = self.weights.kinds if update is None else self.kinds_after(update)
         for name in names:
             self._check_unchanged(changes)
-            new = None if update is None or update.base is not None else update.entries[name]
-            kind = self.weights[name].kind if new is None else new.kind
+            kind = kinds[name]
             tensor, memory = new_tensor(kind, like)
             for k, (begin, end) in enumerate(kind.spans):
                 self.decode(update, name, k, memory[begin:end])
@@ -275,7 +282,7 @@ class Base:
         slot.digests[k] = after
 
     # Storage of the weights: in memory here. FolderBase in codec/weight_sync/folder.py overrides the methods below to
-    # store the weights in files.
+    # store the weights in files, and SharedFolderBase in codec/weight_sync/shared_folder.py to share the files.
 
     def in_place(self, update: Update) -> bool:
         """Return True if applying the update overwrites the current weights, False if it writes to new memory."""
@@ -301,6 +308,17 @@ class Base:
         self._changes += 1
         self.weights, self.run, self.version = weights, run or self.run, version
 
+    def preparing(self) -> AbstractContextManager[None]:
+        """Context in which an update is read and checked, by one receiver of a shared folder at a time."""
+        return nullcontext()
+
+    def stored(self, head: UpdateHead) -> Update | None:
+        """Return the update with this header if another receiver of a shared folder has stored its values."""
+        return None
+
+    def drop(self) -> None:
+        """Release the values of a checked update that is not applied."""
+
     def close(self) -> None:
         """Release the files of the weights; weights in memory have none."""
 
@@ -315,6 +333,18 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def scratch_for(update: Update) -> Bytes:
+    """Return memory for the largest piece that `update` changes."""
+    largest = max((entry.kind.nbytes for entry in update.entries.values()), default=0)
+    return np.empty(min(largest, PIECE_NBYTES), np.uint8)
+
+
+def check_digest(update: Update, after: Mapping[str, tuple[TensorKind, Sequence[bytes]]]) -> None:
+    """Check that `update` names the digest of the weights after it, given as in :func:`weights_digest`."""
+    if weights_digest(after) != update.digest:
+        raise ChecksumError("the weights after the update do not have the digest that the update names")
 
 
 def _frame(update: Update, name: str, k: int) -> Bytes:

@@ -49,22 +49,29 @@ class FolderBase(Base):
         The folder is in use or cannot be used, or its files are damaged.
     """
 
+    _protection = mmap.PROT_READ | mmap.PROT_WRITE  # of the mapped values
+
     def __init__(
         self, path: str | PathLike[str], max_nbytes: int | None = None, options: CallOptions | None = None
     ) -> None:
         super().__init__(max_nbytes, options)
         self._path = Path(path)
         self._current: Path | None = None  # file of the weights
+        self._created: Path | None = None  # file of values that was created last
         self._new: FolderState | None = None  # state that complete() makes current
         with self._writing():
             self._path.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock(self._path / "lock")
-        try:
-            with self._writing():
-                self._open()
-        except BaseException:
-            self.close()
-            raise
+            with self.preparing():
+                self._lock = self._locked()
+                try:
+                    self._open()
+                except BaseException:
+                    self.close()
+                    raise
+
+    def _locked(self) -> Lock:
+        """Lock the folder until :meth:`close`."""
+        return Lock(self._path / "lock")
 
     @contextmanager
     def _writing(self) -> Generator[None]:
@@ -125,12 +132,23 @@ class FolderBase(Base):
             super().settle()
 
     def fill(self, given: Given, version: int, run: bytes | None = None) -> None:
-        """Write tensors one by one to a new file of values, and set their run and version."""
+        """Write tensors one by one to a new file of values, and set their run and version.
+
+        Raises
+        ------
+        StateError
+            The folder holds weights, or cannot be written.
+        """
         version = whole("version", version, 0, MAX_VERSION)
+        if (state := self._path / "state").exists():
+            raise StateError(
+                f"{self._path} already holds version {read_state(state).version}: leave out weights, or pass an empty "
+                "folder"
+            )
         kinds: dict[str, TensorKind] = {}
         digests: dict[str, list[bytes]] = {}
         begin = 0
-        with self._created() as fd:
+        with self._new_values() as fd:
             for name, x in items(given):
                 if check_name(name) in kinds:
                     raise ArgumentError(f"tensor {name!r} was given twice")
@@ -206,7 +224,7 @@ class FolderBase(Base):
 
     def complete(self, weights: Weights, run: bytes | None, version: int) -> None:
         """Commit the new file ``state``, and delete the files of the previous version and of the update."""
-        file = self._next_file() if weights is not self.weights else self._current
+        file = self._created if weights is not self.weights else self._current
         assert file is not None
         new = state_of(weights, run or self.run, version, file.name)
         path = self._path / "next"
@@ -237,7 +255,7 @@ class FolderBase(Base):
 
     def _delete_other_values(self) -> None:
         """Delete all files of values except the current one, such as those that a killed process has left."""
-        for path in self._path.glob("values-*"):
+        for path in (*self._path.glob("values-*"), *self._path.glob("staged-*")):
             if path != self._current:
                 with suppress(OSError):
                     path.unlink()
@@ -245,25 +263,29 @@ class FolderBase(Base):
     def allocate(self, kinds: Mapping[str, TensorKind]) -> Weights:
         """Create a file for weights of these kinds, and map it to memory."""
         nbytes = memory_nbytes(kinds.values())
-        with self._created() as fd:
+        with self._new_values() as fd:
             with self._writing():
                 # Reserve the blocks: on a full disk, a store to the mapping would kill the process with SIGBUS.
                 os.posix_fallocate(fd, 0, max(1, nbytes))
             return allocated(kinds, self._map(fd, nbytes))
 
-    def _next_file(self) -> Path:
-        """Return the path of the next file of values."""
-        number = 0 if self._current is None else int(self._current.name.split("-")[1]) + 1
-        return self._path / f"values-{number}"
+    def _next_number(self) -> int:
+        return 0 if self._current is None else int(self._current.name.split("-")[1]) + 1
+
+    def _create(self) -> int:
+        """Create the next file of values, ``self._created``, and return its descriptor."""
+        self._delete_other_values()
+        self._created = self._path / f"values-{self._next_number()}"
+        with self._writing():
+            return os.open(self._created, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     @contextmanager
-    def _created(self) -> Generator[int]:
+    def _new_values(self) -> Generator[int]:
         """Context that creates the next file of values, and returns its descriptor. An error deletes the file."""
-        self._delete_other_values()
-        file = self._next_file()
+        fd = self._create()
+        file = self._created
+        assert file is not None
         try:
-            with self._writing():
-                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 yield fd
             finally:
@@ -287,7 +309,7 @@ class FolderBase(Base):
 
     def _map(self, fd: int, nbytes: int) -> Bytes:
         with self._writing():
-            return np.frombuffer(mmap.mmap(fd, max(1, nbytes)), np.uint8)
+            return np.frombuffer(mmap.mmap(fd, max(1, nbytes), prot=self._protection), np.uint8)
 
     def _write(self, fd: int, data: Bytes, at: int) -> None:
         rest = memoryview(data)  # pyright: ignore[reportArgumentType] - numpy's stubs

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from codec._c.library import DTYPES
 from codec.errors import StateError
 from codec.files.replacing import replaced
-from codec.weight_sync.identity import MAX_VERSION
-from codec.weight_sync.update import MAX_RANK, TensorKind
+from codec.weight_sync.identity import MAX_VERSION, Identity
+from codec.weight_sync.update import MAX_RANK, TensorKind, weights_digest
 from codec.weight_sync.weights import Weights
 
 _FORMAT = 2
@@ -29,6 +29,12 @@ class FolderState(NamedTuple):
     def kinds(self) -> dict[str, TensorKind]:
         """Dtype and shape of all tensors by name."""
         return {name: kind for name, kind, _ in self.tensors}
+
+    @property
+    def identity(self) -> Identity:
+        """Run, version and digest of the weights."""
+        digest = weights_digest({name: (kind, digests) for name, kind, digests in self.tensors})
+        return Identity(self.run, self.version, digest)
 
 
 def state_of(weights: Weights, run: bytes | None, version: int, file: str) -> FolderState:

@@ -1,4 +1,4 @@
-"""Lock of a folder of weights, which only the process that has locked it may use."""
+"""Locks of a folder of weights, and of files in it."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from codec.errors import StateError
 
 
 class Lock:
-    """Lock of a folder, held until :meth:`release`, or until the process ends.
+    """Lock of a file, held until :meth:`release`, or until the process ends.
 
     A lock belongs to an open file, which forked processes share: a child could unlock the folder of its parent, and a
     child that outlives its parent would keep the folder locked. So children close their copy of the file.
@@ -19,6 +19,10 @@ class Lock:
     ----------
     path : path
         File to lock in the folder; it is created if it does not exist.
+    shared : bool
+        True: other objects may hold the lock at the same time, if they share it, too.
+    wait : bool
+        True: wait until no other object holds the lock. A signal can interrupt the wait.
 
     Raises
     ------
@@ -26,21 +30,37 @@ class Lock:
         Another object holds the lock, in this process or in another one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False, wait: bool = False) -> None:
         self._folder, self._pid = path.parent, os.getpid()
         self.closed = False  # True after release() in the process that holds the lock
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = fd
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
+            self._acquire((fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        except BaseException:
             os.close(fd)
-            if not isinstance(e, BlockingIOError):
-                raise
-            raise StateError(
-                f"{self._folder} is in use by another sender or receiver: give each of them a folder of its own"
-            ) from None
+            raise
         self._release = weakref.finalize(self, _unlock, fd, self._pid)
         _locks.add(self)
+
+    def _acquire(self, operation: int) -> None:
+        try:
+            fcntl.flock(self._fd, operation)
+        except BlockingIOError:
+            raise StateError(
+                f"{self._folder} is in use by another sender or receiver: give each of them a folder of its own, or "
+                "pass shared=True to all receivers of the folder"
+            ) from None
+
+    def share(self) -> None:
+        """Allow other objects to share the lock.
+
+        Raises
+        ------
+        StateError
+            Another object has locked the file before it could be shared.
+        """
+        self._acquire(fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def check(self) -> None:
         """Raise StateError after :meth:`release`, or in a process forked from the one that has locked the folder."""

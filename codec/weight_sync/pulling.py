@@ -1,6 +1,5 @@
 """Update a receiver to the last version in a store."""
 
-from collections import deque
 from collections.abc import Callable
 from os import PathLike
 from typing import Any
@@ -9,7 +8,8 @@ from codec.errors import ArgumentError, FrameError, LimitError
 from codec.weight_sync.environment import bearer_token
 from codec.weight_sync.http import Cafile
 from codec.weight_sync.listing import Listed, chain
-from codec.weight_sync.receiver import Load, WeightReceiver
+from codec.weight_sync.receiver import WeightReceiver
+from codec.weight_sync.served import Load
 from codec.weight_sync.source import TIMEOUT, StoreReader
 from codec.weight_sync.update import Update
 
@@ -83,22 +83,28 @@ def pull(
     with StoreReader(source, timeout, token=bearer, cafile=cafile, key=receiver.key) as store:
         listing = store.listing()
         newer, rest = receiver.key is not None, _MOST_LISTS - 1
-        path = deque(chain(listing, receiver.identity, newer=newer))
+        path = chain(listing, receiver.identity, newer=newer)
+
+        def read(one: Listed) -> Update:
+            _check_size(one, receiver.max_nbytes)
+            return store.update(one)
+
         while path:
-            try:
-                _check_size(path[0], receiver.max_nbytes)
-                update = store.update(path[0])
-            except (ArgumentError, FrameError):
-                # Meanwhile, the trainer may have deleted old updates, or begun a new run
-                if rest == 0 or (now := store.listing()) == listing:
-                    raise
-                rest -= 1
-                listing, path = now, deque(chain(now, receiver.identity, newer=newer))
-                continue
-            receiver.apply(update, load, like=like, into=into, restart=True)
-            path.popleft()
+            with receiver.turn:
+                try:
+                    count = receiver.stage_next(path, read)
+                except (ArgumentError, FrameError):
+                    # Meanwhile, the trainer may have deleted old updates, or begun a new run
+                    if rest == 0 or (now := store.listing()) == listing:
+                        raise
+                    rest -= 1
+                    listing, path = now, chain(now, receiver.identity, newer=newer)
+                    continue
+                update = receiver.staged
+                receiver.load_staged(load, like=like, into=into)
+            path = path[count:]
             applied = True
-            if progress is not None:
+            if progress is not None and update is not None:
                 progress(update)
     if not applied and receiver.unloaded and (load is not None or into is not None):
         receiver.reload(load, like=like, into=into, names=receiver.unloaded)

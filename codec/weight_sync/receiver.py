@@ -1,24 +1,24 @@
 """Receive weight updates: check an update, pass the changed tensors to the serving program, and commit it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
 
 from codec._options import CallOptions
-from codec.errors import ArgumentError, StateError
+from codec.errors import StateError
 from codec.files.signing import Key, SigningKey
 from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import Identity
-from codec.weight_sync.listing import check_newer
-from codec.weight_sync.served import Served
-from codec.weight_sync.serving import Serving, Write
+from codec.weight_sync.listing import Listed, check_newer
+from codec.weight_sync.served import Load, writer
+from codec.weight_sync.serving import Serving
+from codec.weight_sync.shared_folder import StoredUpdate, shared_base
 from codec.weight_sync.signatures import check_signature
 from codec.weight_sync.update import TensorKind, Update
-from codec.weight_sync.weights import Given
-
-Load = Callable[[Iterator[tuple[str, Any]]], object]
+from codec.weight_sync.weights import Given, known_names
 
 
 class WeightReceiver(Closing):
@@ -42,6 +42,11 @@ class WeightReceiver(Closing):
     folder : str or path, optional
         Folder for the weights, whose file is mapped to memory. The weights survive the process, even if it is killed
         during an update. Default: the weights are stored in memory only.
+    shared : bool
+        True: receivers of several processes on one machine share `folder`, and its memory. Each of them serves a
+        program, and has a version of its own; an update is read, checked and stored by the first one. They need the
+        same user and the same `verify`. An update needs disk space for a second copy of the weights. Default: the
+        folder is in use by one receiver.
     max_nbytes : int, optional
         Maximum size of all tensors together, in bytes. Set it if senders are not trusted, since a small snapshot may
         expand to large weights.
@@ -93,21 +98,18 @@ class WeightReceiver(Closing):
         *,
         version: int = 0,
         folder: str | PathLike[str] | None = None,
+        shared: bool = False,
         max_nbytes: int | None = None,
         options: CallOptions | None = None,
         verify: Key | SigningKey | None = None,
     ) -> None:
         self.key = environment.verify_key(verify)
-        self._base = base_in(folder, max_nbytes, options)
+        where = folder, max_nbytes, options
+        self._base = shared_base(*where, self.key) if shared else base_in(*where)
         self._serving = Serving(self._base)
         self._staged: Update | None = None
         try:
             if weights is not None:
-                if self._base.version is not None:
-                    raise StateError(
-                        f"{folder} already holds version {self._base.version}: leave out weights, or pass an empty "
-                        "folder"
-                    )
                 self._base.fill(weights, version)
         except BaseException:
             self._base.close()
@@ -160,6 +162,11 @@ class WeightReceiver(Closing):
         """Update that is staged but not yet committed; None if there is none."""
         return self._staged
 
+    @property
+    def turn(self) -> AbstractContextManager[bool]:
+        """Lock of a thread that stages an update, loads and commits it."""
+        return self._base.turn
+
     def stage(self, update: Any, *, restart: bool = False) -> Update:
         """Check an update completely, and stage it. The weights are unchanged. Any staged update is dropped first.
 
@@ -190,13 +197,33 @@ class WeightReceiver(Closing):
         self._staged = None
         parsed = update if isinstance(update, Update) else Update(update)
         if self.key is not None:
-            check_signature(parsed.data, parsed.signature, self.key)
+            if not isinstance(parsed, StoredUpdate):  # which another receiver with this key has checked
+                check_signature(parsed.data, parsed.signature, self.key)
             check_newer(parsed.run, parsed.version, self._base.identity)
         self._base.check_order(parsed, restart=restart)
         self._base.check(parsed)
         self._serving.begin()
         self._staged = parsed
         return parsed
+
+    def stage_next(self, updates: Sequence[Listed], read: Callable[[Listed], Update]) -> int:
+        """Stage the first of the `updates` that lead to the last version of a store, and return 1.
+
+        Receivers that share a folder call `read` in turn. If another one has stored a version of `updates`, the last
+        such version is staged without `read`; the result is the number of updates that lead to it.
+        """
+        with self._base.preparing():
+            for n in range(len(updates), 0, -1):
+                if (stored := self._base.stored(updates[n - 1].head)) is not None:
+                    break
+            else:
+                n, stored = 1, None
+            try:
+                self.stage(read(updates[0]) if stored is None else stored, restart=True)
+            except BaseException:
+                self.discard()
+                raise
+            return n
 
     def updated(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
         """Yield copies of tensors with their values after the staged update, for the program to load.
@@ -221,7 +248,7 @@ class WeightReceiver(Closing):
             No update is staged, or the weights have changed since the first tensor was yielded.
         """
         update = self._require_staged()
-        chosen = self._serving.lacking(update) if names is None else _known(names, self._base.kinds_after(update))
+        chosen = self._serving.lacking(update) if names is None else known_names(names, self._base.kinds_after(update))
         yield from self._serving.updated(chosen, update, like)
 
     def tensors(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
@@ -241,7 +268,7 @@ class WeightReceiver(Closing):
         """
         self._base.settle()
         table = self._base.weights
-        yield from self._base.tensors(list(table) if names is None else _known(names, table), None, like)
+        yield from self._base.tensors(list(table) if names is None else known_names(names, table), None, like)
 
     def commit(self) -> None:
         """Apply the staged update to the weights of this receiver, after the program has loaded :meth:`updated`.
@@ -260,6 +287,7 @@ class WeightReceiver(Closing):
     def discard(self) -> None:
         """Drop the staged update, if there is one."""
         self._staged = None
+        self._base.drop()
 
     def apply(
         self, update: Any, load: Load | None = None, *, like: Any = None, into: Any = None, restart: bool = False
@@ -297,21 +325,27 @@ class WeightReceiver(Closing):
         ArgumentError
             `load` and `into` are both given, or `into` lacks a tensor, or has another dtype or shape for one.
         """
-        with self._base.turn:
+        with self.turn:
             parsed = update if isinstance(update, Update) else Update(update)
             if self.unloaded and (load is not None or into is not None) and self._base.has(parsed):
                 self.reload(load, like=like, into=into, names=self.unloaded)
                 return
-            staged = self.stage(parsed, restart=restart)
+            self.stage(parsed, restart=restart)
+            self.load_staged(load, like=like, into=into)
+
+    def load_staged(self, load: Load | None = None, *, like: Any = None, into: Any = None) -> None:
+        """Pass the tensors that the staged update changes to `load` or `into`, and commit, as :meth:`apply`."""
+        with self.turn:
+            staged = self._require_staged()
             try:
                 if load is None and into is None:
                     self._serving.commit(staged)
                 else:
                     after = self._base.kinds_after(staged)
                     kinds = {name: after[name] for name in self._serving.lacking(staged)}
-                    self._serving.advance(staged, self._writer(load, into, kinds, like))
+                    self._serving.advance(staged, writer(self._base, load, into, kinds, like))
             finally:
-                self._staged = None
+                self.discard()
 
     def reload(
         self, load: Load | None = None, *, like: Any = None, into: Any = None, names: Iterable[str] | None = None
@@ -330,32 +364,11 @@ class WeightReceiver(Closing):
         ArgumentError
             Not exactly one of `load` and `into` is given, or `into` lacks a tensor or has another kind for one.
         """
-        with self._base.turn:
+        with self.turn:
             self._base.settle()
             kinds = self._base.weights.kinds
-            chosen = list(kinds) if names is None else _known(names, kinds)
-            self._serving.reload(chosen, self._writer(load, into, {name: kinds[name] for name in chosen}, like))
-
-    def _writer(self, load: Load | None, into: Any, kinds: dict[str, TensorKind], like: Any) -> Write:
-        """Return the function that passes tensors of these kinds to the program."""
-        if (load is None) == (into is None):
-            raise ArgumentError(f"pass either load= or into=, got {'neither' if load is None else 'both'}")
-        if load is None:
-            served = Served(into, kinds)
-            return lambda names, update, whole: list(served.write(self._base, names, update, whole))
-
-        def write(names: Sequence[str], update: Update | None, whole: set[str]) -> list[str]:
-            passed: list[str] = []
-
-            def tensors() -> Iterator[tuple[str, Any]]:
-                for name, tensor in self._base.tensors(names, update, like):
-                    passed.append(name)
-                    yield name, tensor
-
-            load(tensors())
-            return passed
-
-        return write
+            chosen = list(kinds) if names is None else known_names(names, kinds)
+            self._serving.reload(chosen, writer(self._base, load, into, {name: kinds[name] for name in chosen}, like))
 
     def verify(self) -> None:
         """Recompute the digests of all tensors in memory, and compare them with the stored digests.
@@ -383,12 +396,3 @@ class WeightReceiver(Closing):
         if self._staged is None:
             raise StateError("no update is staged: call stage(update) first")
         return self._staged
-
-
-def _known(names: Iterable[str], table: Any) -> list[str]:
-    """Return `names` as a list; raise ArgumentError for a name that `table` does not contain."""
-    given = list(names)
-    for name in given:
-        if name not in table:
-            raise ArgumentError(f"there is no tensor {name!r}")
-    return given

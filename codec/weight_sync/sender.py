@@ -93,11 +93,6 @@ class WeightSender(Closing):
         self._pending: Update | None = None
         try:
             if weights is not None:
-                if self._base.version is not None:
-                    raise StateError(
-                        f"{folder} already holds version {self._base.version}: leave out weights, or pass an empty "
-                        "folder"
-                    )
                 self._base.fill(weights, version, os.urandom(RUN_NBYTES))
             if self._base.version is None:
                 raise StateError(f"{folder} holds no weights: pass weights")

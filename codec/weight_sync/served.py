@@ -1,7 +1,7 @@
 """Overwrite the tensors of a serving program piece by piece, so that no tensor needs a second copy in memory."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -11,8 +11,39 @@ from codec._c.library import ITEMSIZE
 from codec.errors import ArgumentError
 from codec.tensors.view import is_torch, mark_written, view_output
 from codec.weight_sync.base import Base
+from codec.weight_sync.serving import Write
 from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update
 from codec.weight_sync.weights import items
+
+Load = Callable[[Iterator[tuple[str, Any]]], object]  # function of an iterator of (name, tensor)
+
+
+def writer(base: Base, load: Load | None, into: Any, kinds: Mapping[str, TensorKind], like: Any) -> Write:
+    """Return the function that passes tensors of these kinds to a program, by `load` or into the tensors `into`.
+
+    Raises
+    ------
+    ArgumentError
+        Not exactly one of `load` and `into` is given, or `into` lacks a tensor or has another kind for one.
+    """
+    if (load is None) == (into is None):
+        raise ArgumentError(f"pass either load= or into=, got {'neither' if load is None else 'both'}")
+    if load is None:
+        served = Served(into, kinds)
+        return lambda names, update, whole: list(served.write(base, names, update, whole))
+
+    def write(names: Sequence[str], update: Update | None, whole: AbstractSet[str]) -> list[str]:
+        passed: list[str] = []
+
+        def tensors() -> Iterator[tuple[str, Any]]:
+            for name, tensor in base.tensors(names, update, like):
+                passed.append(name)
+                yield name, tensor
+
+        load(tensors())
+        return passed
+
+    return write
 
 
 class _Target(NamedTuple):

@@ -1,6 +1,6 @@
 """Weights of one version in host memory, with the digest of each piece."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -222,3 +222,12 @@ def new_tensor(kind: TensorKind, like: Any) -> tuple[Any, Bytes]:
     """Allocate a tensor of the library of `like`, such as torch; return the tensor and a view of its bytes."""
     tensor, v = empty(kind.dtype, kind.shape, like)
     return tensor, v.array()
+
+
+def known_names(names: Iterable[str], table: Container[str]) -> list[str]:
+    """Return `names` as a list; raise ArgumentError for a name that `table` does not contain."""
+    given = list(names)
+    for name in given:
+        if name not in table:
+            raise ArgumentError(f"there is no tensor {name!r}")
+    return given

@@ -1,0 +1,368 @@
+"""Weights in a folder that the receivers of one machine share: the values are stored once, and mapped by all of them.
+
+The folder has the files of :mod:`codec.weight_sync.folder`, except that no file of values is overwritten:
+
+1. A file of values never changes once a state names it. So a receiver can read the version that it has mapped, whatever
+   other receivers do. A deleted file exists until no receiver maps it.
+2. Each receiver has a version of its own, which changes only when this receiver commits an update. The file ``state``
+   names the newest committed version, with which the next receiver of the folder begins.
+3. The first receiver that stages an update checks it, writes the values after the update to a new file, and names them
+   in a file ``staged-N``. The others wait, and map the same values.
+4. The first receiver that commits the update renames ``staged-N`` to ``state``. A receiver that commits an older
+   version than that in ``state``, because it is slow, leaves ``state`` as it is.
+
+The lock of the file ``lock`` is shared by all receivers, which excludes a receiver that overwrites values. The lock of
+``preparing`` is held by a receiver that opens the folder, or that reads and checks an update. The lock of
+``committing`` is held for a short time, in which files are named, found or deleted. The lock of a file of values is
+held by each receiver that has staged them. All locks end with their process, and nothing that it did must be undone:
+a file of values that is neither locked nor current is deleted by the next receiver that writes one.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec._options import CallOptions
+from codec.errors import ArgumentError, StateError
+from codec.files.signing import SigningKey
+from codec.weight_sync.base import Base, check_digest, scratch_for
+from codec.weight_sync.folder import FolderBase
+from codec.weight_sync.folder_state import FolderState, read_state, write_state
+from codec.weight_sync.identity import Identity, UpdateHead, other_run
+from codec.weight_sync.lock import Lock
+from codec.weight_sync.update import Bytes, TensorEntry, TensorKind, Update, WeightsSize
+from codec.weight_sync.weights import Given, Weights, memory_nbytes
+
+
+class _Target(NamedTuple):
+    """Version whose values are stored, and which this receiver may commit."""
+
+    identity: Identity
+    state: FolderState
+    weights: Weights
+    lock: Lock  # of the file of values
+
+
+class StoredUpdate(Update):
+    """Update whose values another receiver has stored in the folder. It has no bytes.
+
+    Parameters
+    ----------
+    head : UpdateHead
+        Header of the update; its base may be a later version than `before`.
+    before, after : Weights
+        Weights of this receiver, and the stored ones.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, head: UpdateHead, before: Weights, after: Weights) -> None:
+        self.memory: Bytes = np.empty(0, np.uint8)
+        self.head, self.signature = head, None
+        self.total = WeightsSize.of(after.kinds.values())
+        self.entries = dict[str, TensorEntry]()
+        for name, slot in after.items():
+            old = before.get(name)
+            known = old.digests if old is not None and old.kind == slot.kind and head.base is not None else None
+            changed = [known is None or digest != known[k] for k, digest in enumerate(slot.digests)]
+            if known is None or any(changed):  # the frame of a changed piece is not empty
+                self.entries[name] = TensorEntry(slot.kind, tuple((0, int(c)) for c in changed))
+
+
+class SharedFolderBase(FolderBase):
+    """Weights in the files of a folder that several receivers share, of which each has a version of its own.
+
+    Parameters
+    ----------
+    path, max_nbytes, options : optional
+        As in :class:`FolderBase`.
+    key : SigningKey, optional
+        Key of the trainer, which all receivers of the folder must have: each of them accepts what another has checked.
+
+    Raises
+    ------
+    StateError
+        The folder is in use by a receiver that does not share it, or with another key, or belongs to another user; it
+        cannot be used, or its files are damaged.
+    """
+
+    _protection = mmap.PROT_READ
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        max_nbytes: int | None = None,
+        options: CallOptions | None = None,
+        key: SigningKey | None = None,
+    ) -> None:
+        self._fingerprint = b"" if key is None else key.fingerprint
+        self._target: _Target | None = None
+        self._values_lock: Lock | None = None  # lock of the file of values that was created last
+        self._preparing, self._committing = (_Turn(Path(path) / name) for name in ("preparing", "committing"))
+        super().__init__(path, max_nbytes, options)
+
+    def _locked(self) -> Lock:
+        """Lock the folder; alone, if no other receiver has opened it."""
+        path = self._path / "lock"
+        if path.exists() and (owner := path.stat().st_uid) != os.geteuid():
+            raise StateError(
+                f"{self._path} belongs to user {owner}, but this process runs as user {os.geteuid()}: receivers that "
+                "share a folder need the same user"
+            )
+        try:
+            self._alone = True
+            return Lock(path)
+        except StateError:
+            self._alone = False
+            return Lock(path, shared=True)
+
+    def _open(self) -> None:
+        """Read the current version. A receiver that is alone also checks its values, and completes what was killed."""
+        path = self._path / "lock"
+        if self._alone:
+            super()._open()
+            path.write_bytes(self._fingerprint)
+            self._lock.share()
+            return
+        if path.read_bytes() != self._fingerprint:
+            raise StateError(
+                f"{self._path} is in use by receivers with another key: pass the same verify= to all of them"
+            )
+        with self._turn(self._committing):
+            if (self._path / "state").exists():
+                state = read_state(self._path / "state")
+                self._adopt(state, self._mapped(state))
+
+    @contextmanager
+    def _turn(self, turn: "_Turn") -> Generator[None]:
+        with self._writing():
+            turn.acquire()
+        try:
+            yield
+        finally:
+            turn.release()
+
+    @contextmanager
+    def preparing(self) -> Generator[None]:
+        """Context in which an update is read and checked, by one receiver of the folder at a time."""
+        with self._turn(self._preparing):
+            yield
+
+    def settle(self) -> None:
+        """Check that the folder is open in this process. A commit changes the weights at once, or not at all."""
+        if not self._lock.closed:
+            self._lock.check()
+
+    def fill(self, given: Given, version: int, run: bytes | None = None) -> None:
+        """Write tensors to a folder without weights, and set their run and version."""
+        with self.preparing():
+            super().fill(given, version, run)
+
+    def complete(self, weights: Weights, run: bytes | None, version: int) -> None:
+        """Commit the weights that :meth:`fill` has written."""
+        with self._turn(self._committing):
+            super().complete(weights, run, version)
+            self._unlock_values()
+
+    def kinds_after(self, update: Update) -> dict[str, TensorKind]:
+        """Return dtype and shape of all tensors after `update`."""
+        return super().kinds_after(update) if (target := self._target_of(update)) is None else target.weights.kinds
+
+    def decode(self, update: Update | None, name: str, k: int, out: Bytes) -> None:
+        """Write the values of a piece after `update`, which were stored when it was checked, to `out`."""
+        if update is None or (target := self._target_of(update)) is None:
+            super().decode(update, name, k, out)
+        else:
+            out[:] = target.weights[name].piece(k)
+
+    def check(self, update: Update) -> None:
+        """Check that an update can be applied, and store the values after it, unless they are stored already.
+
+        Raises
+        ------
+        StateError, FrameError, LimitError
+            As in :meth:`Base.check`, or the values cannot be written.
+        """
+        self._lock.check()
+        if self._target_of(update) is None:
+            self.drop()
+            self.check_size(update)
+            with self.preparing():
+                self._target = self._found(update.head.after) or self._store(update)
+
+    def stored(self, head: UpdateHead) -> Update | None:
+        """Return the update with this header if its values are stored; this receiver can then commit it."""
+        self._lock.check()
+        self.drop()
+        self._target = self._found(head.after)
+        return None if self._target is None else StoredUpdate(head, self.weights, self._target.weights)
+
+    def drop(self) -> None:
+        """Unlock the values of a checked update that is not applied."""
+        if self._target is not None:
+            self._target.lock.release()
+            self._target = None
+
+    def apply(self, update: Update) -> None:
+        """Make the stored values of a checked update current for this receiver, and for the next one that opens."""
+        self._lock.check()
+        with self.lock:
+            self.check(update)
+            target = self._target
+            assert target is not None
+            with self._turn(self._committing):
+                if self._follows_current(target.identity):
+                    staged = self._path / target.state.file.replace("values", "staged")
+                    with self._writing():
+                        if not staged.exists():
+                            write_state(staged, target.state)
+                        staged.replace(self._path / "state")
+                self._adopt(target.state, target.weights)
+                self.drop()
+                self._delete_other_values()
+
+    def _follows_current(self, after: Identity) -> bool:
+        """Return True if a version that this receiver commits is to replace the one in ``state``."""
+        try:
+            current = read_state(self._path / "state").identity
+        except StateError:
+            return True
+        if current.matches(after):
+            return False
+        is_own = self.identity is not None and current.matches(self.identity)
+        return is_own or (not other_run(current.run, after.run) and current.version < after.version)
+
+    def _target_of(self, update: Update) -> _Target | None:
+        """Return the stored version that `update` leads to; None if this receiver has not staged it."""
+        target = self._target
+        return target if target is not None and update.head.after.matches(target.identity) else None
+
+    def _found(self, after: Identity) -> _Target | None:
+        """Return the stored version with this identity, and lock its file of values; None if there is none."""
+        with self._turn(self._committing):
+            for path in self._states():
+                with suppress(StateError), self._writing():  # damaged: the version is written again
+                    state = read_state(path)
+                    if after.matches(identity := state.identity):
+                        weights = self._mapped(state)
+                        return _Target(identity, state, weights, Lock(self._path / state.file, shared=True))
+        return None
+
+    def _states(self) -> Iterable[Path]:
+        return (path for path in (self._path / "state", *self._path.glob("staged-*")) if path.exists())
+
+    def _store(self, update: Update) -> _Target:
+        """Write the values after an update to a new file, decode each frame, and check the digests."""
+        kinds, scratch, begin = super().kinds_after(update), scratch_for(update), 0
+        tensors: list[tuple[str, TensorKind, list[bytes]]] = []
+        try:
+            with self._new_values() as fd:
+                for name, kind in kinds.items():
+                    digests = list[bytes]()
+                    for k, (at, _) in enumerate(kind.spans):
+                        piece, digest = self.piece_after(update, name, k, scratch)
+                        self._write(fd, piece, begin + at)
+                        digests.append(digest)
+                    tensors.append((name, kind, digests))
+                    begin += memory_nbytes([kind])
+                check_digest(update, {name: (kind, digests) for name, kind, digests in tensors})
+                file = self._created
+                assert file is not None
+                state = FolderState(update.run or self.run, update.version, tensors, file.name)
+                with self._writing():
+                    os.ftruncate(fd, max(1, begin))  # padding after the last tensor
+                    weights = self._mapped(state)
+                    write_state(self._path / file.name.replace("values", "staged"), state)
+            lock, self._values_lock = self._values_lock, None
+            assert lock is not None
+            return _Target(state.identity, state, weights, lock)
+        except BaseException:
+            self._unlock_values()
+            raise
+
+    def _next_number(self) -> int:
+        """Return a number that no file of values has, of those that receivers have staged."""
+        return max((int(path.name.split("-")[1]) for path in self._path.glob("values-*")), default=-1) + 1
+
+    def _create(self) -> int:
+        """Create a file of values, and lock it before another receiver could delete it."""
+        with self._turn(self._committing):
+            fd = super()._create()
+            try:
+                assert self._created is not None
+                with self._writing():
+                    self._values_lock = Lock(self._created, shared=True)
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
+
+    def _unlock_values(self) -> None:
+        if self._values_lock is not None:
+            self._values_lock.release()
+            self._values_lock = None
+
+    def _delete_other_values(self) -> None:
+        """Delete the files of values that are neither current nor staged by a receiver, and their states."""
+        with self._turn(self._committing), suppress(StateError):  # a damaged state may name any of the files
+            state = self._path / "state"
+            current = read_state(state).file if state.exists() else None
+            for path in self._path.glob("values-*"):
+                staged = self._path / path.name.replace("values", "staged")
+                if path.name != current:
+                    with suppress(StateError, OSError):  # a receiver has staged these values
+                        lock = Lock(path)
+                        staged.unlink(missing_ok=True)
+                        path.unlink()
+                        lock.release()
+            for staged in self._path.glob("staged-*"):
+                values = self._path / staged.name.replace("staged", "values")
+                if values.name == current or not values.exists():
+                    with suppress(OSError):
+                        staged.unlink()
+
+    def close(self) -> None:
+        """Close the files, so that a receiver that does not share the folder may open it once all have closed it."""
+        self.drop()
+        self._unlock_values()
+        super().close()
+
+
+class _Turn:
+    """Lock that receivers take in turn. The thread that has it may acquire it again; all others wait."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._thread, self._count = path, threading.RLock(), 0
+        self._lock: Lock | None = None
+
+    def acquire(self) -> None:
+        """Wait for the lock. A signal can interrupt the wait."""
+        self._thread.acquire()
+        try:
+            if self._count == 0:
+                self._lock = Lock(self._path, wait=True)
+            self._count += 1
+        except BaseException:
+            self._thread.release()
+            raise
+
+    def release(self) -> None:
+        """Release the lock as often as it was acquired."""
+        self._count -= 1
+        if self._count == 0 and self._lock is not None:
+            self._lock.release()
+        self._thread.release()
+
+
+def shared_base(folder: Any, max_nbytes: int | None, options: CallOptions | None, key: SigningKey | None) -> Base:
+    """Return a SharedFolderBase; raise ArgumentError if `folder` is None."""
+    if folder is None:
+        raise ArgumentError("shared=True needs folder=, a folder on a disk of this machine")
+    return SharedFolderBase(folder, max_nbytes, options, key)
