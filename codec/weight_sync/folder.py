@@ -83,7 +83,7 @@ class FolderBase(Base):
             raise StateError(f"{self._path} cannot be used: {why}") from None
 
     def _open(self) -> None:
-        remove_temporary(self._path, _FILES.__contains__)
+        remove_temporary(self._path, lambda name: name in _FILES or name.startswith("staged-"))
         state = self._path / "state"
         if state.exists():
             found = read_state(state)

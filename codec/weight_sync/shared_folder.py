@@ -116,6 +116,8 @@ class SharedFolderBase(FolderBase):
                 f"{self._path} belongs to user {owner}, but this process runs as user {os.geteuid()}: receivers that "
                 "share a folder need the same user"
             )
+        if (self._path / "pending").exists():  # a killed process has left an update in place: complete it
+            FolderBase(self._path).close()
         try:
             self._alone = True
             return Lock(path)
@@ -124,7 +126,7 @@ class SharedFolderBase(FolderBase):
             return Lock(path, shared=True)
 
     def _open(self) -> None:
-        """Read the current version. A receiver that is alone also checks its values, and completes what was killed."""
+        """Read the current version. A receiver that is alone also checks its values, and deletes other files."""
         path = self._path / "lock"
         if self._alone:
             super()._open()
@@ -300,7 +302,8 @@ class SharedFolderBase(FolderBase):
                 with self._writing():
                     self._values_lock = Lock(self._created, shared=True)
             except BaseException:
-                os.close(fd)
+                with suppress(OSError):
+                    os.close(fd)
                 raise
             return fd
 

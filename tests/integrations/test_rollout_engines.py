@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import os
+import platform
 import shutil
 import sys
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ def verl(monkeypatch, tmp_path):
     base = {"CheckpointEngine": object, "CheckpointEngineRegistry": Registry}
     modules = {"verl": {}, "verl.checkpoint_engine": {}, "verl.checkpoint_engine.base": base}
     engine = stand_in(monkeypatch, "codec.integrations.verl", modules).CodecCheckpointEngine
-    return Run(engine(1, True, folder=str(tmp_path)), engine(1))
+    run = Run(engine(1, True, folder=str(tmp_path)), engine(1))
+    run.engine = engine
+    return run
 
 
 class Run:
@@ -100,6 +103,21 @@ def test_verl_rollout_that_failed_gets_the_changes_without_a_new_version(verl):
     assert verl.served.keys() == {"b"}
 
 
+def test_verl_rollout_workers_share_their_weights(verl, tmp_path):
+    """Workers that receive one after the other, after one update or after several, get the same weights."""
+    folder = str(tmp_path / "workers")
+    runs = [Run(verl.actor, verl.engine(1, worker_folder=folder)) for _ in range(2)]
+    for run in runs:
+        run.weights = verl.weights
+    for change in ("", "ab", "c"):
+        asyncio.run(runs[0].update(change))
+        if change != "ab":
+            runs[1].rollout.init_process_group(runs[0].rollout._source, -1)
+            asyncio.run(runs[1].receive())
+        assert all(run.is_served() for run in runs if change != "ab" or run is runs[0])
+    assert len(list((tmp_path / "workers").rglob("values-*"))) == 1
+
+
 @pytest.fixture
 def vllm(monkeypatch):
     class Engine:
@@ -131,15 +149,25 @@ def engine_of(vllm, index):
     return vllm.CodecWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
 
 
-def test_vllm_engines_of_a_dense_model_store_their_weights_apart(vllm, tmp_path):
-    """Each data-parallel engine of a dense model is rank 0 of a world of its own."""
+def test_vllm_workers_of_a_machine_share_their_weights(vllm, tmp_path):
+    """All workers check an update, then all load it; a worker that fails catches up with the next update."""
+    workers = [engine_of(vllm, index) for index in range(3)]
+    client, loaded = LoraClient(workers), [{} for _ in workers]
+    client.info = vllm.CodecUpdateInfo
     with Publisher(tmp_path / "updates") as publisher:
-        publisher.publish({"w": np.ones(8, np.float32)})
-        engines = [engine_of(vllm, index) for index in range(2)]
-        for engine in engines:
-            engine.init_transfer_engine(vllm.CodecInitInfo(publisher.source, str(tmp_path / "workers")))
-        for engine in engines:
-            engine.shutdown()
+        for worker, served in zip(workers, loaded, strict=True):
+            worker.init_transfer_engine(vllm.CodecInitInfo(publisher.source, str(tmp_path / "workers")))
+            worker._load = served.update
+        for step, broken in enumerate((None, 1, None)):
+            client.broken = broken
+            with pytest.raises(OSError, match="no space left") if broken else contextlib.nullcontext():
+                synchronize(publisher, client, {"w": torch.full((8,), float(step))}.items())
+        [folder] = (tmp_path / "workers").iterdir()
+        assert folder.name == platform.node()
+        assert len(list(folder.glob("values-*"))) == 1
+    assert [served["w"].tolist() for served in loaded] == [[2.0] * 8] * 3
+    for worker in workers:
+        worker.shutdown()
 
 
 def test_vllm_engine_whose_rollback_failed_loads_everything(vllm, tmp_path):

@@ -47,6 +47,9 @@ def run_faults(folder, operation, faults, step, module="storage_faults"):
 class Receiver:
     """Receiver with a folder that applies one update, and passes it to a program."""
 
+    shared = False
+    files = frozenset({"lock", "state", "values"})
+
     def __init__(self, update):
         sender = codec.WeightSender(weights())
         self.all_weights = [weights(), stepped(weights(), 1), stepped(weights(), 2)]
@@ -58,17 +61,21 @@ class Receiver:
         first, self.update, self.target = {
             "first snapshot": ([], self.updates[0], 0), "update": ([0], self.updates[1], 1),
             "snapshot": ([0], self.updates[2], 1), "open": ([0, 1], None, 1), "recovery": ([0], None, 1),
-        }[update]  # fmt: skip
-        self.first, self.kind = first, update
+        }[update.removeprefix("shared ")]  # fmt: skip
+        self.first, self.kind = first, update.removeprefix("shared ")
+
+    def open(self, root):
+        """Open the folder."""
+        return codec.WeightReceiver(folder=root / "rollout", shared=self.shared)
 
     def prepare(self, root):
         """Write the folder in which the operation begins."""
-        with codec.WeightReceiver(folder=root / "rollout") as receiver:
+        with self.open(root) as receiver:
             for k in self.first:
                 receiver.apply(self.updates[k])
         if self.kind == "recovery":  # a process that was killed inside an update
             if (pid := os.fork()) == 0:
-                receiver = codec.WeightReceiver(folder=root / "rollout")
+                receiver = self.open(root)
                 original, calls = receiver._base.write, []
 
                 def write(*args):
@@ -84,17 +91,17 @@ class Receiver:
     def operate(self, root, armed):
         """Run the operation with the fault, then go on in the same process."""
         program = {name: x.copy() for name, x in self.all_weights[0].items()} if self.first else {}
-        receiver = None if self.kind in ("open", "recovery") else codec.WeightReceiver(folder=root / "rollout")
+        receiver = None if self.kind in ("open", "recovery") else self.open(root)
         if receiver is not None and self.first:
             receiver.reload(program.update)
         with armed():
             if receiver is None:
-                receiver = codec.WeightReceiver(folder=root / "rollout")
+                receiver = self.open(root)
                 receiver.reload(program.update)
             else:
                 receiver.apply(self.update, program.update)
         if receiver is None:
-            receiver = codec.WeightReceiver(folder=root / "rollout")
+            receiver = self.open(root)
         version = receiver.version
         if version is None:
             assert self.kind == "first snapshot"
@@ -122,7 +129,7 @@ class Receiver:
 
     def check(self, root, killed):
         """Open the folder as the next process."""
-        with codec.WeightReceiver(folder=root / "rollout") as receiver:
+        with self.open(root) as receiver:
             if killed:
                 assert receiver.version in ({None, 0} if not self.first else {self.target, self.target - 1})
             if receiver.version is not None:
@@ -131,7 +138,22 @@ class Receiver:
                 )
             self.proceed(receiver, {})
         left = {p.name.partition("-")[0] for p in (root / "rollout").iterdir()}
-        assert left == {"lock", "state", "values"}, left
+        assert left == self.files, left
+
+
+class SharedReceiver(Receiver):
+    """Receiver that shares its folder with others, which have the same version when it begins."""
+
+    shared = True
+    files = frozenset({"lock", "state", "values", "preparing", "committing"})
+
+    def operate(self, root, armed):
+        """Run the operation with the fault; the other receivers are not affected."""
+        other = self.open(root)
+        before = dict(other.tensors())
+        super().operate(root, armed)
+        assert equal(before, other.tensors()), "another receiver has other weights"
+        self.proceed(other, {})
 
 
 class Publication:
@@ -191,6 +213,7 @@ class Publication:
 
 OPERATIONS = {
     **{kind: Receiver for kind in ("first snapshot", "update", "snapshot", "open", "recovery")},
+    **{f"shared {kind}": SharedReceiver for kind in ("first snapshot", "update", "snapshot")},
     **{kind: Publication for kind in ("base in memory", "base in a folder", "first, base in a folder")},
 }
 
