@@ -312,8 +312,8 @@ class Base:
         """Context in which an update is read and checked, by one receiver of a shared folder at a time."""
         return nullcontext()
 
-    def stored(self, head: UpdateHead) -> Update | None:
-        """Return the update with this header if another receiver of a shared folder has stored its values."""
+    def stored(self, heads: Sequence[UpdateHead]) -> tuple[int, Update] | None:
+        """Return the last update of a chain whose values a receiver of a shared folder has stored, and its index."""
         return None
 
     def drop(self) -> None:

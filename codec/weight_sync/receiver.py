@@ -213,17 +213,14 @@ class WeightReceiver(Closing):
         such version is staged without `read`; the result is the number of updates that lead to it.
         """
         with self._base.preparing():
-            for n in range(len(updates), 0, -1):
-                if (stored := self._base.stored(updates[n - 1].head)) is not None:
-                    break
-            else:
-                n, stored = 1, None
+            stored = self._base.stored([one.head for one in updates])
+            n, update = (0, read(updates[0])) if stored is None else stored
             try:
-                self.stage(read(updates[0]) if stored is None else stored, restart=True)
+                self.stage(update, restart=True)
             except BaseException:
                 self.discard()
                 raise
-            return n
+            return n + 1
 
     def updated(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
         """Yield copies of tensors with their values after the staged update, for the program to load.

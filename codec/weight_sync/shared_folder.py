@@ -21,7 +21,7 @@ a file of values that is neither locked nor current is deleted by the next recei
 import mmap
 import os
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -197,14 +197,17 @@ class SharedFolderBase(FolderBase):
             self.drop()
             self.check_size(update)
             with self.preparing():
-                self._target = self._found(update.head.after) or self._store(update)
+                found = self._found([update.head.after])
+                self._target = self._store(update) if found is None else found[1]
 
-    def stored(self, head: UpdateHead) -> Update | None:
-        """Return the update with this header if its values are stored; this receiver can then commit it."""
+    def stored(self, heads: Sequence[UpdateHead]) -> tuple[int, Update] | None:
+        """Return the last update of a chain whose values are stored, which this receiver can commit, and its index."""
         self._lock.check()
         self.drop()
-        self._target = self._found(head.after)
-        return None if self._target is None else StoredUpdate(head, self.weights, self._target.weights)
+        if (found := self._found([head.after for head in heads])) is None:
+            return None
+        k, self._target = found
+        return k, StoredUpdate(heads[k], self.weights, self._target.weights)
 
     def drop(self) -> None:
         """Unlock the values of a checked update that is not applied."""
@@ -246,19 +249,23 @@ class SharedFolderBase(FolderBase):
         target = self._target
         return target if target is not None and update.head.after.matches(target.identity) else None
 
-    def _found(self, after: Identity) -> _Target | None:
-        """Return the stored version with this identity, and lock its file of values; None if there is none."""
+    def _found(self, versions: Sequence[Identity]) -> tuple[int, _Target] | None:
+        """Find the last one of `versions` that is stored; return its index, and the version with its file locked."""
+        best: tuple[int, Identity, FolderState] | None = None
         with self._turn(self._committing):
-            for path in self._states():
-                with suppress(StateError), self._writing():  # damaged: the version is written again
+            for path in (self._path / "state", *self._path.glob("staged-*")):
+                with suppress(StateError):  # missing, or damaged: the version is written again
                     state = read_state(path)
-                    if after.matches(identity := state.identity):
-                        weights = self._mapped(state)
-                        return _Target(identity, state, weights, Lock(self._path / state.file, shared=True))
+                    identity = state.identity
+                    matching = [k for k, version in enumerate(versions) if version.matches(identity)]
+                    if matching and (best is None or matching[-1] > best[0]):
+                        best = matching[-1], identity, state
+            if best is not None:
+                k, identity, state = best
+                with suppress(StateError), self._writing():  # as above
+                    weights = self._mapped(state)
+                    return k, _Target(identity, state, weights, Lock(self._path / state.file, shared=True))
         return None
-
-    def _states(self) -> Iterable[Path]:
-        return (path for path in (self._path / "state", *self._path.glob("staged-*")) if path.exists())
 
     def _store(self, update: Update) -> _Target:
         """Write the values after an update to a new file, decode each frame, and check the digests."""
