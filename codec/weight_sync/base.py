@@ -158,6 +158,10 @@ class Base:
                 "the names, dtypes or shapes of the update differ from those of its base: publish a snapshot, "
                 "diff(..., full=True)"
             )
+        self.check_nbytes(update)
+
+    def check_nbytes(self, update: Update) -> None:
+        """Raise LimitError if the weights after an update would be larger than `max_nbytes`."""
         if self.max_nbytes is not None and update.total.nbytes > self.max_nbytes:
             raise LimitError(
                 f"the weights after the update have {update.total.nbytes} bytes, more than max_nbytes, "

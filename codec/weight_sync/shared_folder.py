@@ -21,8 +21,10 @@ a file of values that is neither locked nor current is deleted by the next recei
 import mmap
 import os
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +50,17 @@ class _Target(NamedTuple):
     state: FolderState
     weights: Weights
     lock: Lock  # of the file of values
+
+
+@dataclass
+class _Turn:
+    """Lock that receivers take in turn; the thread that has it may enter again."""
+
+    path: Path
+    thread: AbstractContextManager[bool] = field(default_factory=threading.RLock)
+    # Lock that this receiver holds. Only the frame that waits for its end refers to it otherwise: if an interrupt
+    # comes before the frame can release it, it is released with the frame.
+    lock: Callable[[], Lock | None] = lambda: None
 
 
 class StoredUpdate(Update):
@@ -143,13 +156,20 @@ class SharedFolderBase(FolderBase):
                 self._adopt(state, self._mapped(state))
 
     @contextmanager
-    def _turn(self, turn: "_Turn") -> Generator[None]:
-        with self._writing():
-            turn.acquire()
-        try:
-            yield
-        finally:
-            turn.release()
+    def _turn(self, turn: _Turn) -> Generator[None]:
+        """Context that waits until no other receiver has the turn. A signal can interrupt the wait."""
+        with turn.thread:
+            if turn.lock() is not None:
+                yield
+                return
+            with self._writing():
+                lock = Lock(turn.path, wait=True)
+            turn.lock = weakref.ref(lock)
+            try:
+                yield
+            finally:
+                turn.lock = lambda: None
+                lock.release()
 
     @contextmanager
     def preparing(self) -> Generator[None]:
@@ -193,7 +213,9 @@ class SharedFolderBase(FolderBase):
             As in :meth:`Base.check`, or the values cannot be written.
         """
         self._lock.check()
-        if self._target_of(update) is None:
+        if self._target_of(update) is not None:
+            self.check_nbytes(update)
+        else:
             self.drop()
             self.check_size(update)
             with self.preparing():
@@ -211,9 +233,9 @@ class SharedFolderBase(FolderBase):
 
     def drop(self) -> None:
         """Unlock the values of a checked update that is not applied."""
-        if self._target is not None:
-            self._target.lock.release()
-            self._target = None
+        target, self._target = self._target, None
+        if target is not None:
+            target.lock.release()
 
     def apply(self, update: Update) -> None:
         """Make the stored values of a checked update current for this receiver, and for the next one that opens."""
@@ -298,7 +320,8 @@ class SharedFolderBase(FolderBase):
 
     def _next_number(self) -> int:
         """Return a number that no file of values has, of those that receivers have staged."""
-        return max((int(path.name.split("-")[1]) for path in self._path.glob("values-*")), default=-1) + 1
+        numbers = (path.name.partition("-")[2] for path in self._path.glob("values-*"))
+        return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
 
     def _create(self) -> int:
         """Create a file of values, and lock it before another receiver could delete it."""
@@ -315,9 +338,9 @@ class SharedFolderBase(FolderBase):
             return fd
 
     def _unlock_values(self) -> None:
-        if self._values_lock is not None:
-            self._values_lock.release()
-            self._values_lock = None
+        lock, self._values_lock = self._values_lock, None
+        if lock is not None:
+            lock.release()
 
     def _delete_other_values(self) -> None:
         """Delete the files of values that are neither current nor staged by a receiver, and their states."""
@@ -343,32 +366,6 @@ class SharedFolderBase(FolderBase):
         self.drop()
         self._unlock_values()
         super().close()
-
-
-class _Turn:
-    """Lock that receivers take in turn. The thread that has it may acquire it again; all others wait."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._thread, self._count = path, threading.RLock(), 0
-        self._lock: Lock | None = None
-
-    def acquire(self) -> None:
-        """Wait for the lock. A signal can interrupt the wait."""
-        self._thread.acquire()
-        try:
-            if self._count == 0:
-                self._lock = Lock(self._path, wait=True)
-            self._count += 1
-        except BaseException:
-            self._thread.release()
-            raise
-
-    def release(self) -> None:
-        """Release the lock as often as it was acquired."""
-        self._count -= 1
-        if self._count == 0 and self._lock is not None:
-            self._lock.release()
-        self._thread.release()
 
 
 def shared_base(folder: Any, max_nbytes: int | None, options: CallOptions | None, key: SigningKey | None) -> Base:

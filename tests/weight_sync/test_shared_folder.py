@@ -16,6 +16,7 @@ from support.weight_updates import equal, stepped, versions, weights
 
 # A child process opens the folder beside a receiver of the parent, and applies an update. A trace function kills the
 # child at a given line of the modules that write. The receiver of the parent, and the next one, then use the folder.
+# Likewise, a receiver is interrupted at a given line, after which neither this nor another one may wait for a lock.
 KILLED = """
 import shutil, tempfile
 sys.path.insert(0, {tests!r})
@@ -64,6 +65,42 @@ def attempt(point):
     shutil.rmtree(folder)
     return os.WIFSIGNALED(status), found
 
+def interrupted(point):
+    folder = tempfile.mkdtemp(dir=root)
+    with codec.WeightReceiver(all_weights[0], folder=folder, shared=True) as first, opened(folder) as other:
+        program, left = dict(first.tensors()), point
+        def trace(frame, event, arg):
+            nonlocal left
+            if not frame.f_code.co_filename.endswith(("sync/shared_folder.py", "sync/folder.py")):
+                return None
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+        signal.alarm(60)
+        sys.settrace(trace)
+        try:
+            first.apply(updates[0], program.update)
+        except KeyboardInterrupt:
+            pass
+        sys.settrace(None)
+        assert first.unloaded or equal(all_weights[first.version], program), point
+        assert equal(all_weights[first.version], first.tensors()), point
+        other.apply(updates[0])
+        if first.version == 0:
+            first.apply(updates[0])
+        for receiver in (first, other):
+            receiver.apply(updates[1], program.update)
+            assert equal(all_weights[2], receiver.tensors()), point
+        assert equal(all_weights[2], program)
+        assert len(os.listdir(folder)) == 5, (point, os.listdir(folder))
+    return left <= 0
+
+point = 3
+while interrupted(point):
+    point += {step}
+
 results, point = set(), 1
 while (done := attempt(point))[0]:
     results.add(done[1])
@@ -74,7 +111,7 @@ print("the end")
 """
 
 
-def test_receiver_killed_at_any_point_leaves_the_others_their_versions():
+def test_receiver_killed_or_interrupted_at_any_point_leaves_the_others_their_versions():
     code = KILLED.format(tests=os.path.dirname(os.path.dirname(__file__)), step=1 if NIGHTLY else 23)
     run(code, noise=("<string>:", "  child = os.fork()"), CODEC_NUM_THREADS="1")
 
@@ -226,6 +263,13 @@ def test_pull_goes_to_the_last_version_that_another_receiver_has_stored(tmp_path
         assert [name for name, x in program.items() if x is not before[name]] == [changed]
         ahead.close()
         behind.close()
+        with opened(tmp_path / "weights", max_nbytes=100) as small:
+            publisher.publish(stepped(last, 3))
+            pull(ahead := opened(tmp_path / "weights"), publisher.source)
+            with pytest.raises(codec.LimitError):
+                pull(small, publisher.source)
+            assert (ahead.version, small.version) == (3, 2)
+            ahead.close()
 
 
 def test_snapshot_of_a_new_run_replaces_the_weights_of_all_receivers(two):
