@@ -44,11 +44,13 @@ async def update(actor, rollouts, weights, steps, take=lambda engine: None):
     return results[: len(rollouts)]
 
 
+@pytest.mark.parametrize("workers", [None, "workers"])
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_rollouts_get_the_weights_of_the_actor(tmp_path, host):
+def test_rollouts_get_the_weights_of_the_actor(tmp_path, host, workers):
     torch.manual_seed(0)
     weights = {f"layers.{k}.weight": torch.randn(40, 30).to(torch.bfloat16) for k in range(3)}
-    actor, rollouts = engines(tmp_path, host=host)
+    folder = None if workers is None else str(tmp_path / workers)
+    actor, rollouts = engines(tmp_path, host=host, worker_folder=folder)
     served = [{}, {}]
     for step in range(3):
         results = asyncio.run(update(actor, rollouts, weights, step))
