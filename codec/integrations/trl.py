@@ -39,8 +39,8 @@ class CodecWeightTransfer:
     base : str or path, optional
         Folder for the base, as in :class:`codec.WeightSender`. Default: the base is stored in memory.
     worker_folder : str, optional
-        Folder in which the server's workers on each machine share a copy of the weights. Default: each worker stores
-        one in its memory.
+        Folder in which the server's workers on each machine share a copy of the weights, on a disk of the
+        machine. Default: each worker stores one in its memory.
     token, tls, sign : optional
         As in :class:`codec.weight_sync.Publisher`. The server's workers get theirs by environment variables.
     """

@@ -45,8 +45,8 @@ class CodecCheckpointEngine(CheckpointEngine):
     base : str, optional
         Folder for the base on the master, which is a copy of the published weights. Default: it is stored in memory.
     worker_folder : str, optional
-        Folder in which the rollout workers of each machine share a copy of the weights. Default: each worker stores one
-        in its memory.
+        Folder in which the rollout workers of each machine share a copy of the weights, on a disk of the machine.
+        Default: each worker stores one in its memory.
     timeout : float
         Maximum time that a rollout worker waits for an update, in seconds.
     """

@@ -46,8 +46,8 @@ def register() -> None:
 class CodecInitInfo(base.WeightTransferInitInfo):
     """Location of the trainer's updates, and of the weights of workers.
 
-    The workers of each machine share the weights in a subfolder of `folder` with the machine's name. None: each worker
-    stores them in its memory.
+    The workers of each machine share the weights in `folder`, on a disk of the machine. None: each worker stores them
+    in its memory.
     """
 
     source: str

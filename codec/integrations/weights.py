@@ -1,6 +1,5 @@
 """Send an update from a trainer to a vLLM server, and open the weights of its workers; shared by integrations."""
 
-import platform
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,10 +94,9 @@ def update_info(update: Update, phase: str) -> dict[str, Any]:
 def worker_receiver(folder: str | None) -> WeightReceiver:
     """Return the receiver of a worker, which shares the weights in `folder` with the other workers of its machine.
 
-    Each machine has a subfolder with its name, so that `folder` may be on a disk of several machines. None: the worker
-    stores the weights in its memory.
+    None: the worker stores the weights in its memory.
     """
-    return WeightReceiver() if folder is None else WeightReceiver(folder=Path(folder, platform.node()), shared=True)
+    return WeightReceiver(folder=folder, shared=folder is not None)
 
 
 def send_adapters(

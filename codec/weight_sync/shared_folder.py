@@ -11,15 +11,17 @@ The folder has the files of :mod:`codec.weight_sync.folder`, except that no file
 4. The first receiver that commits the update renames ``staged-N`` to ``state``. A receiver that commits an older
    version than that in ``state``, because it is slow, leaves ``state`` as it is.
 
-The lock of the file ``lock`` is shared by all receivers, which excludes a receiver that overwrites values. The lock of
+The lock of the file ``lock`` is shared by all receivers, which excludes a receiver that overwrites values. The file
+names their machine, since a network disk loses deleted files that another machine maps, and their key. The lock of
 ``preparing`` is held by a receiver that opens the folder, or that reads and checks an update. The lock of
 ``committing`` is held for a short time, in which files are named, found or deleted. The lock of a file of values is
-held by each receiver that has staged them. All locks end with their process, and nothing that it did must be undone:
-a file of values that is neither locked nor current is deleted by the next receiver that writes one.
+held by each receiver that has staged them. All locks end with their process, and nothing that it did must be undone: a
+file of values that is neither locked nor current is deleted by the next receiver that writes one.
 """
 
 import mmap
 import os
+import platform
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -102,8 +104,8 @@ class SharedFolderBase(FolderBase):
     Raises
     ------
     StateError
-        The folder is in use by a receiver that does not share it, or with another key, or belongs to another user; it
-        cannot be used, or its files are damaged.
+        The folder is in use by a receiver that does not share it, on another machine or with another key, or belongs to
+        another user; it cannot be used, or its files are damaged.
     """
 
     _protection = mmap.PROT_READ
@@ -115,7 +117,7 @@ class SharedFolderBase(FolderBase):
         options: CallOptions | None = None,
         key: SigningKey | None = None,
     ) -> None:
-        self._fingerprint = b"" if key is None else key.fingerprint
+        self._machine, self._fingerprint = _machine(), b"" if key is None else key.fingerprint
         self._target: _Target | None = None
         self._values_lock: Lock | None = None  # lock of the file of values that was created last
         self._preparing, self._committing = (_Turn(Path(path) / name) for name in ("preparing", "committing"))
@@ -143,10 +145,14 @@ class SharedFolderBase(FolderBase):
         path = self._path / "lock"
         if self._alone:
             super()._open()
-            path.write_bytes(self._fingerprint)
+            if path.read_bytes() != self._machine + self._fingerprint:
+                path.write_bytes(self._machine + self._fingerprint)
             self._lock.share()
             return
-        if path.read_bytes() != self._fingerprint:
+        found = path.read_bytes()
+        if not found.startswith(self._machine):
+            raise StateError(f"{self._path} is in use on another machine: pass a folder on a disk of this machine")
+        if found != self._machine + self._fingerprint:
             raise StateError(
                 f"{self._path} is in use by receivers with another key: pass the same verify= to all of them"
             )
@@ -366,6 +372,14 @@ class SharedFolderBase(FolderBase):
         self.drop()
         self._unlock_values()
         super().close()
+
+
+def _machine() -> bytes:
+    """Return an identity that this machine has until it is started again, in all of its containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return platform.node().encode() + b"\n"
 
 
 def shared_base(folder: Any, max_nbytes: int | None, options: CallOptions | None, key: SigningKey | None) -> Base:

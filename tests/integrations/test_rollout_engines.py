@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import json
 import os
-import platform
 import shutil
 import sys
 from dataclasses import dataclass
@@ -115,7 +114,7 @@ def test_verl_rollout_workers_share_their_weights(verl, tmp_path):
             runs[1].rollout.init_process_group(runs[0].rollout._source, -1)
             asyncio.run(runs[1].receive())
         assert all(run.is_served() for run in runs if change != "ab" or run is runs[0])
-    assert len(list((tmp_path / "workers").rglob("values-*"))) == 1
+    assert len(list((tmp_path / "workers").glob("values-*"))) == 1
 
 
 @pytest.fixture
@@ -162,9 +161,7 @@ def test_vllm_workers_of_a_machine_share_their_weights(vllm, tmp_path):
             client.broken = broken
             with pytest.raises(OSError, match="no space left") if broken else contextlib.nullcontext():
                 synchronize(publisher, client, {"w": torch.full((8,), float(step))}.items())
-        [folder] = (tmp_path / "workers").iterdir()
-        assert folder.name == platform.node()
-        assert len(list(folder.glob("values-*"))) == 1
+        assert len(list((tmp_path / "workers").glob("values-*"))) == 1
     assert [served["w"].tolist() for served in loaded] == [[2.0] * 8] * 3
     for worker in workers:
         worker.shutdown()

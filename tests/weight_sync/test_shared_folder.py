@@ -322,13 +322,17 @@ def test_private_and_shared_receivers_exclude_each_other(tmp_path):
         codec.WeightReceiver(shared=True)
 
 
-def test_receivers_of_a_folder_need_the_same_user_and_key(tmp_path):
+def test_receivers_of_a_folder_need_the_same_machine_user_and_key(tmp_path):
     with opened(tmp_path, verify=b"a" * 16):
         opened(tmp_path, verify=b"a" * 16).close()
         for key in (None, b"b" * 16):
             with pytest.raises(codec.StateError, match="pass the same verify="):
                 opened(tmp_path, verify=key)
-    opened(tmp_path, verify=b"b" * 16).close()
+    with opened(tmp_path, verify=b"b" * 16):
+        content = (tmp_path / "lock").read_bytes()
+        (tmp_path / "lock").write_bytes(b"other" + content)
+        with pytest.raises(codec.StateError, match="in use on another machine"):
+            opened(tmp_path, verify=b"b" * 16)
     if os.geteuid() == 0:
         os.chown(tmp_path / "lock", 12345, -1)
         with pytest.raises(codec.StateError, match="belongs to user 12345"):
