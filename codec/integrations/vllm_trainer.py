@@ -26,9 +26,9 @@ class CodecTrainerInitInfo(TrainerInitInfo):
     """Folder of the updates, and the address to serve it on.
 
     Workers on other machines need `host`, or must share the folder's disk. The trainer stores its copy of the weights
-    in `base`; the workers of each machine share one in `worker_folder`, on a disk of the machine. None: trainer and each
-    worker store a copy in memory. `token`, `tls` and `sign` are as in :class:`codec.weight_sync.Publisher`; workers get
-    theirs by environment variables.
+    in `base`; the workers of each machine share one in `worker_folder`, on a disk of the machine. None: trainer and
+    each worker store a copy in memory. `token`, `tls` and `sign` are as in :class:`codec.weight_sync.Publisher`;
+    workers get theirs by environment variables.
     """
 
     backend: ClassVar[str] = "codec"
