@@ -10,17 +10,18 @@ import threading
 import time
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedReader
 from math import inf
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from codec.weight_sync.credentials import BearerToken
-from codec.weight_sync.mapping import regular
+from codec.weight_sync.fan_out import MIN_NBYTES, FanOut, TreeNode
+from codec.weight_sync.hints import DEPTH, HEADER
+from codec.weight_sync.offered import OfferedFile, OfferedFiles
 
 _NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot))")
+_RANGE = re.compile(r"bytes=(\d{1,18})-")
 _SEND_SECONDS = 60.0  # time without progress after which the server closes a connection
 _BLOCK_SECONDS = 120.0  # time in which a client must receive a block of a file: 9 KB/s
 _REQUEST_SECONDS = 10.0  # time in which a client must send a complete request, on a new or on an idle connection
@@ -37,8 +38,8 @@ class Server(ThreadingHTTPServer):
 
     Parameters
     ----------
-    root : path
-        Folder of the store.
+    files : OfferedFiles
+        Files to serve.
     address : tuple
         Address to listen on, as ``socket.getaddrinfo`` returns it.
     family : AddressFamily
@@ -47,6 +48,8 @@ class Server(ThreadingHTTPServer):
         Token that each request must have.
     tls : SSLContext, optional
         Context of encrypted connections. Default: connections are not encrypted.
+    fan_out : FanOut, optional
+        Mirrors to which the server may send clients. Default: none.
     """
 
     daemon_threads = True
@@ -54,19 +57,20 @@ class Server(ThreadingHTTPServer):
 
     def __init__(
         self,
-        root: Path,
+        files: OfferedFiles,
         address: Any,
         family: socket.AddressFamily,
         token: BearerToken | None = None,
         tls: ssl.SSLContext | None = None,
+        fan_out: FanOut | None = None,
     ) -> None:
-        self.root, self.family, self.address_family = root, family, family
-        self.token, self.tls = token, tls
+        self.files, self.family, self.address_family = files, family, family
+        self.token, self.tls, self.fan_out = token, tls, fan_out
         self._pid = os.getpid()
         self._free = threading.BoundedSemaphore(CONNECTIONS)
         self._lock = threading.Lock()
         self._open: dict[Any, _Limits] = {}
-        self._closing = False
+        self.closing = False
         super().__init__(address, Handler)
         _servers.add(self)
 
@@ -91,7 +95,7 @@ class Server(ThreadingHTTPServer):
         """Serve a connection in a new thread, once there are less than 64."""
         while not self._free.acquire(timeout=_POLL_SECONDS):
             self._close_late(busy=True)
-            if self._closing:
+            if self.closing:
                 self.shutdown_request(request)
                 return
         self._limit(request, _Limits())
@@ -138,8 +142,9 @@ class Server(ThreadingHTTPServer):
         self._limit(connection, _Limits(end, end))
 
     def service_actions(self) -> None:
-        """Close connections that are slow or silent for too long. The server calls this every 50 ms."""
+        """Close connections that are slow or silent for too long, and expired files, every 50 ms."""
         self._close_late(busy=False)
+        self.files.expire()
 
     def _close_late(self, busy: bool) -> None:
         now = time.monotonic()
@@ -151,7 +156,7 @@ class Server(ThreadingHTTPServer):
     def stop(self) -> None:
         """Stop listening, and close all connections. In a forked process, only release the process's copies of them."""
         if os.getpid() == self._pid:
-            self._closing = True
+            self.closing = True
             self.shutdown()
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # also for children, which share the listening socket
@@ -258,34 +263,63 @@ class Handler(BaseHTTPRequestHandler):
             return
         name = _NAMES.fullmatch(self.path)
         try:
-            # no links: who may write to the folder must not make this process serve other files
-            fd, nbytes = regular(self._updates.root / name[1], os.O_NOFOLLOW) if name else (-1, 0)
+            offered = self._updates.files.open(name[1]) if name else None
         except OSError:
-            fd, nbytes = -1, 0
-        if fd < 0:
+            offered = None
+        if offered is None:
             self.send_error(404)
             return
-        with os.fdopen(fd, "rb") as file:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/octet-stream")
-            self.send_header("Content-Length", str(nbytes))
-            self.send_header("Cache-Control", "no-store")  # a later run may use the name again
-            self.end_headers()
-            self.close_connection |= self._send(file, nbytes) < nbytes
+        with offered, self._sending(offered) as mirror:
+            if mirror is None:
+                self._reply(offered)
+            else:
+                self.send_response(307)
+                scheme = "http" if self._updates.tls is None else "https"
+                self.send_header("Location", f"{scheme}://{mirror.address}{self.path}")
+                self.send_header(DEPTH, str(mirror.depth))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
 
-    def _send(self, file: BufferedReader, nbytes: int) -> int:
-        """Send `nbytes` bytes of a file; return the number of bytes that were sent, less if the file is shorter."""
+    def _sending(self, offered: OfferedFile) -> AbstractContextManager[TreeNode | None]:
+        """Return a context in which to send a file; it yields a mirror if the client is to read the file there."""
+        if self._updates.fan_out is None or offered.nbytes < MIN_NBYTES:
+            return nullcontext()
+        return self._updates.fan_out.sending(offered.identity, self.client_address[0], self.headers.get(HEADER))
+
+    def _reply(self, offered: OfferedFile) -> None:
+        """Send a file, or the part that begins at the byte which the client requests."""
+        nbytes = offered.nbytes
+        wanted = _RANGE.fullmatch(self.headers.get("Range", ""))
+        begin = int(wanted[1]) if wanted and int(wanted[1]) < nbytes else 0
+        self.send_response(206 if begin else 200)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(nbytes - begin))
+        if begin:
+            self.send_header("Content-Range", f"bytes {begin}-{nbytes - 1}/{nbytes}")
+        self.send_header("Cache-Control", "no-store")  # a later run may use the name again
+        self.end_headers()
+        self.close_connection |= self._send(offered, begin) < nbytes
+
+    def _send(self, offered: OfferedFile, sent: int) -> int:
+        """Send a file from byte `sent`; return the end of what was sent, less than its size if it ends early."""
         encrypted = isinstance(self.connection, ssl.SSLSocket)
         buffer = memoryview(bytearray(_ENCRYPTED if encrypted else 0))  # SSLSocket.sendfile sends blocks of 8 KiB
-        sent = 0
-        while sent < nbytes:
-            if sent % _BLOCK == 0:
+        block = -1
+        while sent < offered.nbytes and not self._updates.closing:
+            available = offered.available(sent)
+            if available is None:
+                break
+            if available == sent:  # the client must not pay for the time in which a mirror waits
+                self._updates.sending(self.connection)
+                continue
+            if sent // _BLOCK > block:
+                block = sent // _BLOCK
                 self._updates.sending(self.connection)
             if encrypted:
-                n = file.readinto(buffer[: nbytes - sent])
+                n = os.preadv(offered.file.fileno(), [buffer[: available - sent]], sent)
                 self.connection.sendall(buffer[:n])
             else:
-                n = self.connection.sendfile(file, sent, min(_BLOCK, nbytes - sent))
+                n = self.connection.sendfile(offered.file, sent, min(_BLOCK, available - sent))
             if not n:
                 break
             sent += n

@@ -1,32 +1,38 @@
-"""Download the files of a store over HTTP, on one connection."""
+"""Requests to the server of a store or to a mirror over HTTP, on one connection."""
 
 import ipaddress
 import re
 import socket
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from os import PathLike
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from codec.errors import ArgumentError, CodecError, FrameError
 from codec.weight_sync import environment
-from codec.weight_sync.temporary import copied
+from codec.weight_sync.closing import Closing
+from codec.weight_sync.hints import HEADER, Hint
+from codec.weight_sync.temporary import copied, not_listed, truncated
 
 if TYPE_CHECKING:
     import mmap
     import ssl
     from http.client import HTTPConnection, HTTPResponse
 
+    from codec.weight_sync.arriving import Arriving
     from codec.weight_sync.credentials import BearerToken
 
 Cafile = str | PathLike[str] | bool | None
 
 _BLOCK_SECONDS = 64.0  # time for 1 MiB of a file beyond the maximum time without data: 16 KiB/s
+_BLOCK = 1 << 18  # bytes that are read from a connection at once, and that readers of a mirror wait for
 
 
-class Connection:
+class Connection(Closing):
     """Connection to the server of a store, which is kept open between files.
 
     Redirects are not followed. Environment variables such as ``http_proxy`` are ignored: they name proxies for the
@@ -40,6 +46,8 @@ class Connection:
         Maximum time without new data, and for the header of a reply. Files must arrive with at least 16 KiB/s.
     token, cafile : optional
         As in :func:`codec.weight_sync.pull`.
+    rate : float, optional
+        Minimum number of bytes per second after the first `seconds` of a file, instead of 16 KiB/s.
 
     Raises
     ------
@@ -48,9 +56,14 @@ class Connection:
     """
 
     def __init__(
-        self, url: str, seconds: float, token: "str | BearerToken | None" = None, cafile: Cafile = None
+        self,
+        url: str,
+        seconds: float,
+        token: "str | BearerToken | None" = None,
+        cafile: Cafile = None,
+        rate: float | None = None,
     ) -> None:
-        self._url, self._seconds = url.rstrip("/"), seconds
+        self._url, self._seconds, self._rate, self._cafile = url.rstrip("/"), seconds, rate, cafile
         self._open: HTTPConnection | None = None
         self._socket: socket.socket | None = None
         self._tls: ssl.SSLContext | None = None
@@ -103,23 +116,90 @@ class Connection:
         """
         url = f"{self._url}/{name}"
         with self._errors(), self._get(name) as reply:
-            length = reply.headers.get("Content-Length")
-            if length is not None and not re.fullmatch(r"\d{1,18}", length):
-                raise ArgumentError(f"{url} cannot be read: its Content-Length is {length!r:.40}")
-            if length is not None and int(length) > most:
+            length = _length(reply, url)
+            if length is not None and length > most:
                 raise FrameError(f"{url} has {length} bytes, more than {most}")
 
             def read(block: memoryview) -> int:
                 with self._within(self._seconds + _BLOCK_SECONDS, "a part of a file"):
                     return reply.readinto(block)
 
-            return copied(read, url, most, None if length is None else int(length))
+            return copied(read, url, most, length)
 
-    def _get(self, name: str) -> "HTTPResponse":
-        """Request a file, and return the reply, whose status is 200."""
+    def copy(self, name: str, file: "Arriving", mirror: str | None = None) -> Hint | None:
+        """Append the part of an update that has not arrived yet to `file`.
+
+        Parameters
+        ----------
+        name : str
+            Name of the update's file.
+        file : Arriving
+            File that has the bytes before this part.
+        mirror : str, optional
+            Value of the header that allows the server to reply with a hint (``hints.py``).
+
+        Returns
+        -------
+        Hint or None
+            Mirror that has the file; nothing was appended. None: the file is complete.
+
+        Raises
+        ------
+        ArgumentError
+            As in :meth:`read`, or the temporary file cannot be written.
+        FrameError
+            The file has another size than `file` announces, or the connection ended before the end of the file.
+        """
+        if file.complete:
+            return None
+        url, begin = f"{self._url}/{name}", file.size
+        headers = {"Range": f"bytes={begin}-"} if begin else {}
+        headers |= {} if mirror is None else {HEADER: mirror}
+        with self._errors(), self._get(name, headers) as reply:
+            if reply.status == 307:
+                return Hint.read(reply.headers, self._url.partition(":")[0], name)
+            if begin and reply.headers.get("Content-Range") != f"bytes {begin}-{file.nbytes - 1}/{file.nbytes}":
+                raise ArgumentError(f"{url} cannot be read from byte {begin} of {file.nbytes}")
+            if _length(reply, url) not in (None, file.nbytes - begin):
+                raise not_listed(url)
+            self._append(reply, file, time.monotonic())
+            if not file.complete:
+                raise truncated(url, file.size, file.nbytes)
+        return None
+
+    def _append(self, reply: "HTTPResponse", file: "Arriving", start: float) -> None:
+        buffer, begin = memoryview(bytearray(_BLOCK)), file.size
+        while True:
+            seconds = self._seconds + _BLOCK_SECONDS * _BLOCK / (1 << 20)
+            if self._rate is not None:
+                seconds = start + self._seconds + (file.size - begin) / self._rate - time.monotonic()
+            with self._within(max(seconds, 0.0), "a part of a file"):
+                n = reply.readinto(buffer)
+            if not n:
+                return
+            file.append(buffer[:n])
+
+    def reach(self) -> None:
+        """Connect to the server, and close the connection.
+
+        Raises
+        ------
+        ArgumentError
+            The server cannot be reached, or has another certificate than `cafile` demands.
+        """
+        with self._errors():
+            self._new().connect()
+        self.close()
+
+    def at(self, hint: Hint) -> "Connection":
+        """Return a connection to a mirror, with the same token and trusted certificates."""
+        return Connection(hint.url, hint.seconds, self._token, self._cafile, hint.rate)
+
+    def _get(self, name: str, headers: Mapping[str, str] = MappingProxyType({})) -> "HTTPResponse":
+        """Request a file, and return the reply: 200, 206 if `headers` has a range, or 307 if it allows hints."""
         url = f"{self._url}/{name}"
-        reply = self._request(f"{self._path}/{name}")
-        if reply.status == 200:
+        reply = self._request(f"{self._path}/{name}", headers)
+        if reply.status == (206 if "Range" in headers else 200) or (reply.status == 307 and HEADER in headers):
             return reply
         reply.close()
         location = reply.headers.get("Location")
@@ -141,28 +221,33 @@ class Connection:
             )
         raise ArgumentError(f"{url} cannot be read: the server replied {reply.status} {reply.reason!r:.80}")
 
-    def _request(self, target: str) -> "HTTPResponse":
-        from http.client import HTTPConnection, HTTPException, HTTPSConnection  # slow to import
+    def _request(self, target: str, headers: Mapping[str, str]) -> "HTTPResponse":
+        from http.client import HTTPException  # slow to import
 
         if self._open is not None:
             try:
-                return self._reply(self._open, target)
+                return self._reply(self._open, target, headers)
             except TimeoutError:
                 raise
             except (OSError, HTTPException):  # the server may close a connection on which nothing was sent for a while
                 self.close()
-        if self._tls is not None:
-            connection = HTTPSConnection(self._host, self._port, timeout=self._seconds, context=self._tls)
-        else:
-            connection = HTTPConnection(self._host, self._port, timeout=self._seconds)
-        self._open = connection
-        return self._reply(connection, target)
+        return self._reply(self._new(), target, headers)
 
-    def _reply(self, connection: "HTTPConnection", target: str) -> "HTTPResponse":
+    def _new(self) -> "HTTPConnection":
+        """Return a new connection, which is not connected yet."""
+        from http.client import HTTPConnection, HTTPSConnection  # slow to import
+
+        if self._tls is not None:
+            self._open = HTTPSConnection(self._host, self._port, timeout=self._seconds, context=self._tls)
+        else:
+            self._open = HTTPConnection(self._host, self._port, timeout=self._seconds)
+        return self._open
+
+    def _reply(self, connection: "HTTPConnection", target: str, headers: Mapping[str, str]) -> "HTTPResponse":
         """Send a request, and read the header of the reply within the timeout."""
         if connection.sock is None:
             connection.connect()  # not in request(), whose local variables hold the token
-        connection.request("GET", target, headers={} if self._token is None else self._token.headers())
+        connection.request("GET", target, headers={**headers, **({} if self._token is None else self._token.headers())})
         self._socket = connection.sock  # which the connection forgets if the server will close it
         with self._within(self._seconds, "the header of a reply"):
             return connection.getresponse()
@@ -213,6 +298,14 @@ class Connection:
         if self._open is not None:
             self._open.close()
             self._open = None
+
+
+def _length(reply: "HTTPResponse", url: str) -> int | None:
+    """Return the announced size of a reply in bytes; None if there is none."""
+    length = reply.headers.get("Content-Length")
+    if length is not None and not re.fullmatch(r"\d{1,18}", length):
+        raise ArgumentError(f"{url} cannot be read: its Content-Length is {length!r:.40}")
+    return None if length is None else int(length)
 
 
 def _is_loopback(host: str) -> bool:

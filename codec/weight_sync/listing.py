@@ -15,15 +15,16 @@ MAX_NBYTES = 1 << 24  # maximum size of the file ``head``, in bytes
 
 
 class Listed(NamedTuple):
-    """Entry of an update in the list: contents of the update's header, and size of the update in bytes."""
+    """Entry of an update in the list: contents of the update's header, size in bytes, and SHA-256."""
 
     head: UpdateHead
     nbytes: int
+    sha256: bytes | None = None  # None: unknown, so that the update is not read from mirrors
 
     @classmethod
     def of(cls, update: Update) -> "Listed":
         """Return the entry of an update."""
-        return cls(update.head, update.nbytes)
+        return cls(update.head, update.nbytes, update.sha256)
 
     @classmethod
     def read(cls, entry: Any, run: bytes | None = None) -> "Listed":
@@ -40,14 +41,20 @@ class Listed(NamedTuple):
         if base is not None and base >= version:
             raise ValueError(f"version {version} does not follow base version {base}")
         digests = [NO_DIGEST if base is None else _digest(entry["base_digest"]), _digest(entry["digest"])]
-        return cls(UpdateHead(_digest(entry["run"]) if "run" in entry else run, version, base, *digests), nbytes)
+        head = UpdateHead(_digest(entry["run"]) if "run" in entry else run, version, base, *digests)
+        return cls(head, nbytes, _bytes(entry["sha256"], 32) if "sha256" in entry else None)
 
     def fields(self, *, with_run: bool = False) -> dict[str, Any]:
         """Return the entry as JSON values; in a list, the entries do not repeat the run of the list."""
         run = {"run": self.head.run.hex()} if with_run and self.head.run is not None else {}
         before = {} if self.head.base is None else {"base_digest": self.head.base_digest.hex()}
         numbers = {"version": self.head.version, "base": self.head.base, "nbytes": self.nbytes}
-        return {**run, **numbers, **before, "digest": self.head.digest.hex()}
+        file = {} if self.sha256 is None else {"sha256": self.sha256.hex()}
+        return {**run, **numbers, **before, "digest": self.head.digest.hex(), **file}
+
+    def describes(self, update: Update) -> bool:
+        """Return True if the header and the size of an update are those of this entry."""
+        return (update.head, update.nbytes) == (self.head, self.nbytes)
 
     @property
     def file(self) -> str:
@@ -110,9 +117,13 @@ class Listing(NamedTuple):
 
 
 def _digest(text: Any) -> bytes:
+    return _bytes(text, RUN_NBYTES)
+
+
+def _bytes(text: Any, nbytes: int) -> bytes:
     found = bytes.fromhex(text)
-    if len(found) != RUN_NBYTES:
-        raise ValueError("a run or digest does not have 16 bytes")
+    if len(found) != nbytes:
+        raise ValueError(f"a run or digest does not have {nbytes} bytes")
     return found
 
 

@@ -1,7 +1,6 @@
 """Update a receiver to the last version in a store."""
 
 from collections.abc import Callable
-from os import PathLike
 from typing import Any
 
 from codec.errors import ArgumentError, FrameError, LimitError
@@ -10,7 +9,7 @@ from codec.weight_sync.http import Cafile
 from codec.weight_sync.listing import Listed, chain
 from codec.weight_sync.receiver import WeightReceiver
 from codec.weight_sync.served import Load
-from codec.weight_sync.source import TIMEOUT, StoreReader
+from codec.weight_sync.source import TIMEOUT, Source, StoreReader
 from codec.weight_sync.update import Update
 
 _MOST_LISTS = 10  # lists that one call reads: a hostile store could name other missing updates each time
@@ -19,7 +18,7 @@ _INDEX_NBYTES = 1 << 26  # size that the index of an update may have, in bytes: 
 
 def pull(
     receiver: WeightReceiver,
-    source: str | PathLike[str],
+    source: Source,
     load: Load | None = None,
     *,
     like: Any = None,
@@ -38,9 +37,10 @@ def pull(
     ----------
     receiver : WeightReceiver
         Receiver with any version, or without weights.
-    source : str or path
+    source : str, path or UpdateServer
         Folder of an :class:`UpdateStore`, or the URL of :func:`serve`, http or https. Proxies are not used, and
-        redirects not followed.
+        redirects not followed, except to mirrors, whose files must have the SHA-256 that the list names. Or a mirror,
+        which :func:`serve` has returned for a URL, and which has `token` and `cafile`.
     load : callable, optional
         As in :meth:`WeightReceiver.apply`; called for each update.
     like, into : optional

@@ -11,15 +11,18 @@ from codec.arguments import check_timeout
 from codec.errors import ArgumentError, CodecError, FrameError
 from codec.files.signing import SigningKey
 from codec.weight_sync.closing import Closing
+from codec.weight_sync.download import download
 from codec.weight_sync.http import Cafile, Connection
 from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
 from codec.weight_sync.mapping import mapped, regular
-from codec.weight_sync.temporary import copied
+from codec.weight_sync.server import UpdateServer
+from codec.weight_sync.temporary import copied, not_listed
 from codec.weight_sync.update import Update
 
 if TYPE_CHECKING:
     from codec.weight_sync.credentials import BearerToken
 
+Source = str | PathLike[str] | UpdateServer
 TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -29,8 +32,8 @@ class StoreReader(Closing):
 
     Parameters
     ----------
-    source : str or path
-        Folder of the store, or URL of its server.
+    source : str, path or UpdateServer
+        Folder of the store, URL of its server, or mirror in this process.
     timeout : float
         Maximum time without data from a server, in seconds.
     token, cafile : optional
@@ -46,7 +49,7 @@ class StoreReader(Closing):
 
     def __init__(
         self,
-        source: str | PathLike[str],
+        source: Source,
         timeout: float = TIMEOUT,
         *,
         token: "str | BearerToken | None" = None,
@@ -57,6 +60,13 @@ class StoreReader(Closing):
         limit = check_timeout(timeout)
         if limit is None:
             raise ArgumentError("timeout must be seconds or a timedelta, from 1 ms to 10 years, got None")
+        self._mirror = None
+        if isinstance(source, UpdateServer):
+            if source.mirror is None or token is not None or cafile is not None:
+                raise ArgumentError("pass the URL of a server, or a mirror without token= and cafile=, which it has")
+            self._mirror, self._name = source.mirror, source.mirror.source
+            self._connection: Connection | None = source.mirror.connection(limit.total_seconds())
+            return
         self._name = os.fspath(source)
         scheme = _SCHEME.match(self._name) if isinstance(source, str) else None
         if scheme is not None and scheme[1].lower() not in ("http", "https"):
@@ -115,16 +125,15 @@ class StoreReader(Closing):
             if self._connection is None:
                 path = Path(self._name) / one.file
                 update = Update(mapped(path) if self._key is None else _copy(path, one.nbytes))
+            elif self._mirror is None:
+                update = Update(download(self._connection, one))
             else:
-                update = Update(self._connection.read(one.file, one.nbytes))
+                update = Update(self._mirror.download(self._connection, one))
         except FrameError as e:
             e.of(f"{self._name}/{one.file}")
             raise
-        if Listed.of(update) != one:
-            raise FrameError(
-                f"{self._name}/{one.file} is not the update that the list of the store names, but of another run, or "
-                "an old copy: copy the store again, and do not let a cache keep its files"
-            )
+        if not one.describes(update):
+            raise not_listed(f"{self._name}/{one.file}")
         return update
 
     def close(self) -> None:
@@ -142,15 +151,13 @@ def _copy(path: Path, most: int) -> mmap.mmap | bytes:
         raise ArgumentError(f"{str(path)!r} cannot be read: {e.strerror}") from None
 
 
-def read_head(source: str | PathLike[str], timeout: float = TIMEOUT, key: SigningKey | None = None) -> Listing:
+def read_head(source: Source, timeout: float = TIMEOUT, key: SigningKey | None = None) -> Listing:
     """Return the list of updates in a store, as :meth:`StoreReader.listing`."""
     with StoreReader(source, timeout, key=key) as opened:
         return opened.listing()
 
 
-def read_update(
-    source: str | PathLike[str], one: Listed, timeout: float = TIMEOUT, key: SigningKey | None = None
-) -> Update:
+def read_update(source: Source, one: Listed, timeout: float = TIMEOUT, key: SigningKey | None = None) -> Update:
     """Return an update in a store, as :meth:`StoreReader.update`."""
     with StoreReader(source, timeout, key=key) as opened:
         return opened.update(one)

@@ -32,25 +32,38 @@ def copied(read: Callable[[memoryview], int], name: str, most: int, length: int 
         The file is larger than `most`, or shorter than `length`.
     """
     size, buffer = 0, memoryview(bytearray(_CHUNK))
-    with _disk():
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below; only its errors belong to _disk()
+    with disk():
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below; only its errors belong to disk()
     with file:
         while n := read(buffer):
             size += n
             if size > most:
                 raise FrameError(f"{name} has more than {most} bytes")
-            with _disk():
+            with disk():
                 file.write(buffer[:n])
         if length is not None and size < length:
-            message = f"{name} has {length} bytes, but the connection ended after {size}"
-            raise FrameError(message, Status.TRUNCATED, size, size, length)
-        with _disk():
+            raise truncated(name, size, length)
+        with disk():
             file.flush()
             return mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""
 
 
+def truncated(name: str, size: int, length: int) -> FrameError:
+    """Return the error of a connection that ended after `size` of `length` bytes of a file."""
+    message = f"{name} has {length} bytes, but the connection ended after {size}"
+    return FrameError(message, Status.TRUNCATED, size, size, length)
+
+
+def not_listed(where: str) -> FrameError:
+    """Return the error of a file that is not the update which the list of its store names."""
+    return FrameError(
+        f"{where} is not the update that the list of the store names, but of another run, or an old copy: copy the "
+        "store again, and do not let a cache keep its files"
+    )
+
+
 @contextmanager
-def _disk() -> Generator[None]:
+def disk() -> Generator[None]:
     """Context that converts errors of the temporary file to ArgumentError with its folder."""
     try:
         yield

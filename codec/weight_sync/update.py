@@ -114,6 +114,8 @@ class Update:
         Number of all ``tensors`` of the weights, including unchanged ones, and bytes of their values, ``nbytes``.
     base_digest, digest : bytes
         Digests of the weights before and after the update, 16 bytes. `base_digest` of a snapshot is all zeros.
+    sha256 : bytes
+        SHA-256 of the update's bytes, 32 bytes.
 
     Raises
     ------
@@ -134,10 +136,11 @@ class Update:
     (0, 1, ['w'])
     """
 
-    __slots__ = ("entries", "head", "memory", "signature", "total")
+    __slots__ = ("_sha256", "entries", "head", "memory", "signature", "total")
 
     def __init__(self, data: Any) -> None:
         self.memory: Bytes = fetch("an update", view_bytes(data)).array()
+        self._sha256: bytes | None = None
         self.head, self.total, self.entries, self.signature = parse(self.memory)
 
     @classmethod
@@ -166,6 +169,13 @@ class Update:
     def nbytes(self) -> int:
         """Size of the update in bytes."""
         return len(self.memory)
+
+    @property
+    def sha256(self) -> bytes:
+        """SHA-256 of the bytes, by which receivers recognize a file that a mirror has sent."""
+        if self._sha256 is None:
+            self._sha256 = hashlib.sha256(self.data).digest()
+        return self._sha256
 
     @property
     def run(self) -> bytes | None:
