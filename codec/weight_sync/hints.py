@@ -24,7 +24,7 @@ SECONDS = 120.0  # time from a mirror's request for a file in which it gets read
 _PATIENCE = 2.0  # maximum seconds without data, for each mirror between server and receiver
 _RATE = 1 << 18  # minimum bytes per second
 _MOST = 64  # maximum number of mirrors between server and receiver
-_ADDRESS = re.compile(r"([\d.]{7,15}|\[[0-9A-Fa-f:.]{2,45}\]):(\d{1,5})")
+_ADDRESS = re.compile(r"([0-9.]{7,15}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 
 
 class Address(NamedTuple):
@@ -90,7 +90,7 @@ class Hint(NamedTuple):
         location, depth = headers.get("Location") or "", headers.get(DEPTH) or ""
         begin, end = f"{scheme.lower()}://", f"/{name}"
         address = Address.parse(location[len(begin) : -len(end)])
-        if not (location.startswith(begin) and location.endswith(end) and address and re.fullmatch(r"\d{1,2}", depth)):
+        if not (location.startswith(begin) and location.endswith(end) and address and re.fullmatch("[0-9]{1,2}", depth)):
             where = location.partition("?")[0]  # a query may hold a secret
             raise ArgumentError(f"the server redirects to {where!r:.120}, which is not the address of a mirror")
         return cls(address, min(max(int(depth), 1), _MOST), scheme.lower())

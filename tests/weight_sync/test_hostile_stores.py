@@ -6,7 +6,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -14,32 +13,11 @@ import codec
 from codec.weight_sync import Publisher, UpdateStore, handler, http, pull, serve
 from codec.weight_sync.listing import Listing
 from codec.weight_sync.source import read_head
+from support.hostile_servers import hostile
 from support.weight_updates import published
 
 EMPTY = b'{"format": 2, "run": null, "updates": []}'
 OK = b"HTTP/1.1 200 OK\r\n"
-
-
-@contextmanager
-def hostile(answer):
-    """Serve each connection by a call of `answer(connection)`; yield the URL."""
-
-    def each(connection):
-        with connection, suppress(OSError):  # the receiver has ended the connection
-            answer(connection)
-
-    def accept():
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=each, args=(connection,), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
 
 
 def endless(begin, more):
