@@ -59,7 +59,7 @@ def add_commands(commands: Any) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     """Print versions, engines, instruction sets, packages and environment variables."""
     from codec import __version__
-    from codec.weight_sync.environment import VARIABLES
+    from codec.weight_sync.environment import MIRROR, VARIABLES
 
     entries: dict[str, Any] = {
         "codec": __version__,
@@ -75,7 +75,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     for name, use in _PACKAGES.items():
         entries[f"package {name}"] = _version(name) or f"not installed{f' ({use})' if use else ''}"
     entries["connections"] = _connections()
-    entries |= {f"${name}": os.environ[name] for name in (*_VARIABLES, *VARIABLES) if name in os.environ}
+    entries |= {f"${name}": os.environ[name] for name in (*_VARIABLES, *VARIABLES, MIRROR) if name in os.environ}
     print_entries(args, entries)
     return 0
 

@@ -1,7 +1,7 @@
 """Environment variables that replace arguments of stores, for programs whose users cannot pass them.
 
-Each variable names a file. An argument takes precedence over its variable. If the file of a variable cannot be used,
-the call fails.
+Each variable of `VARIABLES` names a file. An argument takes precedence over its variable. If the file of a variable
+cannot be used, the call fails.
 """
 
 import os
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TOKEN, CA, TLS = "CODEC_STORE_TOKEN_FILE", "CODEC_STORE_CA_FILE", "CODEC_STORE_TLS_FILE"
 SIGN, VERIFY = "CODEC_SIGN_KEY_FILE", "CODEC_VERIFY_KEY_FILE"
 VARIABLES = (TOKEN, CA, TLS, SIGN, VERIFY)
+MIRROR = "CODEC_STORE_MIRROR"  # 1: this process is a mirror of each server that it reads from
 
 
 @contextmanager
@@ -38,6 +39,20 @@ def chosen(given: Any, name: str) -> Generator[Any]:
         yield given if path is None else path
     except ArgumentError as e:
         raise e if path is None else ArgumentError(f"{name}: {e}") from None
+
+
+def mirrors() -> bool:
+    """Return True if this process is to be a mirror of each server that it reads from.
+
+    Raises
+    ------
+    ArgumentError
+        The variable is neither 0 nor 1.
+    """
+    value = os.environ.get(MIRROR, "0")
+    if value not in ("0", "1"):
+        raise ArgumentError(f"{MIRROR} must be 1 or 0, got {value!r:.40}")
+    return value == "1"
 
 
 def sign_key(given: Key | SigningKey | None) -> SigningKey | None:

@@ -80,7 +80,7 @@ class Hint(NamedTuple):
         scheme : str
             Scheme of the server's URL, which that of the mirror must equal.
         name : str
-            Name of the requested file.
+            Name of the requested file, such as ``00000000000000000001.update``.
 
         Raises
         ------
@@ -88,9 +88,9 @@ class Hint(NamedTuple):
             The reply redirects to something else.
         """
         location, depth = headers.get("Location") or "", headers.get(DEPTH) or ""
-        begin, end = f"{scheme.lower()}://", f"/{name}"
-        address = Address.parse(location[len(begin) : -len(end)])
-        if not (location.startswith(begin) and location.endswith(end) and address and re.fullmatch("[0-9]{1,2}", depth)):
+        found = re.fullmatch(f"{scheme.lower()}://(.*)/{name}", location)
+        address = Address.parse(found[1]) if found else None
+        if address is None or not re.fullmatch("[0-9]{1,2}", depth):
             where = location.partition("?")[0]  # a query may hold a secret
             raise ArgumentError(f"the server redirects to {where!r:.120}, which is not the address of a mirror")
         return cls(address, min(max(int(depth), 1), _MOST), scheme.lower())

@@ -67,7 +67,7 @@ def serve(
     host: str | None = None,
     port: int = 0,
     *,
-    token: str | None = None,
+    token: "str | BearerToken | None" = None,
     tls: "Tls | None" = None,
     cafile: Cafile = None,
 ) -> UpdateServer:
@@ -158,6 +158,30 @@ def _mirror(
             else "tls= is for a mirror of a store with https, but the URL of the store begins with http"
         )
     return Mirror(source, token, cafile)
+
+
+_mirrors: dict[tuple[str, int], UpdateServer] = {}  # of this process, by URL of the store and process
+_turn = threading.Lock()
+
+
+def process_mirror(source: str, token: "str | BearerToken | None" = None, cafile: Cafile = None) -> Mirror | None:
+    """Return the mirror of a URL that CODEC_STORE_MIRROR demands, which lives as long as the process; None if unset.
+
+    Raises
+    ------
+    ArgumentError
+        As in :func:`serve`, or the variable is invalid.
+    """
+    if not environment.mirrors():
+        return None
+    with _turn:
+        key = source, os.getpid()
+        if key not in _mirrors:
+            try:
+                _mirrors[key] = serve(source, token=token, cafile=cafile)
+            except ArgumentError as e:
+                raise ArgumentError(f"{environment.MIRROR}: {e}") from None
+        return _mirrors[key].mirror
 
 
 def _is_address(host: str) -> bool:

@@ -15,7 +15,8 @@ from codec.weight_sync.download import download
 from codec.weight_sync.http import Cafile, Connection
 from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
 from codec.weight_sync.mapping import mapped, regular
-from codec.weight_sync.server import UpdateServer
+from codec.weight_sync.mirror import Mirror
+from codec.weight_sync.server import UpdateServer, process_mirror
 from codec.weight_sync.temporary import copied, not_listed
 from codec.weight_sync.update import Update
 
@@ -60,12 +61,11 @@ class StoreReader(Closing):
         limit = check_timeout(timeout)
         if limit is None:
             raise ArgumentError("timeout must be seconds or a timedelta, from 1 ms to 10 years, got None")
-        self._mirror = None
         if isinstance(source, UpdateServer):
             if source.mirror is None or token is not None or cafile is not None:
                 raise ArgumentError("pass the URL of a server, or a mirror without token= and cafile=, which it has")
-            self._mirror, self._name = source.mirror, source.mirror.source
-            self._connection: Connection | None = source.mirror.connection(limit.total_seconds())
+            self._mirror: Mirror | None = source.mirror
+            self._name, self._connection = source.mirror.source, source.mirror.connection(limit.total_seconds())
             return
         self._name = os.fspath(source)
         scheme = _SCHEME.match(self._name) if isinstance(source, str) else None
@@ -75,6 +75,7 @@ class StoreReader(Closing):
             raise ArgumentError(f"token= and cafile= are for the URL of a server, but {self._name!r} is a folder")
         seconds = limit.total_seconds()
         self._connection = None if scheme is None else Connection(self._name, seconds, token, cafile)
+        self._mirror = None if scheme is None else process_mirror(self._name, token, cafile)
 
     def listing(self) -> Listing:
         """Return the list of updates.

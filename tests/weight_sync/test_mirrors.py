@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import codec
-from codec.weight_sync import Publisher, fan_out, handler, hints, http, pull, serve
+from codec.weight_sync import Publisher, fan_out, handler, hints, http, pull, serve, server
 from codec.weight_sync.arriving import Arriving
 from codec.weight_sync.fan_out import FanOut
 from codec.weight_sync.source import StoreReader, read_head, read_update
@@ -374,6 +374,24 @@ def test_redirects_that_are_no_hints_are_not_followed(store, sent, location):
         with pytest.raises(codec.ArgumentError, match="not the address of a mirror"):
             pull(codec.WeightReceiver(), url)
     assert reached == []
+
+
+def test_variable_makes_each_process_a_mirror(store, sent, monkeypatch):
+    """Programs whose users cannot pass a mirror, such as workers of vLLM, read from each other."""
+    one = read_head(store.source).updates[0]
+    monkeypatch.setenv("CODEC_STORE_MIRROR", "1")
+    for _ in range(2):
+        read_update(store.source, one)
+    [mirror] = server._mirrors.values()
+    monkeypatch.delenv("CODEC_STORE_MIRROR")
+    with mirror:
+        pulled(store.source)
+    server._mirrors.clear()
+    assert [port for port, _ in sent] == [port_of(store), port_of(mirror)]
+    for value, message in (("yes", "must be 1 or 0"), ("1", "CODEC_STORE_MIRROR: this machine cannot be a mirror")):
+        monkeypatch.setenv("CODEC_STORE_MIRROR", value)
+        with pytest.raises(codec.ArgumentError, match=message):
+            read_head("http://no-such-host.invalid")
 
 
 def place(tree, peer, mirror, file=0):
