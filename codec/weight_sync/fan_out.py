@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Hashable
 from contextlib import contextmanager, suppress
 
-from codec.weight_sync.hints import SECONDS, Address, plain_ip
+from codec.weight_sync.hints import MAX_DEPTH, SECONDS, Address, plain_ip
 
 MIN_NBYTES = 1 << 20  # size below which the server sends a file itself
 READERS = 2  # number of receivers that the server sends a file at a time, and that read a file from a mirror
@@ -101,5 +101,5 @@ class FanOut:
             found = min(nodes.values(), key=lambda one: (max(one.readers, READERS - 1), one.address.ip != peer))
             found.readers += 1
         if own is not None and len(nodes) < _MIRRORS and sum(one.ip == peer for one in nodes) < _AT_ADDRESS:
-            nodes[own] = TreeNode(own, 1 if found is None else found.depth + 1, now)
+            nodes[own] = TreeNode(own, 1 if found is None else min(found.depth + 1, MAX_DEPTH), now)
         return found

@@ -1,16 +1,19 @@
 """Threads of an update server: one for each connection, with limits on their number, their size and their time."""
 
+import fcntl
 import os
 import re
+import select
 import socket
 import socketserver
 import ssl
 import sys
+import termios
 import threading
 import time
 import weakref
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import inf
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -27,6 +30,7 @@ _BLOCK_SECONDS = 120.0  # time in which a client must receive a block of a file:
 _REQUEST_SECONDS = 10.0  # time in which a client must send a complete request, on a new or on an idle connection
 _BUSY_SECONDS = 1.0  # the same, while other clients wait for a connection to end
 _POLL_SECONDS = 0.05
+_UNSENT_MILLISECONDS = 5  # time between looks at the number of bytes that a client has not received
 _BLOCK = 1 << 20  # bytes of a file that are sent within _BLOCK_SECONDS
 _ENCRYPTED = 1 << 16  # bytes that are encrypted at once, each within _SEND_SECONDS
 _REQUEST_NBYTES = 1 << 14  # maximum size of a request, with its headers
@@ -269,22 +273,36 @@ class Handler(BaseHTTPRequestHandler):
         if offered is None:
             self.send_error(404)
             return
-        with offered, self._sending(offered) as mirror:
-            if mirror is None:
+        with offered:
+            fan_out = self._updates.fan_out
+            if fan_out is None or offered.nbytes < MIN_NBYTES:
                 self._reply(offered)
-            else:
-                self.send_response(307)
-                scheme = "http" if self._updates.tls is None else "https"
-                self.send_header("Location", f"{scheme}://{mirror.address}{self.path}")
-                self.send_header(DEPTH, str(mirror.depth))
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                return
+            with fan_out.sending(offered.identity, self.client_address[0], self.headers.get(HEADER)) as mirror:
+                if mirror is None:
+                    self._reply(offered)
+                    self._await_received()
+                else:
+                    self._refer(mirror)
 
-    def _sending(self, offered: OfferedFile) -> AbstractContextManager[TreeNode | None]:
-        """Return a context in which to send a file; it yields a mirror if the client is to read the file there."""
-        if self._updates.fan_out is None or offered.nbytes < MIN_NBYTES:
-            return nullcontext()
-        return self._updates.fan_out.sending(offered.identity, self.client_address[0], self.headers.get(HEADER))
+    def _refer(self, mirror: TreeNode) -> None:
+        """Send the URL of the requested file on a mirror."""
+        scheme = "http" if self._updates.tls is None else "https"
+        self.send_response(307)
+        self.send_header("Location", f"{scheme}://{mirror.address}{self.path}")
+        self.send_header(DEPTH, str(mirror.depth))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _await_received(self) -> None:
+        """Wait until the client has received what was sent: until then, the server counts as busy."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)  # the next request, or the end
+        unsent = bytearray(4)
+        while not self._updates.closing and not poll.poll(_UNSENT_MILLISECONDS):
+            fcntl.ioctl(self.connection, termios.TIOCOUTQ, unsent)
+            if not any(unsent):
+                return
 
     def _reply(self, offered: OfferedFile) -> None:
         """Send a file, or the part that begins at the byte which the client requests."""

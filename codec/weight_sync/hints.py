@@ -23,7 +23,7 @@ NO_MIRROR = "-"  # value of the header of a receiver that serves nothing
 SECONDS = 120.0  # time from a mirror's request for a file in which it gets readers
 _PATIENCE = 2.0  # maximum seconds without data, for each mirror between server and receiver
 _RATE = 1 << 18  # minimum bytes per second
-_MOST = 64  # maximum number of mirrors between server and receiver
+MAX_DEPTH = 64  # maximum number of mirrors between server and receiver
 _ADDRESS = re.compile(r"([0-9.]{7,15}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 
 
@@ -88,12 +88,12 @@ class Hint(NamedTuple):
             The reply redirects to something else.
         """
         location, depth = headers.get("Location") or "", headers.get(DEPTH) or ""
-        found = re.fullmatch(f"{scheme.lower()}://(.*)/{name}", location)
+        found = re.fullmatch(f"{scheme.lower()}://(.*)/{re.escape(name)}", location)
         address = Address.parse(found[1]) if found else None
         if address is None or not re.fullmatch("[0-9]{1,2}", depth):
             where = location.partition("?")[0]  # a query may hold a secret
             raise ArgumentError(f"the server redirects to {where!r:.120}, which is not the address of a mirror")
-        return cls(address, min(max(int(depth), 1), _MOST), scheme.lower())
+        return cls(address, min(max(int(depth), 1), MAX_DEPTH), scheme.lower())
 
     @property
     def url(self) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Cafile = str | PathLike[str] | bool | None
 
 _BLOCK_SECONDS = 64.0  # time for 1 MiB of a file beyond the maximum time without data: 16 KiB/s
+_CONNECT_SECONDS = 1.0  # maximum time to connect to a mirror
 _BLOCK = 1 << 18  # bytes that are read from a connection at once, and that readers of a mirror wait for
 
 
@@ -188,7 +189,7 @@ class Connection(Closing):
             The server cannot be reached, or has another certificate than `cafile` demands.
         """
         with self._errors():
-            self._new().connect()
+            self._connect(self._new())
         self.close()
 
     def at(self, hint: Hint) -> "Connection":
@@ -235,18 +236,27 @@ class Connection(Closing):
 
     def _new(self) -> "HTTPConnection":
         """Return a new connection, which is not connected yet."""
-        from http.client import HTTPConnection, HTTPSConnection  # slow to import
+        from http.client import HTTPConnection  # slow to import
 
-        if self._tls is not None:
-            self._open = HTTPSConnection(self._host, self._port, timeout=self._seconds, context=self._tls)
-        else:
-            self._open = HTTPConnection(self._host, self._port, timeout=self._seconds)
+        port = self._port or (80 if self._tls is None else 443)
+        seconds = self._seconds if self._rate is None else min(self._seconds, _CONNECT_SECONDS)
+        self._open = HTTPConnection(self._host, port, timeout=seconds)
         return self._open
+
+    def _connect(self, connection: "HTTPConnection") -> None:
+        """Connect, and do the TLS handshake within the timeout, also if the server sends it byte by byte."""
+        connection.connect()  # not in request(), whose local variables hold the token
+        connection.sock.settimeout(self._seconds)
+        if self._tls is not None:
+            tls = self._tls.wrap_socket(connection.sock, server_hostname=self._host, do_handshake_on_connect=False)
+            connection.sock = self._socket = tls
+            with self._within(self._seconds, "the TLS handshake"):
+                tls.do_handshake()
 
     def _reply(self, connection: "HTTPConnection", target: str, headers: Mapping[str, str]) -> "HTTPResponse":
         """Send a request, and read the header of the reply within the timeout."""
         if connection.sock is None:
-            connection.connect()  # not in request(), whose local variables hold the token
+            self._connect(connection)
         connection.request("GET", target, headers={**headers, **({} if self._token is None else self._token.headers())})
         self._socket = connection.sock  # which the connection forgets if the server will close it
         with self._within(self._seconds, "the header of a reply"):

@@ -42,14 +42,15 @@ def endless(begin, more):
         (OK + b"Transfer-Encoding: chunked\r\n\r\n1;", b"x"),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"x: y\r\n"),
         (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"\x16\x03\x03\x3f\xff", b"\2"),
     ],
-    ids=["length", "no_length", "chunks", "chunk_header", "trailers", "continue"],
+    ids=["length", "no_length", "chunks", "chunk_header", "trailers", "continue", "handshake"],
 )
 def test_replies_that_never_end_are_cut(monkeypatch, begin, more):
     monkeypatch.setattr(http, "_BLOCK_SECONDS", 0.2)
     began = time.monotonic()
     with hostile(endless(begin, more)) as url, pytest.raises(codec.ArgumentError, match="was not complete in time"):
-        read_head(url, timeout=0.3)
+        read_head(url.replace("http", "https") if begin.startswith(b"\x16") else url, timeout=0.3)
     assert time.monotonic() - began < 10
 
 

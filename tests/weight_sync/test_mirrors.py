@@ -83,6 +83,26 @@ def test_server_that_is_not_busy_sends_files_itself(store, sent, monkeypatch):
     assert [port for port, _ in sent] == [port_of(store)] * 3
 
 
+def test_server_is_busy_until_receivers_have_what_it_has_sent(store, monkeypatch):
+    """A small file fits into the buffers of the operating system, long before a slow receiver has it."""
+    monkeypatch.setattr(fan_out, "READERS", 1)
+    [one] = read_head(store.source).updates
+    with socket.socket() as slow, serve(store.source) as mirror:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", port_of(store)))
+        slow.sendall(f"GET /{one.file} HTTP/1.1\r\nCodec-Mirror: -\r\n\r\n".encode())
+        slow.recv(1)
+        pulled(mirror)
+        with StoreReader(store.source) as reader, Arriving(one.file, one.nbytes) as file:
+            hint = reader._connection.copy(one.file, file, "-")
+            assert hint.url == mirror.url
+            [tree] = [one for one in store._server._server.fan_out._trees.values() if one.nodes]
+            slow.settimeout(30)
+            while tree.sends:
+                slow.recv(1 << 20)
+            assert reader._connection.copy(one.file, file, "-") is None
+
+
 def test_mirror_forwards_a_file_while_it_arrives(store, sent, monkeypatch):
     """A chain of three mirrors, of which the first one stops in the middle until the last one has the first half."""
     append, half, halves = Arriving.append, threading.Event(), []
