@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from codec.weight_sync.hints import MAX_DEPTH, SECONDS, Address, plain_ip
 
-MIN_NBYTES = 1 << 20  # size below which the server sends a file itself
+MIN_NBYTES = 1 << 18  # size below which the server sends a file itself
 READERS = 2  # number of receivers that the server sends a file at a time, and that read a file from a mirror
 _FILES = 8  # maximum number of files whose mirrors are known
 _MIRRORS = 1024  # maximum number of mirrors of a file
