@@ -11,7 +11,7 @@ import codec
 LAYERS = [
     {"errors", "readable", "_ownership"},
     {"arguments", "_secret"},
-    {"_tls"},
+    {"_tls", "stores"},
     {"_security"},
     {"specs"},
     {"_c"},

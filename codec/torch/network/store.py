@@ -1,14 +1,13 @@
 """Access to the store of a group, in which ranks publish their addresses, with a timeout for each wait."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from codec import PeerError
+from codec.stores.calls import within
 
 T = TypeVar("T")
 
@@ -16,32 +15,6 @@ PREFIX = "codec/point-to-point"  # prefix of the keys of addresses
 _ANSWER_SECONDS = 1.0  # seconds after the deadline in which the store may still answer
 _BUSY_SECONDS = 5.0  # seconds after which another thread is assumed to wait on the connection to the store
 _LONGEST_PAUSE = 0.05  # seconds between two requests while addresses are missing
-
-
-def within(seconds: float, call: Callable[[], T], host: str = "the host of the process group's key-value store") -> T:
-    """Run a call that uses a store in a new thread, and return its result; abandon the thread after `seconds`.
-
-    torch's stores have no timeout for answers of their host, so a frozen host would block this rank forever. `host`
-    names what does not answer.
-
-    Raises
-    ------
-    PeerError
-        The call has not returned in time. Its thread ends when the host answers, or breaks the connection.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as e:
-            done.set_exception(e)
-
-    threading.Thread(target=run, name="codec, store", daemon=True).start()
-    try:
-        return done.result(seconds)
-    except TimeoutError:
-        raise PeerError(f"{host} does not answer within {seconds:g} s") from None
 
 
 def own_store(store: Any, prefix: str, seconds: float) -> PrefixStore:

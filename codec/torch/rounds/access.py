@@ -4,18 +4,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from codec import ArgumentError, CodecError, FrameError, PeerError
+from codec import ArgumentError, FrameError
 from codec._secret import Secret
-from codec.arguments import shown
-from codec.torch.network.store import within
+from codec.stores.calls import creates_once, pause, repeated
 from codec.torch.rounds.media import Medium
 from codec.torch.rounds.names import StoreContents
 from codec.torch.rounds.objects import digest, head_of, sealed, unsealed
 
 T = TypeVar("T")
-
-_TRIES = 5
-_PAUSE = 0.05  # seconds before the first repetition; each further one waits twice as long
 
 
 class Access:
@@ -41,25 +37,7 @@ class Access:
         self.sent_nbytes = self.received_nbytes = 0
 
     def _repeated(self, what: str, call: Callable[[], T]) -> T:
-        """Call the store; repeat calls that fail.
-
-        Raises
-        ------
-        PeerError
-            The call has failed several times, or the store does not answer.
-        """
-        deadline = time.monotonic() + self._seconds
-        for attempt in range(_TRIES):
-            try:
-                return within(max(0.01, round(deadline - time.monotonic(), 3)), call, "the store")
-            except CodecError:
-                raise
-            except Exception as e:
-                pause = _PAUSE * 2**attempt
-                if attempt == _TRIES - 1 or time.monotonic() + pause > deadline:
-                    raise PeerError(f"the store cannot {what}: {type(e).__name__}: {shown(e)}") from e
-                time.sleep(pause)
-        raise AssertionError
+        return repeated(what, call, self._seconds)
 
     def contents(self) -> StoreContents:
         """Return the names of all objects of the run."""
@@ -67,10 +45,7 @@ class Access:
 
     def check_conditional(self, site: str) -> None:
         """Raise ArgumentError if the store creates an object twice: sites would close a round with other contents."""
-        name = f"probe-{site}"  # a killed process may have left it
-        created = [self._repeated("create an object", lambda: self._medium.create(name, b"1")) for _ in range(2)]
-        self.delete([name])
-        if created[1]:
+        if not creates_once(self._medium, f"probe-{site}", self._seconds):
             raise ArgumentError(
                 "the store ignores the condition to create an object only if it does not exist, which sites need: use "
                 "another store="
@@ -120,7 +95,7 @@ class Access:
         )
         for attempt in range(3):
             if attempt:
-                time.sleep(_PAUSE * 2**attempt)
+                time.sleep(pause(attempt))
             if (data := self.get(name, most)) is None:
                 continue
             try:

@@ -63,7 +63,7 @@ def _send_again(site):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_of_the_store_that_fail_change_no_bit(seed, monkeypatch):
-    monkeypatch.setattr("codec.torch.rounds.access._PAUSE", 0.0)
+    monkeypatch.setattr("codec.stores.calls._PAUSE", 0.0)
     rng, armed = random.Random(seed), []
 
     def before(kind, name=""):
@@ -143,7 +143,7 @@ def test_change_that_is_damaged_is_not_merged():
 
 
 def test_listed_change_that_is_lost_or_changed_is_an_error_and_a_snapshot_heals_it(monkeypatch):
-    monkeypatch.setattr("codec.torch.rounds.access._PAUSE", 0.0)
+    monkeypatch.setattr("codec.stores.calls._PAUSE", 0.0)
     monkeypatch.setattr("codec.torch.rounds.follower._SNAPSHOT_ROUNDS", 2)
     for damage in (lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: None, lambda data: data + bytes(99)):
         store = MemoryStore()
@@ -243,7 +243,7 @@ def test_round_is_merged_although_the_list_of_objects_lacks_its_manifest():
 def test_full_disk_is_an_error_and_the_next_call_continues(tmp_path, monkeypatch):
     import os
 
-    monkeypatch.setattr("codec.torch.rounds.access._PAUSE", 0.0)
+    monkeypatch.setattr("codec.stores.calls._PAUSE", 0.0)
     site, full = Pushing(tmp_path, 0), []
     fsync = os.fsync
 
