@@ -12,6 +12,7 @@ from typing import Any
 from codec.errors import StateError
 from codec.files.header import CODES, compose
 from codec.integrations.adapters import CONFIG, DTYPES, WEIGHTS, Adapter
+from codec.stores.locations import folder_at
 from codec.tensors.view import TensorView
 from codec.weight_sync.identity import Identity
 
@@ -41,7 +42,7 @@ class AdapterFolders:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root).absolute()
+        self.root = folder_at("folder", root).absolute()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as e:

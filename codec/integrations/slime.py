@@ -143,7 +143,7 @@ def _follow_store(base: FolderBase, store: UpdateStore) -> None:
     listing = store.listing()
     if listing.run == base.run:
         for one in chain(listing, base.identity):
-            with StoreReader(store.folder, key=store.key) as source:
+            with StoreReader(store.source, key=store.key) as source:
                 update = _read(source, one, store.key)
             base.check(update)
             base.apply(update)

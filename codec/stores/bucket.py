@@ -89,6 +89,14 @@ class ObjectStore:
                 return b""
             raise
 
+    def size(self, name: str) -> int | None:
+        """Return the size of an object in bytes; None if there is no such object."""
+        self._system.invalidate_cache(self._at(name))
+        try:
+            return int(self._system.info(self._at(name))["size"])
+        except FileNotFoundError:
+            return None
+
     def names(self) -> list[str]:
         """List the folder, without the cache of the file system."""
         self._system.invalidate_cache()

@@ -21,6 +21,7 @@ from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, FrameError, StateError
 from codec.files.replacing import replaced
+from codec.stores.locations import folder_at
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import digest_of, digests_in
 from codec.weight_sync.folder_state import FolderState, read_state, state_of, write_state
@@ -55,7 +56,7 @@ class FolderBase(Base):
         self, path: str | PathLike[str], max_nbytes: int | None = None, options: CallOptions | None = None
     ) -> None:
         super().__init__(max_nbytes, options)
-        self._path = Path(path)
+        self._path = folder_at("folder", path)
         self._current: Path | None = None  # file of the weights
         self._created: Path | None = None  # file of values that was created last
         self._new: FolderState | None = None  # state that complete() makes current

@@ -9,6 +9,7 @@ from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, CodecError, FrameError, StateError
 from codec.files.signing import Key, SigningKey
+from codec.stores.locations import scheme_of
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.identity import Identity, other_run
 from codec.weight_sync.listing import chain
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Publisher(Closing):
-    """Trainer side of weight synchronization through a folder, with a two-phase commit.
+    """Trainer side of weight synchronization through a folder or a bucket, with a two-phase commit.
 
     :meth:`stage` writes the file of an update, which receivers can check if the caller sends them its name.
     :meth:`commit` publishes the update, so that :func:`pull` finds it, and applies it to the base. A receiver that has
@@ -34,7 +35,7 @@ class Publisher(Closing):
     Parameters
     ----------
     folder : str or path
-        Folder of the store.
+        Folder of the store, or URL of a folder in a bucket, as in :class:`UpdateStore`.
     host : str, optional
         Address on which to serve the folder over HTTP. Default: no server; receivers read the folder directly.
     port : int
@@ -53,7 +54,7 @@ class Publisher(Closing):
     Attributes
     ----------
     source : str
-        Folder or URL of the store, to pass to :func:`pull`.
+        Absolute path or URL of the store, to pass to :func:`pull`.
 
     Examples
     --------
@@ -84,6 +85,10 @@ class Publisher(Closing):
         if host is None and (token is not None or tls is not None):
             raise ArgumentError("token= and tls= are for a server: pass host=")
         self._every = whole("snapshot_every", snapshot_every, 1)
+        if host is not None and scheme_of(folder) not in (None, "file"):
+            raise ArgumentError(
+                "host= serves a folder over HTTP, and receivers read a bucket themselves: leave out host="
+            )
         self._store = UpdateStore(folder, sign=sign)
         self._base, self._options = base, options
         self._sender: WeightSender | None = None
@@ -95,7 +100,7 @@ class Publisher(Closing):
                 self._server = serve(self._store.folder, host, port, token=token, tls=tls)
         finally:
             del token  # tracebacks may show local variables
-        self.source = str(self._store.folder.resolve()) if self._server is None else self._server.url
+        self.source = self._store.source if self._server is None else self._server.url
 
     @property
     def version(self) -> int | None:
@@ -124,7 +129,7 @@ class Publisher(Closing):
         StateError
             Another publisher has published to the store, or the folder of the base cannot be used.
         ArgumentError
-            The weights cannot be encoded, as in :meth:`WeightSender.diff`, or the folder of the store cannot be used.
+            The weights cannot be encoded, as in :meth:`WeightSender.diff`, or the store cannot be used.
         """
         self._staged = None
         last = self._follow_store()
@@ -161,15 +166,15 @@ class Publisher(Closing):
             self._sender = WeightSender(**self._how())
         elif self._published and other_run(listing.run, self._sender.run):
             raise StateError(
-                f"another publisher has published to {self._store.folder}: only one may write to a store. Make a new "
+                f"another publisher has published to {self._store.source}: only one may write to a store. Make a new "
                 "Publisher to take the store over"
             )
         sender, last = self._sender, listing.last
         if last is None or last.run != sender.run or last.version <= sender.version:
             return last
         try:
-            key, folder = self._store.key, self._store.folder
-            updates = [read_update(folder, one, key=key) for one in chain(listing, sender.identity)]
+            key, source = self._store.key, self._store.source
+            updates = [read_update(source, one, key=key) for one in chain(listing, sender.identity)]
             if key is not None:
                 for update in updates:
                     check_signature(update.data, update.signature, key)
@@ -196,7 +201,7 @@ class Publisher(Closing):
         StateError
             No update is staged, or the folder of the base cannot be written.
         ArgumentError
-            The folder of the store cannot be written.
+            The store cannot be written.
         """
         sender, update = self._sender, self._staged
         if sender is None or update is None:

@@ -6,11 +6,11 @@ import socket
 import threading
 from contextlib import suppress
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from codec.arguments import whole
 from codec.errors import ArgumentError
+from codec.stores.locations import folder_at, scheme_of
 from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.fan_out import FanOut
@@ -132,7 +132,8 @@ def serve(
     finally:
         del token  # tracebacks may show local variables
     mirror = _mirror(source, secret, context, cafile)
-    files, fan_out = (FolderFiles(Path(source)), FanOut()) if mirror is None else (mirror.files, None)
+    files: FolderFiles | Any = FolderFiles(folder_at("source", source)) if mirror is None else mirror.files
+    fan_out = FanOut() if mirror is None else None
     host = host if host is not None else "127.0.0.1" if mirror is None else mirror.ip
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -147,17 +148,17 @@ def _mirror(
     source: str | PathLike[str], token: "BearerToken | None", tls: "ssl.SSLContext | None", cafile: Cafile
 ) -> Mirror | None:
     """Return the mirror of a URL; None for a folder."""
-    if not isinstance(source, str) or "://" not in source:
+    if scheme_of(source) not in ("http", "https"):
         if cafile is not None:
             raise ArgumentError(f"cafile= is for a mirror of a server, but {os.fspath(source)!r} is a folder")
         return None
-    if source.lower().startswith("https:") != (tls is not None):
+    if (scheme_of(source) == "https") != (tls is not None):
         raise ArgumentError(
             "a mirror of a store with https needs tls=, with a certificate that names the mirror's address"
             if tls is None
             else "tls= is for a mirror of a store with https, but the URL of the store begins with http"
         )
-    return Mirror(source, token, cafile)
+    return Mirror(os.fspath(source), token, cafile)
 
 
 _mirrors: dict[tuple[str, int], UpdateServer] = {}  # of this process, by URL of the store and process

@@ -1,8 +1,7 @@
-"""Read the updates in a store: a folder, or the URL of a server."""
+"""Read the updates in a store: a folder, a bucket, or the URL of a server."""
 
 import mmap
 import os
-import re
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 from codec.arguments import check_timeout
 from codec.errors import ArgumentError, CodecError, FrameError
 from codec.files.signing import SigningKey
+from codec.stores.locations import location, scheme_of
+from codec.weight_sync.bucket import Bucket, object_name
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.download import download
 from codec.weight_sync.http import Cafile, Connection
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Source = str | PathLike[str] | UpdateServer
 TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 class StoreReader(Closing):
@@ -34,9 +34,10 @@ class StoreReader(Closing):
     Parameters
     ----------
     source : str, path or UpdateServer
-        Folder of the store, URL of its server, or mirror in this process.
+        Folder of the store, URL of its server, URL of a folder in a bucket, such as ``s3://bucket/run``, or mirror in
+        this process.
     timeout : float
-        Maximum time without data from a server, in seconds.
+        Maximum time without data from a server or bucket, in seconds.
     token, cafile : optional
         As in :func:`codec.weight_sync.pull`.
     key : SigningKey, optional
@@ -45,7 +46,9 @@ class StoreReader(Closing):
     Raises
     ------
     ArgumentError
-        `source` is a URL of another scheme than http and https, or `timeout`, `token` or `cafile` is invalid.
+        `source` is a URL of another scheme, or `timeout`, `token` or `cafile` is invalid.
+    EngineError
+        The package for the bucket is not installed.
     """
 
     def __init__(
@@ -61,21 +64,27 @@ class StoreReader(Closing):
         limit = check_timeout(timeout)
         if limit is None:
             raise ArgumentError("timeout must be seconds or a timedelta, from 1 ms to 10 years, got None")
+        seconds = limit.total_seconds()
+        self._connection: Connection | None = None
+        self._mirror: Mirror | None = None
+        self._bucket: Bucket | None = None
         if isinstance(source, UpdateServer):
             if source.mirror is None or token is not None or cafile is not None:
                 raise ArgumentError("pass the URL of a server, or a mirror without token= and cafile=, which it has")
-            self._mirror: Mirror | None = source.mirror
-            self._name, self._connection = source.mirror.source, source.mirror.connection(limit.total_seconds())
+            self._mirror = source.mirror
+            self._name, self._connection = source.mirror.source, source.mirror.connection(seconds)
             return
-        self._name = os.fspath(source)
-        scheme = _SCHEME.match(self._name) if isinstance(source, str) else None
-        if scheme is not None and scheme[1].lower() not in ("http", "https"):
-            raise ArgumentError(f"the source has the scheme {scheme[1]:.40}: pass a folder, or a URL of http or https")
-        if scheme is None and (token is not None or cafile is not None):
-            raise ArgumentError(f"token= and cafile= are for the URL of a server, but {self._name!r} is a folder")
-        seconds = limit.total_seconds()
-        self._connection = None if scheme is None else Connection(self._name, seconds, token, cafile)
-        self._mirror = None if scheme is None else process_mirror(self._name, token, cafile)
+        if scheme_of(source) in ("http", "https"):
+            self._name = os.fspath(source)
+            self._connection = Connection(self._name, seconds, token, cafile)
+            self._mirror = process_mirror(self._name, token, cafile)
+            return
+        where = location("source", source)
+        self._name = str(where)
+        if token is not None or cafile is not None:
+            raise ArgumentError(f"token= and cafile= are for the URL of a server, but {self._name!r} is none")
+        if isinstance(where, str):
+            self._bucket = Bucket(where, seconds)
 
     def listing(self) -> Listing:
         """Return the list of updates.
@@ -87,30 +96,19 @@ class StoreReader(Closing):
         FrameError
             The file ``head`` is not a list of updates, or not signed with the key.
         """
-        try:
-            return Listing.parse(self._head(), self._key)
-        except (CodecError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as e:
-            if isinstance(e, CodecError):
-                if isinstance(e, FrameError):
-                    e.of(f"{self._name}/head")
-                raise
-            raise FrameError(f"head of {self._name} is not a list of updates: {e}") from None
+        return listing_of(self._name, self._head(), self._key)
 
     def _head(self) -> bytes:
         if self._connection is not None:
             return bytes(self._connection.read("head", MAX_NBYTES))
-        try:
-            fd, _ = regular(Path(self._name) / "head")
-            with os.fdopen(fd, "rb") as f:
-                return f.read(MAX_NBYTES + 1)
-        except (FileNotFoundError, NotADirectoryError):
+        if self._bucket is None:
+            return head_in(Path(self._name))
+        if (found := self._bucket.head()) is None:
             raise ArgumentError(
-                f"{self._name} is not a store of updates, because it has no file 'head', which a Publisher or "
-                "UpdateStore writes at its start: check the path, and whether its disk is mounted"
-            ) from None
-        except (OSError, ValueError) as e:
-            why = getattr(e, "strerror", None) or e
-            raise ArgumentError(f"head of {self._name} cannot be read: {why}") from None
+                f"{self._name} is not a store of updates, because it has no list 'head-...', which a Publisher or "
+                "UpdateStore writes at its start: check the URL"
+            )
+        return found
 
     def update(self, one: Listed) -> Update:
         """Return the update that an entry of the list describes.
@@ -122,25 +120,68 @@ class StoreReader(Closing):
         FrameError
             The file is not this update.
         """
+        where = f"{self._name}/{one.file if self._bucket is None else object_name(one)}"
         try:
-            if self._connection is None:
+            if self._connection is not None:
+                download_by = download if self._mirror is None else self._mirror.download
+                update = Update(download_by(self._connection, one))
+            elif self._bucket is not None:
+                update = Update(self._bucket.update(one))
+            else:
                 path = Path(self._name) / one.file
                 update = Update(mapped(path) if self._key is None else _copy(path, one.nbytes))
-            elif self._mirror is None:
-                update = Update(download(self._connection, one))
-            else:
-                update = Update(self._mirror.download(self._connection, one))
         except FrameError as e:
-            e.of(f"{self._name}/{one.file}")
+            e.of(where)
             raise
         if not one.describes(update):
-            raise not_listed(f"{self._name}/{one.file}")
+            raise not_listed(where)
         return update
 
     def close(self) -> None:
         """Close the connection to the server."""
         if self._connection is not None:
             self._connection.close()
+
+
+def head_in(folder: Path) -> bytes:
+    """Return the list in a folder.
+
+    Raises
+    ------
+    ArgumentError
+        The folder is not a store, or cannot be read.
+    """
+    try:
+        fd, _ = regular(folder / "head")
+        with os.fdopen(fd, "rb") as f:
+            return f.read(MAX_NBYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArgumentError(
+            f"{folder} is not a store of updates, because it has no file 'head', which a Publisher or UpdateStore "
+            "writes at its start: check the path, and whether its disk is mounted"
+        ) from None
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ArgumentError(f"head of {folder} cannot be read: {why}") from None
+
+
+def listing_of(name: str, body: bytes, key: SigningKey | None) -> Listing:
+    """Return the list of the store `name` with the bytes `body`.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not a list of updates, or not signed with the key.
+    """
+    try:
+        return Listing.parse(body, key)
+    except FrameError as e:
+        e.of(f"{name}/head")
+        raise
+    except (RecursionError, ValueError, LookupError, TypeError, AttributeError) as e:
+        if isinstance(e, CodecError):
+            raise
+        raise FrameError(f"head of {name} is not a list of updates: {e}") from None
 
 
 def _copy(path: Path, most: int) -> mmap.mmap | bytes:

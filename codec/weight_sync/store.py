@@ -1,28 +1,22 @@
-"""Store of published updates: a folder that receivers read, as files or over HTTP.
+"""Store of published updates: a folder or a bucket that receivers read.
 
-The folder has a file for each update, and a file ``head``, which lists the updates. The file of an update is written
-first; renaming the new ``head`` publishes the update. The folder may be on a shared disk, be copied to an object store
-(``head`` last), or be served by :func:`codec.weight_sync.serve`.
+A store has a file for each update, and a list of the updates, ``head``. The file of an update is written first; the new
+list publishes the update. A folder may be on a shared disk, or be served by :func:`codec.weight_sync.serve`.
 """
 
-import re
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 
 from codec.arguments import whole
-from codec.errors import ArgumentError, CodecError, StateError
-from codec.files.replacing import replaced
+from codec.errors import ArgumentError, StateError
 from codec.files.signing import Key, SigningKey
+from codec.stores.locations import location
 from codec.weight_sync import environment
 from codec.weight_sync.identity import MAX_VERSION, other_run
 from codec.weight_sync.listing import Listed, Listing, file_name
-from codec.weight_sync.source import read_head
+from codec.weight_sync.source import listing_of
+from codec.weight_sync.store_files import BucketFiles, FolderFiles
 from codec.weight_sync.update import Update
-from codec.weight_sync.writing import remove_temporary
-
-_UPDATE = re.compile(r"\d{20}\.(?:update|snapshot)")
 
 
 class UpdateStore:
@@ -33,7 +27,7 @@ class UpdateStore:
     Parameters
     ----------
     folder : str or path
-        Folder, which is created if it does not exist.
+        Folder, which is created if it does not exist; or URL of a folder in a bucket, such as ``s3://bucket/run``.
     keep : int
         Number of snapshots to keep, together with the updates that follow them. Publishing a snapshot deletes older
         files.
@@ -46,7 +40,14 @@ class UpdateStore:
     Raises
     ------
     ArgumentError
-        The folder cannot be used.
+        The folder or the bucket cannot be used.
+    EngineError
+        The package for the bucket is not installed.
+
+    Attributes
+    ----------
+    source : str
+        Path or URL of the store, to pass to :func:`pull`.
 
     Examples
     --------
@@ -71,27 +72,20 @@ class UpdateStore:
         sign: Key | SigningKey | None = None,
     ) -> None:
         self.key = environment.sign_key(sign)
-        self.folder = Path(folder)
         self._base = None if base is None else whole("base", base, 0, MAX_VERSION)
         self._keep = whole("keep", keep, 1)
-        with self._writing():
-            self._create()
-            remove_temporary(self.folder, lambda name: name == "head" or _UPDATE.fullmatch(name))
+        where = location("folder", folder)
+        self._files = FolderFiles(where) if isinstance(where, Path) else BucketFiles(where)
+        self.source = self._files.source
+        self._head()
 
-    @contextmanager
-    def _writing(self) -> Generator[None]:
-        """Context that converts errors of files to ArgumentError with the name of the folder."""
-        try:
-            yield
-        except (OSError, ValueError) as e:  # ValueError: a null character in the path
-            why = getattr(e, "strerror", None) or e
-            raise ArgumentError(f"{str(self.folder)!r} cannot be used: {why}") from None
+    @property
+    def folder(self) -> Path:
+        """Folder for files of updates that are not published yet: the store itself, unless it is in a bucket."""
+        return self._files.folder
 
-    def _create(self) -> None:
-        """Create the folder and an empty list, unless they exist, so that receivers can tell the store from none."""
-        if not (self.folder / "head").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_head(Listing())
+    def _head(self) -> bytes:
+        return self._files.head(Listing().to_bytes(self.key))
 
     def path(self, version: int, base: int | None) -> Path:
         """Return the path for the file of an update, to pass to ``WeightSender.diff(file=...)``."""
@@ -105,7 +99,7 @@ class UpdateStore:
         ArgumentError
             The folder cannot be written.
         """
-        with self._writing():
+        with self._files.writing():
             old.replace(new)
 
     def listing(self) -> Listing:
@@ -114,13 +108,11 @@ class UpdateStore:
         Raises
         ------
         ArgumentError
-            The folder cannot be read or written.
+            The store cannot be read or written.
         FrameError
-            The file ``head`` is damaged, or not signed with the key; :meth:`clear` empties the store.
+            The list is damaged, or not signed with the key; :meth:`clear` empties the store.
         """
-        with self._writing():
-            self._create()
-        return read_head(self.folder, key=self.key)
+        return listing_of(self.source, self._head(), self.key)
 
     def put(self, update: Update) -> None:
         """Write the file of an update, unless it exists. Receivers find the update only after :meth:`publish`.
@@ -130,12 +122,7 @@ class UpdateStore:
         ArgumentError
             The file cannot be written.
         """
-        path = self.path(update.version, update.base)
-        with suppress(CodecError):  # missing, or damaged
-            if Update.open(path).data == update.data:
-                return
-        with self._writing(), replaced(path) as f:
-            f.write(update.data)
+        self._files.put(update)
 
     def publish(self, update: Update) -> None:
         """Write the file of an update, and add it to the list that receivers read.
@@ -146,7 +133,7 @@ class UpdateStore:
         ------
         StateError
             The base of the update is not the last version in the list; or a snapshot of the same run is older than that
-            version, or has other weights for it.
+            version, or has other weights for it; or another publisher publishes to the same bucket.
         ArgumentError
             A file cannot be written, or the update belongs to no run, or lacks a signature.
         """
@@ -171,9 +158,8 @@ class UpdateStore:
             for one in updates
             if one.head.version > oldest or (one.head.version == oldest and one.head.base is None)
         ]
-        with self._writing():
-            self._write_head(Listing(update.run, tuple(updates)))
-        self._delete_before(MAX_VERSION if begins else oldest, {one.file for one in updates})
+        self._files.publish(Listing(update.run, tuple(updates)).to_bytes(self.key))
+        self._files.delete(MAX_VERSION if begins else oldest, updates)
 
     def _check(self, listing: Listing, update: Update, begins: bool) -> None:
         """Check that an update may follow the list."""
@@ -183,28 +169,16 @@ class UpdateStore:
             if update.base != found or (last is not None and update.head.before != last):
                 other = " of other weights" if update.base == found else ""
                 raise StateError(
-                    f"the update needs version {update.base} as its base, but the last version in {self.folder} is "
+                    f"the update needs version {update.base} as its base, but the last version in {self.source} is "
                     f"{found}{other}"
                 )
         elif last is not None and not begins and update.version <= last.version and update.head.after != last:
             raise StateError(
-                f"the snapshot has version {update.version}, but the last version in {self.folder} is {last.version}"
+                f"the snapshot has version {update.version}, but the last version in {self.source} is {last.version}"
             )
 
     def clear(self) -> None:
         """Delete all updates."""
-        with self._writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_head(Listing())
-        self._delete_before(MAX_VERSION, set())
-
-    def _write_head(self, listing: Listing) -> None:
-        with replaced(self.folder / "head") as f:
-            f.write(listing.to_bytes(self.key))
-
-    def _delete_before(self, version: int, kept: set[str]) -> None:
-        """Delete the files of versions up to `version`, except `kept`. What cannot be deleted now is deleted later."""
-        for path in self.folder.glob("*.*"):
-            if _UPDATE.fullmatch(path.name) and int(path.stem) <= version and path.name not in kept:
-                with suppress(OSError):
-                    path.unlink()
+        self._head()
+        self._files.publish(Listing().to_bytes(self.key))
+        self._files.delete(MAX_VERSION, ())

@@ -123,9 +123,11 @@ def test_terminal_escapes_of_a_server_are_not_in_errors(reply):
     assert str(e.value).isprintable()
 
 
-@pytest.mark.parametrize("url", ["https://h/?key=hunter2", "http://h#hunter2", "s3://id:hunter2@bucket/store"])
+@pytest.mark.parametrize(
+    "url", ["https://h/?key=hunter2", "http://h#hunter2", "s3://id:hunter2@bucket/store", "gs://b/x?sig=hunter2"]
+)
 def test_secrets_in_urls_are_refused_and_not_shown(url):
-    with pytest.raises(codec.ArgumentError, match=r"must not hold|the scheme s3") as e:
+    with pytest.raises(codec.ArgumentError, match=r"must (not hold|hold no)") as e:
         read_head(url)
     assert "hunter2" not in str(e.value)
 

@@ -1,22 +1,29 @@
-"""Updates over a folder, HTTP, a TCP connection and torch.distributed: chains, late joiners and failures."""
+"""Updates over a folder, a bucket, HTTP, a TCP connection and torch.distributed: chains, late joiners and failures."""
 
 import os
+import re
 import socket
 import threading
+from pathlib import Path
 
+import fsspec
 import pytest
 
 import codec
+from codec.stores.bucket import ObjectStore
 from codec.weight_sync import Publisher, UpdateStore, pull, serve
 from codec.weight_sync.source import read_head
 from support.weight_updates import equal, published, stepped, weights
 
 
-@pytest.fixture(params=["folder", "http"])
+@pytest.fixture(params=["folder", "http", "bucket"])
 def publisher(request, tmp_path):
     host = "127.0.0.1" if request.param == "http" else None
-    with Publisher(tmp_path / "store", host=host, snapshot_every=3) as publisher:
+    folder = f"memory://{tmp_path}" if request.param == "bucket" else tmp_path / "store"
+    with Publisher(folder, host=host, snapshot_every=3) as publisher:
         yield publisher
+    if request.param == "bucket":
+        fsspec.filesystem("memory").rm(str(tmp_path), recursive=True)
 
 
 def test_receivers_of_any_age_reach_the_last_version(publisher):
@@ -53,7 +60,7 @@ def test_receiver_reads_the_list_again_if_its_files_are_gone(publisher, event):
             for _ in range(9):
                 publisher.publish(new)
         else:
-            with Publisher(publisher._store.folder) as other:
+            with Publisher(publisher._store.source) as other:
                 other.publish(new)
 
     version = pull(receiver, publisher.source, progress=publish)
@@ -61,12 +68,21 @@ def test_receiver_reads_the_list_again_if_its_files_are_gone(publisher, event):
     assert equal(new, receiver.tensors())
 
 
+def _names(source):
+    """Return the names of the files of a store."""
+    return ObjectStore(source).names() if "://" in source else os.listdir(source)
+
+
 def test_old_files_are_deleted(publisher):
     published(publisher, 9)
-    folder = publisher._store.folder
-    assert sorted(p.name.lstrip("0") for p in folder.glob("*.*")) == [
+    found = _names(publisher._store.source)
+    assert sorted(re.sub(r"^0+(\d+)(-\w+-\w+)?(?=\.)", r"\1", name) for name in found if "." in name) == [
         *("3.snapshot", "4.update", "5.update", "6.snapshot", "6.update", "7.update", "8.update"),
     ]
+    lists = [name for name in found if name.startswith("head")]
+    assert lists == ["head"] or [int(name.removeprefix("head-")) for name in sorted(lists)] == [8, 9, 10, 11]
+    if len(lists) > 1:
+        assert list(publisher._store.folder.iterdir()) == []  # uploaded files are not kept
     too_old = codec.WeightReceiver(weights())
     assert pull(too_old, publisher.source) == 8  # its version is too old for updates: it receives a snapshot
 
@@ -156,8 +172,8 @@ def test_publisher_goes_on_after_a_failure_at_any_place(publisher, place, error,
     pull(early, publisher.source)
     target, name = {
         "diff": (publisher._sender, "diff"), "put": (publisher._store, "put"),
-        "head": (publisher._store, "_write_head"), "commit": (publisher._sender, "commit"),
-        "delete": (publisher._store, "_delete_before"),
+        "head": (publisher._store._files, "publish"), "commit": (publisher._sender, "commit"),
+        "delete": (publisher._store._files, "delete"),
     }[place]  # fmt: skip
 
     def fail(*args, **how):
@@ -199,8 +215,11 @@ def test_store_that_is_not_there_is_an_error(tmp_path):
         (tmp_path / "no", "is not a store of updates"),
         (tmp_path / "file", "is not a store of updates"),
         (tmp_path, "not a regular file"),
-        ("s3://bucket/updates", "has the scheme s3"),
-        ("file:///updates", "has the scheme file"),
+        ("ftp://host/updates", "'ftp' is not known"),
+        ("memory://no-store", "is not a store of updates"),
+        (f"file://{tmp_path}/no", "is not a store of updates"),
+        ("file://updates", "three slashes"),
+        (Path("s3://bucket/updates"), "pass a str, not a Path"),
         ("http://", "not the URL of a store"),
         ("http://127.0.0.1:1/x?y", "must not hold"),
         ("http://[", "cannot be read"),

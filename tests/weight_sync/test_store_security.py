@@ -169,7 +169,7 @@ def test_token_is_not_sent_in_the_clear_to_other_hosts(tmp_path):
         http.Connection("https://192.0.2.1:1", 1, TOKEN, False)
     with pytest.raises(codec.ArgumentError, match="cafile= is for https"):
         http.Connection("http://192.0.2.1:1", 1, None, "file")
-    with pytest.raises(codec.ArgumentError, match="is a folder"):
+    with pytest.raises(codec.ArgumentError, match="'folder' is none"):
         pull(codec.WeightReceiver(), "folder", token=TOKEN)
     with pytest.raises(codec.ArgumentError, match="pass host="):
         Publisher(tmp_path / "store", token=TOKEN)

@@ -45,7 +45,7 @@ class Access:
 
     def check_conditional(self, site: str) -> None:
         """Raise ArgumentError if the store creates an object twice: sites would close a round with other contents."""
-        if not creates_once(self._medium, f"probe-{site}", self._seconds):
+        if not self._repeated("create an object", lambda: creates_once(self._medium, f"probe-{site}")):
             raise ArgumentError(
                 "the store ignores the condition to create an object only if it does not exist, which sites need: use "
                 "another store="

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch.distributed as dist
 
+from codec.stores.folder import LocalFolder
 from codec.torch.replicas.landing import Landing
 from codec.torch.rounds import follower
-from codec.torch.rounds.media import LocalFolder
 from codec.torch.rounds.names import StoreContents, snapshot_name
 from support.faults import KILLED
 from support.local_training import ROUNDED, nesterov
