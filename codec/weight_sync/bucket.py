@@ -39,7 +39,7 @@ def object_name(one: Listed) -> str:
     return f"{one.head.version:020d}-{run}-{one.head.digest.hex()}.{kind}"
 
 
-class Bucket:
+class UpdateBucket:
     """Folder of a bucket with lists and updates.
 
     Parameters

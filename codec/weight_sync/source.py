@@ -10,7 +10,7 @@ from codec.arguments import check_timeout
 from codec.errors import ArgumentError, CodecError, FrameError
 from codec.files.signing import SigningKey
 from codec.stores.locations import location, scheme_of
-from codec.weight_sync.bucket import Bucket, object_name
+from codec.weight_sync.bucket import UpdateBucket, object_name
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.download import download
 from codec.weight_sync.http import Cafile, Connection
@@ -67,7 +67,7 @@ class StoreReader(Closing):
         seconds = limit.total_seconds()
         self._connection: Connection | None = None
         self._mirror: Mirror | None = None
-        self._bucket: Bucket | None = None
+        self._bucket: UpdateBucket | None = None
         if isinstance(source, UpdateServer):
             if source.mirror is None or token is not None or cafile is not None:
                 raise ArgumentError("pass the URL of a server, or a mirror without token= and cafile=, which it has")
@@ -84,7 +84,7 @@ class StoreReader(Closing):
         if token is not None or cafile is not None:
             raise ArgumentError(f"token= and cafile= are for the URL of a server, but {self._name!r} is none")
         if isinstance(where, str):
-            self._bucket = Bucket(where, seconds)
+            self._bucket = UpdateBucket(where, seconds)
 
     def listing(self) -> Listing:
         """Return the list of updates.

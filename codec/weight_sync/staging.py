@@ -16,7 +16,7 @@ _PREFIX = "codec-updates-"
 _NEW = 60.0  # seconds in which a folder may not be locked yet
 
 
-class Staging:
+class StagingFolder:
     """Temporary folder, which is deleted with the object, or by a later object if the process was killed.
 
     Attributes

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from codec.errors import ArgumentError, CodecError
 from codec.files.replacing import replaced
-from codec.weight_sync.bucket import Bucket, object_name
+from codec.weight_sync.bucket import UpdateBucket, object_name
 from codec.weight_sync.listing import Listed, file_name
 from codec.weight_sync.source import TIMEOUT, head_in
-from codec.weight_sync.staging import Staging
+from codec.weight_sync.staging import StagingFolder
 from codec.weight_sync.update import Update
 from codec.weight_sync.writing import remove_temporary
 
@@ -104,8 +104,8 @@ class BucketFiles:
     """
 
     def __init__(self, url: str) -> None:
-        self._bucket, self.source = Bucket(url, TIMEOUT), url
-        self._staging = Staging()
+        self._bucket, self.source = UpdateBucket(url, TIMEOUT), url
+        self._staging = StagingFolder()
         self.folder = self._staging.folder
         if not self._bucket.creates_once():
             raise ArgumentError(

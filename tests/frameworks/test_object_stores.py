@@ -9,32 +9,14 @@ import codec
 from codec.torch.rounds.media import medium_of
 from support.local_training import ROUNDED, nesterov
 from support.rounds import Pushing, together
+from support.s3_server import s3_server
 
 
 @pytest.fixture(scope="module")
 def bucket():
     """Return the URL of an empty bucket."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    given = {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-    }
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    yield "s3://bucket"
-    for name, value in before.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
-    server.stop()
+    with s3_server():
+        yield "s3://bucket"
 
 
 def test_objects_are_created_once_and_bounded(bucket):
