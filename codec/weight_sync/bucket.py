@@ -52,7 +52,7 @@ class UpdateBucket:
     Attributes
     ----------
     number : int
-        Number of the list that :meth:`head` has returned, or :meth:`publish` has written; -1: there is none.
+        Number of the list that :meth:`head` has returned, or :meth:`publish` has written; -1: neither was called.
     names : list of str
         Names of the objects when :meth:`head` was called.
 
@@ -207,7 +207,7 @@ class UpdateBucket:
             block = self._call(f"read {name}", lambda: self.store.read(name, begin, end))
             if block is not None and (len(block) >= min(end, nbytes) - begin or attempt == _LOOKS - 1):
                 return block
-            if _newest(self._look()) > self.number:
+            if 0 <= self.number < _newest(self._look()):
                 raise ArgumentError(f"{self.url}/{name} was deleted meanwhile: read the list again")
             time.sleep(pause(attempt))
         raise ArgumentError(f"{self.url} does not have the object {name}, which its list names: {_LATE}")

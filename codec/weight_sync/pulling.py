@@ -38,7 +38,7 @@ def pull(
     receiver : WeightReceiver
         Receiver with any version, or without weights.
     source : str, path or UpdateServer
-        Folder of an :class:`UpdateStore`, or the URL of :func:`serve`, http or https. Proxies are not used, and
+        Folder or bucket of an :class:`UpdateStore`, or the URL of :func:`serve`, http or https. Proxies are not used, and
         redirects not followed, except to mirrors, whose files must have the SHA-256 that the list names. Or a mirror,
         which :func:`serve` has returned for a URL, and which has `token` and `cafile`.
     load : callable, optional
@@ -46,7 +46,7 @@ def pull(
     like, into : optional
         As in :meth:`WeightReceiver.apply`.
     timeout : float
-        Maximum time without data from a server, in seconds. Data must arrive with at least 16 KiB/s.
+        Maximum time without data from a server or bucket, in seconds. Data must arrive with at least 16 KiB/s.
     progress : callable, optional
         Called with each update after it was applied.
     token : str, optional
@@ -67,6 +67,8 @@ def pull(
     ------
     ArgumentError
         `source` is not a store, or cannot be read.
+    EngineError
+        The package for the bucket is not installed.
     StateError
         No chain leads from the receiver's version or a snapshot to the last version, the store is older than the
         receiver (with ``verify=`` also if it is of another run), or the folder of the receiver cannot be written.

@@ -22,7 +22,8 @@ from codec.weight_sync.update import Update
 class UpdateStore:
     """Folder of updates, written by one trainer and read by any number of receivers.
 
-    The store deletes only files that have the name of an update, such as ``00000000000000000012.update``.
+    The store deletes only files and objects whose names are those of an update or of a list in a bucket, such as
+    ``00000000000000000012.update``.
 
     Parameters
     ----------
@@ -37,17 +38,17 @@ class UpdateStore:
     sign : bytes, str, path or Ed25519PrivateKey; optional
         Key that signs the list, as in :class:`codec.WeightSender`, which must sign the updates with it.
 
+    Attributes
+    ----------
+    source : str
+        Path or URL of the store, to pass to :func:`pull`.
+
     Raises
     ------
     ArgumentError
         The folder or the bucket cannot be used.
     EngineError
         The package for the bucket is not installed.
-
-    Attributes
-    ----------
-    source : str
-        Path or URL of the store, to pass to :func:`pull`.
 
     Examples
     --------

@@ -119,7 +119,11 @@ def test_engine_reads_what_the_trainer_wrote(run, encoding, checksum, monkeypatc
     assert run.versions() == ["weight_v000001", "weight_v000002", "weight_v000003"]
 
 
-def test_late_host_and_all_ranks_of_a_host_get_every_version(run):
+@pytest.mark.parametrize("store", ["folder", "bucket"])
+def test_late_host_and_all_ranks_of_a_host_get_every_version(run, store, monkeypatch):
+    if store == "bucket":
+        monkeypatch.setenv("CODEC_SLIME_STORE", f"memory://{run.path}")
+        run.begin()
     for _ in range(3):
         run.publish(run.write())
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
