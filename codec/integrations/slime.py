@@ -5,8 +5,9 @@ Provisional: may change in any version.
 ``--custom-update-weight-post-write-path codec.integrations.slime.publish`` encodes each folder ``weight_v{N:06d}`` that
 the trainer has written to ``--update-weight-disk-dir``, and adds it to the store that the environment variable
 ``CODEC_SLIME_STORE`` names. ``--sglang-custom-pull-weights-pre-read-hook codec.integrations.slime.fetch`` writes the
-same folder on an engine's host, from the store. ``CODEC_SLIME_STORE`` is a folder, or on engines also the URL of
-:func:`codec.weight_sync.serve`. ``CODEC_SLIME_CHECKPOINT`` on engines is the checkpoint of their ``--model-path``.
+same folder on an engine's host, from the store. ``CODEC_SLIME_STORE`` is a folder or the URL of one in a
+bucket, or on engines also the URL of :func:`codec.weight_sync.serve`. ``CODEC_SLIME_CHECKPOINT`` on engines is the
+checkpoint of their ``--model-path``.
 
 The disk dir is then local: all ranks of the trainer share it, but the engines' hosts do not. The trainer and each
 engine host store a copy of the weights in their disk dir. The hooks need the package zstandard, and xxhash or blake3

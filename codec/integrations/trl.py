@@ -30,7 +30,7 @@ class CodecWeightTransfer:
     client : VLLMClient
         TRL's client of the server: ``trl.experimental.async_grpo.vllm_client.VLLMClient(url)``.
     folder : str or path
-        Folder for the updates.
+        Folder for the updates, or URL of one in a bucket.
     host : str, optional
         Address of this machine on which to serve the folder over HTTP, if the vLLM server cannot read the folder from
         a shared disk.
@@ -100,7 +100,7 @@ class CodecAdapterClient:
     client : VLLMClient
         TRL's client, whose other methods remain.
     folder : str or path
-        Folder for the updates.
+        Folder for the updates, or URL of one in a bucket.
     worker_folder : str
         Absolute path of a folder on the server's disks, for the adapters.
     host, port, token, tls, sign : optional

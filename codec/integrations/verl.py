@@ -39,7 +39,7 @@ class CodecCheckpointEngine(CheckpointEngine):
     is_master : bool
         Set by verl: True on rank 0 of the actor, which publishes updates.
     folder : str, optional
-        Folder for the updates; required on the master.
+        Folder for the updates, or URL of one in a bucket; required on the master.
     host : str, optional
         Address on which to serve the folder over HTTP. Default: rollout workers read the folder from a shared disk.
     base : str, optional

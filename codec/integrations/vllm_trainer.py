@@ -23,12 +23,12 @@ __all__ = ["CodecTrainerInitInfo", "CodecTrainerWeightTransferEngine"]
 
 @dataclass
 class CodecTrainerInitInfo(TrainerInitInfo):
-    """Folder of the updates, and the address to serve it on.
+    """Folder of the updates, or URL of one in a bucket, and the address to serve a folder on.
 
-    Workers on other machines need `host`, or must share the folder's disk. The trainer stores its copy of the weights
-    in `base`; the workers of each machine share one in `worker_folder`, on a disk of the machine. None: trainer and
-    each worker store a copy in memory. `token`, `tls` and `sign` are as in :class:`codec.weight_sync.Publisher`;
-    workers get theirs by environment variables.
+    Workers on other machines need `host`, or must share the folder's disk, or read the bucket. The trainer stores its
+    copy of the weights in `base`; the workers of each machine share one in `worker_folder`, on a disk of the machine.
+    None: trainer and each worker store a copy in memory. `token`, `tls` and `sign` are as in
+    :class:`codec.weight_sync.Publisher`; workers get theirs by environment variables.
     """
 
     backend: ClassVar[str] = "codec"

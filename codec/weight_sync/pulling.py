@@ -38,9 +38,9 @@ def pull(
     receiver : WeightReceiver
         Receiver with any version, or without weights.
     source : str, path or UpdateServer
-        Folder or bucket of an :class:`UpdateStore`, or the URL of :func:`serve`, http or https. Proxies are not used, and
-        redirects not followed, except to mirrors, whose files must have the SHA-256 that the list names. Or a mirror,
-        which :func:`serve` has returned for a URL, and which has `token` and `cafile`.
+        Folder or bucket of an :class:`UpdateStore`, or the URL of :func:`serve`, http or https. Proxies are not used,
+        and redirects not followed, except to mirrors, whose files must have the SHA-256 that the list names. Or a
+        mirror, which :func:`serve` has returned for a URL, and which has `token` and `cafile`.
     load : callable, optional
         As in :meth:`WeightReceiver.apply`; called for each update.
     like, into : optional

@@ -139,10 +139,9 @@ def trainer(url, base, seed):
     return subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(
-    "point", ["before a new update", "after a new update", "before a new list", "after a new list"]
-)
-def test_killed_publisher_leaves_one_version(server, url, tmp_path, point):
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("target", ["a new update", "a new list"])
+def test_killed_publisher_leaves_one_version(server, url, tmp_path, when, target):
     """Receivers get the version before or after; the next process goes on with the base of the killed one."""
     processes, receiver = [trainer(url, tmp_path / "base", 1)], codec.WeightReceiver()
     assert processes[0].communicate(timeout=HANG_SECONDS)[0] == "0\n"
