@@ -288,6 +288,23 @@ def test_error_of_a_bucket_shows_no_credential(url, monkeypatch):
         assert "hunter2" not in str(e.value).lower()
 
 
+@pytest.mark.parametrize("error", [OSError(16, "SlowDown"), TimeoutError("no answer"), RuntimeError("lost")])
+def test_calls_that_fail_for_a_while_are_repeated(url, error, monkeypatch):
+    with Publisher(url) as publisher:
+        publisher.publish(weights())
+    tries = []
+
+    def fail(*args):
+        tries.append(args)
+        if len(tries) % 4:
+            raise error
+
+    around(monkeypatch, "names", fail)
+    around(monkeypatch, "read", fail)
+    assert pull(codec.WeightReceiver(), url) == 0
+    assert len(tries) == 12
+
+
 @pytest.mark.parametrize("error", [PermissionError("denied"), TypeError("wrong")])
 def test_errors_that_repetition_cannot_cure_are_raised_at_once(url, error, monkeypatch):
     tries = []
