@@ -1,15 +1,17 @@
 """Folder of a bucket as a store of objects, by fsspec."""
 
+import functools
 import importlib
 import threading
+from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from errno import EINVAL
 from typing import Any
 
 from codec.errors import EngineError
-from codec.stores.calls import redacted
+from codec.stores.calls import redacted, started
 from codec.stores.locations import PACKAGES
 from codec.stores.sizes import checked_size
 
@@ -108,8 +110,13 @@ class ObjectStore:
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects."""
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            list(pool.map(self._delete, names))
+        waiting = deque[Future[None]]()
+        for name in names:
+            waiting.append(started(functools.partial(self._delete, name)))
+            if len(waiting) == _PARALLEL:
+                waiting.popleft().result()
+        for answer in waiting:
+            answer.result()
 
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):

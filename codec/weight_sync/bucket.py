@@ -29,7 +29,8 @@ _LISTS = 4  # number of lists that are kept, for readers that have just found th
 _BLOCK = 1 << 23  # bytes that a request reads
 _AHEAD = 4  # number of requests for blocks of an update at a time
 _LOOKS = 6  # number of requests for an object that is not there yet
-_BYTES_PER_SECOND = 1 << 14  # slowest accepted upload
+_BYTES_PER_SECOND = 1 << 14  # slowest accepted transfer of an object or block
+_MOST_LISTS = 10**20  # numbers of lists have 20 digits
 
 
 def object_name(one: Listed) -> str:
@@ -121,9 +122,11 @@ class UpdateBucket:
         StateError
             Another publisher has written a list meanwhile.
         ArgumentError
-            The bucket cannot be written.
+            The bucket cannot be written, or has a list with the highest number.
         """
         number = self.number + 1
+        if number >= _MOST_LISTS:
+            raise ArgumentError(f"{self.url} has {_head(self.number)}, after which no list can follow: delete it")
         name = _head(number)
         if not self._call(f"create {name}", lambda: self.store.create(name, body)):
             # perhaps it was created by a call whose answer was lost
@@ -204,7 +207,9 @@ class UpdateBucket:
         """Return the block that begins at byte `begin` of an object of `nbytes` bytes, and one byte more at the end."""
         end = min(begin + _BLOCK, nbytes + 1)
         for attempt in range(_LOOKS):
-            block = self._call(f"read {name}", lambda: self.store.read(name, begin, end))
+            block = self._call(
+                f"read {name}", lambda: self.store.read(name, begin, end), (end - begin) / _BYTES_PER_SECOND
+            )
             if block is not None and (len(block) >= min(end, nbytes) - begin or attempt == _LOOKS - 1):
                 return block
             if 0 <= self.number < _newest(self._look()):

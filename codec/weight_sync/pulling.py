@@ -46,7 +46,8 @@ def pull(
     like, into : optional
         As in :meth:`WeightReceiver.apply`.
     timeout : float
-        Maximum time without data from a server or bucket, in seconds. Data must arrive with at least 16 KiB/s.
+        Maximum time without data from a server or bucket, in seconds. Data must arrive with at least 16 KiB/s, from
+        a bucket with 64 KiB/s.
     progress : callable, optional
         Called with each update after it was applied.
     token : str, optional

@@ -170,6 +170,18 @@ def test_bucket_that_was_emptied_begins_again(url):
         assert [name for name in store.names() if not name.startswith("head")] == []
 
 
+def test_list_with_the_highest_number_is_an_error_for_publishers(url):
+    """A list with the next number would not be found."""
+    store = ObjectStore(url)
+    with Publisher(url) as publisher:
+        store.put(f"head-{'9' * 20}", store.get(f"head-{0:020d}", 1 << 20))
+        with pytest.raises(codec.ArgumentError, match="no list can follow"):
+            publisher.publish(weights())
+        store.delete([f"head-{'9' * 20}"])
+    with Publisher(url) as publisher:
+        assert publisher.publish(weights()) == 0
+
+
 def test_store_that_replaces_objects_is_refused(url, monkeypatch):
     def create(self, name, data):
         self.put(name, data)
