@@ -113,7 +113,7 @@ print("the end")
 
 
 def test_receiver_killed_or_interrupted_at_any_point_leaves_the_others_their_versions():
-    code = KILLED.format(tests=os.path.dirname(os.path.dirname(__file__)), step=1 if NIGHTLY else 23)
+    code = KILLED.format(tests=os.path.dirname(os.path.dirname(__file__)), step=3 if NIGHTLY else 23)
     run(code, noise=("<string>:", "  child = os.fork()"), CODEC_NUM_THREADS="1")
 
 
