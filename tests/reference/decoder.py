@@ -388,6 +388,15 @@ def decode(
     return name, shape, bits.astype(f"<u{nplanes}").tobytes()
 
 
+def read_bitmap(r: Reader, m: int) -> np.ndarray[Any, Any]:
+    """Read the bitmap of a block with gaps; return for each of its m values if its quad row is in the region."""
+    nrows = -(-m // 128)
+    bits = np.unpackbits(np.frombuffer(r.take(-(-nrows // 32) * 4), np.uint8), bitorder="little")
+    need(not bits[nrows:].any(), "bitmap padding")
+    need(0 < bits.sum() < nrows, "bitmap")
+    return np.repeat(bits, 128)[:m] != 0
+
+
 def decode_region(
     frame: bytes,
     at: int,
@@ -405,13 +414,15 @@ def decode_region(
     """Decode the region of a lossless block into the bits of its m values (sections 6 and 7)."""
     (head,) = struct.unpack_from("<I", frame, at)
     r = Reader(frame, at + 4, end)
-    need(not head & ~((1 << 2 * nplanes) - 1 | 1 << 16), "region head")
+    need(not head & ~((1 << 2 * nplanes) - 1 | 3 << 16), "region head")
     modes = [head >> 2 * p & 3 for p in range(nplanes)]
-    pruned = head >> 16 & 1
+    pruned, gaps = head >> 16 & 1, head >> 17 & 1
     need(not pruned or (shift and modes[0] == 2), "pruned")
+    need(not gaps or not fixed, "gaps")
+    there = read_bitmap(r, m) if gaps else np.ones(m, bool)
     planes: list[Any] = [None] * nplanes
-    nonzero = np.ones(m, bool)
-    k = m
+    j = k = int(there.sum())
+    nonzero = np.ones(j, bool)
     for p, data in slices.items():
         need(modes[p] == 0, "mode of a fixed plane")
         planes[p] = np.frombuffer(data, np.uint8).astype(np.int64)
@@ -419,7 +430,7 @@ def decode_region(
     for p in range(nplanes):
         if fixed >> p & 1:
             continue
-        mode, count = modes[p], k if p else m
+        mode, count = modes[p], k if p else j
         if mode == 2:
             need(coded >> p & 1, "no codebook")
             out = np.array(decode_lanes(books[p], r, count)[0], np.int64)
@@ -447,11 +458,16 @@ def decode_region(
             k = int(nonzero.sum())
             need(k, "pruned to nothing")
         elif pruned:
-            full = np.zeros(m, np.int64)
+            full = np.zeros(j, np.int64)
             full[nonzero] = out
             out = full
         planes[p] = out
     r.zeros(8)
+    for p in range(nplanes):
+        if gaps:
+            full = np.zeros(m, np.int64)
+            full[there] = planes[p]
+            planes[p] = full
     need(all(not planes[p][~nonzero].any() for p in slices), "a pruned value's byte in a fixed plane")
     u = [x.astype(np.uint64) for x in planes]
     width = 8 * nplanes

@@ -551,17 +551,27 @@ def uneven(c: Array, v: int) -> bool:
 
 @dataclass
 class Sample:
-    """Statistics of sampled planes, by plane: counts of bytes; all equal; one of the sampled quad rows is all zero."""
+    """Statistics of sampled planes, by plane: counts of bytes; all equal; one of the sampled quad rows is all zero.
+
+    Counts and zero runs are without empty quad rows; ``has_empty``: one of the sampled quad rows is empty.
+    """
 
     counts: list[Array]
     constant: list[bool]
     zero_run: list[bool]
+    has_empty: bool
 
 
 def quad_rows(n: int, rows: Any) -> Array:
     """Return the indices of the values in the given quad rows, which are runs of 128 values."""
     i = (np.asarray(rows)[:, None] * 128 + np.arange(128)).ravel()
     return i[i < n]
+
+
+def empty(x: Array) -> Array:
+    """Return for each value if its quad row is empty: all bits of its values are 0 (section 1)."""
+    rows = np.append(x != 0, np.zeros(-len(x) % 128, bool)).reshape(-1, 128)
+    return np.repeat(~rows.any(1), 128)[: len(x)]
 
 
 def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
@@ -571,10 +581,14 @@ def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
     take = min(-(-nrows // 2), 64)
     rows = [i * nrows // take for i in range(take)]
     i = quad_rows(n, rows)
+    constant = [bool((p[i] == p[i[0]]).all()) for p in planes]
+    some = [r for r in rows if bits[128 * r : 128 * r + 128].any()]
+    i = quad_rows(n, some)
     sample = Sample(
         [histogram(p[i]) for p in planes],
-        [bool((p[i] == p[i[0]]).all()) for p in planes],
-        [any(not p[128 * r : 128 * r + 128].any() for r in rows) for p in planes],
+        constant,
+        [any(not p[128 * r : 128 * r + 128].any() for r in some) for p in planes],
+        len(some) < len(rows),
     )
     zero = planes[0][i] == 0
     if dtype == 2 and 64 * int(zero.sum()) >= len(i) and not any(p[i][zero].any() for p in planes):
@@ -742,19 +756,24 @@ def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: i
 
 
 def scale_model(
-    ask: Ask, how: int, pattern: Array, shape: tuple[int, ...], zero: int, octave: int, finest: int
+    ask: Ask, how: int, pattern: Array, bits: Array, shape: tuple[int, ...], zero: int, octave: int, finest: int
 ) -> tuple[Model | None, Array, int, int]:
-    """Return the model of section 4 or None, counts of symbols, the number of sampled zeros, and of samples."""
+    """Return the model of section 4 or None, counts of symbols, the number of sampled zeros, and of samples.
+
+    ``bits``: bits of the values, which tell if a quad row is empty.
+    """
     n, s, grain = len(pattern), 4 if octave == 16 else 7, octave // 8
     stride, circle = stride_of(n), (32768 - zero) // grain
     flat, based = how == 1 or n < 4096, octave == 16
     if flat and not based:
-        plain = histogram(pattern[sampled(n, stride)] >> s & 255)
-        return None, plain, int(plain[0]), int(plain.sum())
+        i = sampled(n, stride)
+        some = i[~empty(bits)[i]]
+        plain = histogram(pattern[some] >> s & 255)
+        return None, plain, int(plain[0]) + len(i) - len(some), len(i)
     centre = 0x4800 if octave == 16 else 0x4000
     by_eighths = finest == 0 and octave == 128 and n >= 524288
     cuts = cut_parts(replace(ask, segments=None) if flat else ask, n, shape if n >= 8192 else ())
-    raw, zeros, parts, samples = np.zeros(256, np.int64), 0, [], []
+    raw, zeros, values, parts, samples = np.zeros(256, np.int64), 0, 0, [], []
     for start, count, dims in cuts:
         row = columns_of(dims, count)
         none = np.zeros(0, np.int64)
@@ -769,11 +788,14 @@ def scale_model(
         if flat:
             part.kind, part.shifts, part.rows, part.cols, part.base = 0, [0, 0], none, none, base(8)
         i = sampled(count, stride)
+        take = len(i)
+        i = i[~empty(bits[start : start + count])[i]]
         raw = histogram(p[i] >> s & 255)
         fitted = histogram(lowered(p[i], grain * part.eighths()[i], zero) >> s & 255)
-        zeros += int(fitted[0])
+        zeros += int(fitted[0]) + take - len(i)
+        values += take
         cost_of_nibbles = 4 * (len(part.rows) + len(part.cols)) + 64
-        if not flat and how != 2 and not pays(huffman(raw), huffman(fitted), len(i), count, cost_of_nibbles):
+        if not flat and how != 2 and not pays(huffman(raw), huffman(fitted), take, count, cost_of_nibbles):
             part.kind, part.shifts, part.rows, part.cols = 0, [0, 0], none, none
             part.base = base(1 if by_eighths else 8)
         parts.append(part)
@@ -782,12 +804,12 @@ def scale_model(
     phases = [histogram(lowered(p, grain * (q + f), zero) >> s & 255) for f in range(8 if by_eighths else 1)]
     costs = [huffman(c) for c in phases]
     best = costs.index(min(costs))
-    base_pays = by_eighths and pays(huffman(raw), costs[best], len(p), n, 224)
+    base_pays = by_eighths and pays(huffman(raw), costs[best], values, n, 224)
     if len(parts) == 1 and not parts[0].kind and not base_pays and not based:
-        return None, raw, zeros, len(p)
+        return None, raw, zeros, values
     for part in parts:
         part.base = (part.base + best) % circle
-    return Model(parts, grain), phases[best], zeros, len(p)
+    return Model(parts, grain), phases[best], zeros, values
 
 
 # ---- Lossless frames (sections 5 and 6)
@@ -848,15 +870,22 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
         if book and 100 * bits < 98 * 8 * total:
             chosen.books[p] = book
             chosen.halved |= {p} if half else set()
-        elif not top and not sample.constant[p] and not sample.zero_run[p] and (not octave or 64 * zeros < values):
-            chosen.fixed |= {p}
+        elif not (top or sample.constant[p] or sample.zero_run[p] or sample.has_empty):
+            chosen.fixed |= {p} if not octave or 64 * zeros < values else set()
     return chosen
 
 
 def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
     """Encode the planes of a lossless block to its region (section 6)."""
     _, nplanes, octave, _ = DTYPES[dtype]
-    head, body, is_pruned, zero = 0, b"", False, planes[0] == 0
+    head, body = 0, b""
+    there = ~empty(np.any(planes, axis=0))
+    if not chosen.fixed and there.any() and 64 * int((~there).sum()) >= len(there):
+        head = 1 << 17
+        body = np.packbits(there[::128], bitorder="little").tobytes()
+        body += bytes(-len(body) % 4)
+        planes = [p[there] for p in planes]
+    is_pruned, zero = False, planes[0] == 0
     for p in range(nplanes):
         if p in chosen.fixed:
             continue
@@ -880,7 +909,7 @@ def pattern_model(ask: Ask, shape: tuple[int, ...], bits: Array, dtype: int) -> 
         plain = sample_planes(bits, dtype, 0)
         c = plain.counts[1].reshape(-1, 2 << s).sum(0)
         finest = 0 if not plain.constant[1] and not plain.zero_run[1] and not uneven(c, 2 << s) else 3
-    return scale_model(ask, ask.variant, pattern, shape, 1 << s, octave, finest)
+    return scale_model(ask, ask.variant, pattern, bits, shape, 1 << s, octave, finest)
 
 
 def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
@@ -995,7 +1024,7 @@ def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -
     """Map truncated values to symbols (section 8.2)."""
     octave = TRUNCATED[dtype][5]
     pattern = x >> (16 if dtype == 1 else 0) & 0x7FFF
-    model = scale_model(ask, 0, pattern, shape, octave, octave, 3)[0]
+    model = scale_model(ask, 0, pattern, x, shape, octave, octave, 3)[0]
     u = lowered(c.e * octave, model.offsets if model else 0, octave) // octave
     literals, values, outside = u.astype(np.uint8), u, np.zeros(len(u), bool)
     if ask.variant == 1:
