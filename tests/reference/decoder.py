@@ -512,24 +512,30 @@ class Truncate:
     def block(self, r: Reader, first: int, m: int, book: Codebook, off: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         (head,) = r.ints("I")
         mode = head & 3
-        need(mode < 3 and not head & ~(3 | (0x1F00 if self.options & 8 else 0xF00)), "head")
-        need(not self.options & 8 or head >> 8 <= self.p + 1, "head")
+        need(mode < 3 and not head & ~(3 | (0x1F00 if self.options & 8 else 0xF00) | 1 << 17), "head")
+        tail = head >> 8 & 0x1F
+        need(not self.options & 8 or tail <= self.p + 1, "head")
         digest32 = r.ints("I")[0] if self.sent == 2 else 0
+        there = read_bitmap(r, m) if head >> 17 else np.ones(m, bool)
+        j = int(there.sum())
         joint = self.sent == 1
         escaped: list[int] = []
         if mode == 2:
-            values, escaped = decode_lanes(book, r, m, joint)
+            values, escaped = decode_lanes(book, r, j, joint)
             s = np.array(values, np.int64)
         else:
             need(mode == 0 or not joint, "raw symbols with levels")
-            s = np.frombuffer(r.take(m), np.uint8).astype(np.int64) if mode else np.full(m, r.take(1)[0], np.int64)
-        level = np.zeros(m, np.int64)
+            s = np.frombuffer(r.take(j), np.uint8).astype(np.int64) if mode else np.full(j, r.take(1)[0], np.int64)
+        level = np.zeros(j, np.int64)
         if joint:
             base = 0 if self.last == 31 else 96
             need(((s == 0) | (s >= 4)).all(), "symbol")
-            base_of = np.where(np.isin(np.arange(m), escaped), 0, base)
+            base_of = np.where(np.isin(np.arange(j), escaped), 0, base)
             level, s = np.where(s == 0, 0, s & 3), np.where(s == 0, 0, (s >> 2) + base_of)
         need((s <= self.last).all(), "exponent")
+        full = np.zeros((2, m), np.int64)
+        full[:, there] = s, level
+        s, level = full
         e = raised(s * self.octave, off, self.octave) // self.octave
         some = e > 0
         drops = np.array(self.drops)
@@ -552,7 +558,7 @@ class Truncate:
             need(not k[e == self.last].any(), "level of Inf or NaN")
         field = np.zeros(m, np.int64)
         if self.options & 8:
-            left_out = np.maximum(k, head >> 8)
+            left_out = np.maximum(k, tail)
             field[some] = self.packed(r, (self.p + 1 - left_out)[some]) << left_out[some]
         else:
             rest = self.p + 1

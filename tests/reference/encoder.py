@@ -875,16 +875,22 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
     return chosen
 
 
+def gaps(void: Array) -> tuple[int, bytes, Array]:
+    """Return the head's bit and the bitmap of a block, and for each value if the region has it (section 6 of the format).
+
+    ``void``: for each value of the block if its quad row may be left out.
+    """
+    if void.all() or 64 * int(void.sum()) < len(void):
+        return 0, b"", np.ones(len(void), bool)
+    bitmap = np.packbits(~void[::128], bitorder="little").tobytes()
+    return 1 << 17, bitmap + bytes(-len(bitmap) % 4), ~void
+
+
 def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
     """Encode the planes of a lossless block to its region (section 6)."""
     _, nplanes, octave, _ = DTYPES[dtype]
-    head, body = 0, b""
-    there = ~empty(np.any(planes, axis=0))
-    if not chosen.fixed and there.any() and 64 * int((~there).sum()) >= len(there):
-        head = 1 << 17
-        body = np.packbits(there[::128], bitorder="little").tobytes()
-        body += bytes(-len(body) % 4)
-        planes = [p[there] for p in planes]
+    head, body, there = gaps(empty(np.any(planes, axis=0)) & (not chosen.fixed))
+    planes = [p[there] for p in planes]
     is_pruned, zero = False, planes[0] == 0
     for p in range(nplanes):
         if p in chosen.fixed:
@@ -1032,8 +1038,8 @@ def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -
         outside = (u > 0) & ~((t > 0) & (t < 64))
         values = np.where(outside | (u == 0), 0, 4 * t + level)
         literals = np.where(u > 0, 4 * u + level, 0).astype("<u2")
-    n = len(u)
-    counts = histogram(values[sampled(n, stride_of(n))])
+    i = sampled(len(u), stride_of(len(u)))
+    counts = histogram(values[i[~empty(u)[i]]])
     return Symbols(np.where(outside, ESCAPE, values), literals, counts, model)
 
 
@@ -1087,19 +1093,21 @@ def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
     regions = []
     for first, m in blocks:
         i = slice(first, first + m)
-        values, body = s.values[i], b""
+        body = b""
         if ask.variant == 2:
             body += struct.pack("<I", digest(c.ea[i].astype(np.uint8).tobytes(), 0x500) & 0xFFFFFFFF)
-        mode, part = 2, coded_plane(book, values, s.literals[i])
+        flag, bitmap, there = gaps(empty(c.e[i]))
+        values = s.values[i][there]
+        mode, part = 2, coded_plane(book, values, s.literals[i][there])
         if (values == values[0]).all() and values[0] != ESCAPE:
             mode, part = 0, bytes([values[0]])
-        elif len(part) >= m and ask.variant != 1:
+        elif len(part) >= len(values) and ask.variant != 1:
             mode, part = 1, values.astype(np.uint8).tobytes()
-        body += part
+        body += bitmap + part
         if ask.variant == 0:
             body += packed(c.level(dtype)[i][c.e[i] > 0], 2)
         head, pieces = put_fields(ask, dtype, c, i)
-        regions.append(pad8(struct.pack("<I", mode | head) + body + pieces))
+        regions.append(pad8(struct.pack("<I", mode | head | flag) + body + pieces))
     built = frame.blocks(side, regions, log2, 1, (1 if ask.book else 0) | (2 if s.model else 0))
     return built if len(built) < len(stored) else stored
 
