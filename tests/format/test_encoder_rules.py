@@ -14,7 +14,7 @@ import codec
 from codec import specs
 from reference import encoder
 from reference.decoder import DTYPES as NUMBERED
-from support.encoder_rules import NUMBER, PATTERNS, ask_of, bits_of, matrix, same
+from support.encoder_rules import NUMBER, PATTERNS, ask_of, bits_of, matrix, same, with_empty_rows
 from support.tensors import ALL_DTYPES, KINDS, random_bits
 from support.tiers import every
 
@@ -33,7 +33,7 @@ def seen(frame):
     for b in range(nblocks):
         head = int.from_bytes(frame[at : at + 4], "little")
         found |= {f"mode {head >> 2 * p & 3}" for p in range(NUMBERED[frame[6]][1]) if not fixed >> p & 1}
-        found |= {"pruned" * (head >> 16)}
+        found |= {"pruned" * (head >> 16 & 1), "gaps" * (head >> 17)}
         at = 8 * int.from_bytes(frame[directory + 8 * b : directory + 8 * b + 4], "little")
     return found - {""}
 
@@ -51,7 +51,7 @@ def test_lossless_frames(dtype):
 
 
 def test_lossless_samples_use_every_feature():
-    """The tensors of these tests use every plane mode, halved planes, pruning and scale models."""
+    """The tensors of these tests use every plane mode, halved planes, gaps, pruning and scale models."""
     found = set()
     rng = np.random.default_rng(0)
     products = (rng.integers(0, 16, 20_000) * rng.integers(0, 16, 20_000)).astype(np.uint8)
@@ -71,9 +71,34 @@ def test_lossless_samples_use_every_feature():
     found |= seen(same(gradient[:400])) | seen(same(gradient, codebook=codec.Codebook.from_tensors(gradient)))
     x = rng.integers(0, 1 << 32, 40_000, np.uint32)
     x[np.arange(40_000) // 128 % 30 == 3] = 0
-    found |= seen(same(x)) | seen(same(matrix("float32", 100, 90), dtype="float32", shape=(100, 90)))
+    found |= seen(same(x)) | seen(same(x & np.uint32(0xFFFFFF00) | np.uint32(1)))
+    found |= seen(same(matrix("float32", 100, 90), dtype="float32", shape=(100, 90)))
     modes = {f"mode {mode}" for mode in range(4)}
-    assert found == {"stored", "fixed", "halved", "prior", "model", "pruned"} | modes
+    assert found == {"stored", "fixed", "halved", "prior", "model", "gaps", "pruned"} | modes
+
+
+@pytest.mark.parametrize("dtype", every(3, ALL_DTYPES))
+def test_gaps(dtype):
+    """Frames equal the reference encoder's if quad rows are empty, at all limits of the rule."""
+    x = random_bits(dtype, 20_000, "normal") | random_bits(dtype, 20_000, "normal").dtype.type(1)
+    rows = np.arange(157)
+    for empty in (rows[1:], rows[:-1], rows[rows != 100], rows[rows % 25 > 0], rows[:128], [5], [5, 6], [128], [156]):
+        same(with_empty_rows(x, empty), dtype=dtype)
+    for n in (512, 513, 639, 640, 641, 4096, 4097, 8192):
+        same(with_empty_rows(x[:n], [n // 128]), dtype=dtype)
+        same(with_empty_rows(x[:n], range(n // 128)), dtype=dtype)
+        same(with_empty_rows(x[:n], [0, 3]), dtype=dtype)
+    # Fixed planes: the sample of planes has no empty row. Rows of -0 are not empty.
+    wide = random_bits(dtype, 128 * 2000, "normal")
+    same(with_empty_rows(wide, range(1, 2000, 40)), dtype=dtype)
+    if dtype in PATTERNS:
+        minus = bits_of(np.array([-0.0]), dtype)[0]
+        same(np.where(np.arange(x.size) // 128 % 2, x, minus), dtype=dtype)
+        same(np.where(np.arange(x.size) // 128 % 3 == 1, x, with_empty_rows(0 * x + minus, rows[::3])), dtype=dtype)
+        for spec in (codec.Lossless(model="flat"), codec.Lossless(model="separable")):
+            same(with_empty_rows(x, rows[rows % 25 > 0]), spec, dtype=dtype, shape=(200, 100))
+            segments = [(70, (120, 90)), (19_000, (900,))]
+            same(with_empty_rows(x, rows[rows % 5 > 0]), spec, dtype=dtype, segments=segments)
 
 
 @pytest.mark.parametrize("model", get_args(specs.Model))

@@ -564,7 +564,7 @@ class Sample:
 
 def quad_rows(n: int, rows: Any) -> Array:
     """Return the indices of the values in the given quad rows, which are runs of 128 values."""
-    i = (np.asarray(rows)[:, None] * 128 + np.arange(128)).ravel()
+    i = (np.asarray(rows, np.int64)[:, None] * 128 + np.arange(128)).ravel()
     return i[i < n]
 
 
@@ -876,7 +876,7 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
 
 
 def gaps(void: Array) -> tuple[int, bytes, Array]:
-    """Return the head's bit and the bitmap of a block, and for each value if the region has it (section 6 of the format).
+    """Return the head's bit and the bitmap of a block, and for each value if the region has it (format.md, section 6).
 
     ``void``: for each value of the block if its quad row may be left out.
     """

@@ -4,7 +4,7 @@
 static codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
-	int has_zeros = d->octave && choose_prunes(s->nzeros, s->nvalues);
+	int has_zeros = s->has_empty_row || (d->octave && choose_prunes(s->nzeros, s->nvalues));
 
 	for (int p = 0; p < d->nbytes; p++) {
 		struct choose_sample sample = {.exponent = p == 0 && d->octave,

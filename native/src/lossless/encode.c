@@ -173,6 +173,7 @@ uint64_t encode_block(struct job *j, const struct kernels *k, const struct sourc
 	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, size;
 	const char *values = (const char *)src->data + first * d->nbytes;
 	uint8_t *plane[WIRE_MAX_PLANES], *p = w->region + 4, *section = dst + h->planes_at + first;
+	uint8_t bitmap[GAPS_NBYTES];
 	int all = (1 << d->nbytes) - 1, stream = src->nbytes >= CODEC_UNCACHED_NBYTES;
 	uint32_t head = 0;
 
@@ -181,6 +182,15 @@ uint64_t encode_block(struct job *j, const struct kernels *k, const struct sourc
 	split_block(j, k, w, values, first, m, plane);
 	w->ahead = (struct ahead){{(uintptr_t)values + h->block * d->nbytes}, m * d->nbytes, 1};
 	*planes_digest = put_fixed(h, k, section, stream, first, m, plane);
+	if (!h->fixed)
+		count = gaps_find(values, m, d->nbytes, bitmap);
+	if (count < m) {
+		head |= WIRE_REGION_GAPS;
+		p += gaps_put(bitmap, m, p);
+		for (int i = 0; i < d->nbytes; i++)
+			gaps_pack(bitmap, plane[i], m, 1);
+		m = count;
+	}
 	for (int i = 0; i < d->nbytes; i++) {
 		uint32_t mode;
 
