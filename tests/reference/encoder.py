@@ -880,7 +880,7 @@ def gaps(void: Array) -> tuple[int, bytes, Array]:
 
     ``void``: for each value of the block if its quad row may be left out.
     """
-    if void.all() or 64 * int(void.sum()) < len(void):
+    if void.all() or not void.any():
         return 0, b"", np.ones(len(void), bool)
     bitmap = np.packbits(~void[::128], bitorder="little").tobytes()
     return 1 << 17, bitmap + bytes(-len(bitmap) % 4), ~void

@@ -12,21 +12,20 @@ from codec.engines.numba.words import U8
 
 GAPS = 1 << 17  # flag in a region's head
 MOST_ROWS = BLOCK // ROW
-MANY = 64  # a block has gaps, or is pruned, if at least one value in 64 is then left out
 
 
 @jit
 def find_gaps(values, m, size, rows):
     """Find the empty quad rows of ``m`` values of ``size`` bytes; return the number of values in the other rows.
 
-    Return m if the block has no gaps.
+    Return m if no row is empty, or if all are: the block has no gaps.
     """
     kept = 0
     for q in range((m + ROW - 1) // ROW):
         first, end = ROW * q, min(m, ROW * q + ROW)
         rows[q] = largest(values[size * first : size * end]) != 0
         kept += (end - first) * rows[q]
-    return kept if kept and MANY * (m - kept) >= m else m
+    return kept or m
 
 
 @jit

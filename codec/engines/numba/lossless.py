@@ -7,7 +7,7 @@ import numpy as np
 
 from codec.engines.numba.checksum import PLANE, digest
 from codec.engines.numba.floats import NOWHERE, STORE, put, to_floats
-from codec.engines.numba.gaps import GAPS, MANY, MOST_ROWS, expand_rows, find_gaps, get_bitmap, pack_rows, put_bitmap
+from codec.engines.numba.gaps import GAPS, MOST_ROWS, expand_rows, find_gaps, get_bitmap, pack_rows, put_bitmap
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.lanes import ROW
 from codec.engines.numba.model import fill_offsets, fill_row_offsets
@@ -37,6 +37,7 @@ from codec.engines.numba.scans import compact, count_from, expand, is_constant, 
 from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy
 
 PRUNED = 1 << 16  # flag in a region's head: planes other than plane 0 do not contain the bytes of +0 values
+MANY = 64  # +0 values of a block are pruned if at least one value in 64 is +0
 
 
 @jit
@@ -229,7 +230,7 @@ def encode_blocks(job, work, data, frame, limit, first, count, result):
         values = data[job.size * start : job.size * (start + m)]
         split_values(job, values, work.offset, work.upper, work.half, work.planes)
         fixed = _put_fixed(job, frame, work.planes, start, m)
-        fits = limit - at >= m * job.size + 8
+        fits = limit - at >= m * job.size + 8 + MOST_ROWS // 8
         region = frame[at:limit] if fits else work.region
         size = _put_block(job, values, work.planes, work.rows, m, work.coder, work.low, region)
         status = close_block(frame, job, b, region, size, fits, limit, fixed, result)

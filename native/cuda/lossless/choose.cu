@@ -111,7 +111,7 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 
 	if (q.based)
 		sample_moved(v, memory, values, q.size, c, room->bins);
-	zeros = q.octave && choose_prunes(seen->nzeros, seen->nvalues);
+	zeros = seen->has_empty_row || (q.octave && choose_prunes(seen->nzeros, seen->nvalues));
 	for (uint32_t p = 0; p < q.size; p++) {
 		bool exponent = p == 0 && q.octave;
 		const choose_sample s = {exponent, exponent && name, !(seen->varied >> p & 1),

@@ -28,7 +28,7 @@ uint64_t gaps_find(const void *values, uint64_t m, uint64_t size, uint8_t bitmap
 		bitmap[q / 8] |= (uint8_t)(1 << q % 8);
 		present += n;
 	}
-	return choose_gaps(m - present, m) ? present : m;
+	return present ? present : m;
 }
 
 void gaps_pack(const uint8_t *bitmap, void *values, uint64_t m, uint64_t size)

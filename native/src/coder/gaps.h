@@ -11,8 +11,8 @@ static inline int is_zero(const void *p, uint64_t nbytes)
 }
 
 /*
- * Find the empty quad rows of m values of `size` bytes. If enough values lie in them, set bit q of `bitmap` for each
- * other quad row q, and return the number of values in these. Otherwise return m; the block has no gaps.
+ * Find the empty quad rows of m values of `size` bytes: set bit q of `bitmap` for each other quad row q, and return the
+ * number of values in these. Return m if no quad row is empty, or if all are. The block then has no gaps.
  */
 uint64_t gaps_find(const void *values, uint64_t m, uint64_t size, uint8_t bitmap[GAPS_NBYTES]);
 /* Move the values of quad rows whose bit is 1 together. m values of `size` bytes, in place. */

@@ -375,15 +375,6 @@ BITS_FN int choose_prunes(uint64_t nzeros, uint64_t m)
 }
 
 /*
- * Return 1 if a block of m values leaves out its empty quad rows, which have `empty` values. The bitmap has a byte for
- * 1,024 values, and a row left out saves a bit a value or more: at this limit the bitmap costs half of the saving.
- */
-BITS_FN int choose_gaps(uint64_t empty, uint64_t m)
-{
-	return empty < m && choose_prunes(empty, m);
-}
-
-/*
  * Return 1 if a coded size of `cost` bits is at least 2% below `count` values of `raw` bits. A smaller saving is not
  * worth the time and lies within the sampling error.
  */

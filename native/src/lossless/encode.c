@@ -219,11 +219,12 @@ codec_status lossless_encode_block(struct job *j, const struct kernels *k, const
 }
 
 /*
- * Return an upper bound of the size in bytes of a region: head plus all planes that are not fixed, raw, 8-byte aligned.
+ * Return an upper bound of the size in bytes of a region: head, bitmap of gaps, all planes that are not fixed, raw,
+ * 8-byte aligned.
  */
 uint64_t lossless_region_bound(const struct job *j)
 {
 	uint64_t m = MIN(j->h.n, j->h.block), nplanes = dtype_of(j->h.dtype)->nbytes;
 
-	return ALIGN8(4 + m * (nplanes - (uint64_t)__builtin_popcount(j->h.fixed)));
+	return ALIGN8(4 + (j->h.fixed ? 0 : WIRE_GAPS_NBYTES(m)) + m * (nplanes - (uint64_t)__builtin_popcount(j->h.fixed)));
 }
