@@ -12,9 +12,9 @@ import codec
 from codec import optimizers, specs
 from reference import encoder
 from support import flatcall
-from support.encoder_rules import FLOATS, NUMBER, ask_of, asked_metric, bits_of, matrix, same, with_empty_rows
+from support.encoder_rules import FLOATS, NUMBER, ask_of, asked_metric, bits_of, matrix, same
 from support.specs import TRUNCATES
-from support.tensors import KINDS, optimizer_state, random_bits
+from support.tensors import KINDS, optimizer_state, random_bits, with_empty_rows
 from support.tiers import every
 
 F32 = np.float32

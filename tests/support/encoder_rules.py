@@ -117,13 +117,6 @@ def matrix(dtype, rows, cols, seed=0):
     return bits_of(x.ravel(), dtype)
 
 
-def with_empty_rows(x, empty):
-    """Return x with 0 in the quad rows whose numbers are in `empty`."""
-    x = x.copy()
-    x[np.isin(np.arange(x.size) // 128, empty)] = 0
-    return x
-
-
 def bits_of(x, dtype):
     if dtype == "bfloat16":
         return (x.astype(F32).view(np.uint32) >> 16).astype(np.uint16)
