@@ -183,7 +183,8 @@ static int raised(const struct maker *m, uint64_t at, int e)
 	return (zero + (e * octave - zero + m->raise[at]) % (WIRE_PATTERNS - zero)) / octave;
 }
 
-/* Write the symbols of n values of the block that begins at value `first`. Store the values' exponents in e, and joint levels in `level`. */
+/* Write the symbols of n values of the block that begins at value `first`. Store the values' exponents in e, and joint
+ * levels in `level`. */
 static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uint64_t first, size_t n, int *e,
 			int *level)
 {

@@ -45,7 +45,7 @@ struct maker {
 							      ESCAPE, literal[i] is used */
 	uint8_t plane[BLOCK], zero_at[BLOCK];
 	uint32_t at[BLOCK]; /* index in the block of each value in the region */
-	uint16_t *raise; /* pattern offset of each value; NULL: no scale model */
+	uint16_t *raise;    /* pattern offset of each value; NULL: no scale model */
 };
 
 /*
@@ -82,8 +82,8 @@ uint32_t pick_scale(struct maker *m, int may_be_zero);
 uint32_t bad_scale(struct maker *m);
 
 /*
- * If `gaps`, write the bitmap of a block of n values that leaves out some quad rows. Set m->at, and return the number of
- * values in the region: all n without gaps.
+ * If `gaps`, write the bitmap of a block of n values that leaves out some quad rows. Set m->at, and return the number
+ * of values in the region: all n without gaps.
  */
 size_t put_gaps(struct maker *m, size_t n, int gaps);
 

@@ -45,9 +45,9 @@ struct codec_choice {
 	 * not all sampled bytes are equal
 	 */
 	uint32_t zero_runs, varied;
-	uint32_t has_empty_row;             /* not 0 if all bits of a sampled quad row are 0 */
-	uint32_t under;                     /* not 0 if another plane has a nonzero byte where plane 0 is 0 */
-	int32_t finest, bins;               /* finest: finest shift of offsets; bins: number of bins per symbol */
+	uint32_t has_empty_row; /* not 0 if all bits of a sampled quad row are 0 */
+	uint32_t under;         /* not 0 if another plane has a nonzero byte where plane 0 is 0 */
+	int32_t finest, bins;   /* finest: finest shift of offsets; bins: number of bins per symbol */
 	/* sample of planes without empty quad rows: number of 0 bytes, and of all bytes, of plane 0 */
 	unsigned long long zeros, sampled;
 	/* sample of symbols with empty quad rows: number of 0 symbols, and of all symbols */

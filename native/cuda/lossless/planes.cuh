@@ -132,8 +132,8 @@ DEVICE_CALL void put_raw(const job *j, const uint8_t *values, uint32_t planes, u
 	__syncwarp();
 	for (int p = 0; p < SIZE; p++)
 		skew |= ((uint32_t)(uint64_t)plan[p].to & 3) << 2 * p;
-	split_rows<SIZE>(j, values + SIZE * plan[lane].first, plan[lane].m, to_first(j, plan + lane, lane), has_gaps(plan + lane), lane,
-			 [&](uint32_t n, const uint32_t *word) {
+	split_rows<SIZE>(j, values + SIZE * plan[lane].first, plan[lane].m, to_first(j, plan + lane, lane),
+			 has_gaps(plan + lane), lane, [&](uint32_t n, const uint32_t *word) {
 				 const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
 
 				 for (int p = 0; p < SIZE; p++) {
@@ -246,8 +246,8 @@ DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, 
 			out[lane] = (uint8_t)(bits >> 8 * (lane % 4));
 	}
 	split_rows<SIZE>(
-		j, values + SIZE * plan[lane].first, plan[lane].m, to_first(j, plan + lane, lane), has_gaps(plan + lane), lane,
-		[&](uint32_t n, const uint32_t *word) {
+		j, values + SIZE * plan[lane].first, plan[lane].m, to_first(j, plan + lane, lane),
+		has_gaps(plan + lane), lane, [&](uint32_t n, const uint32_t *word) {
 			const uint32_t run = seen / WIRE_ROW, next = run + 1, word_at = lane % 4;
 			const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
 			/*

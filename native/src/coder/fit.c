@@ -319,7 +319,7 @@ static void close_bins(uint32_t *bins, int parts)
  * values.
  */
 static uint64_t count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
-			  uint64_t stride, int parts, uint32_t *raw, uint32_t *lowered)
+			      uint64_t stride, int parts, uint32_t *raw, uint32_t *lowered)
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = (nrows + stride - 1) / stride, empty = 0;

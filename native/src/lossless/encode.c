@@ -226,5 +226,6 @@ uint64_t lossless_region_bound(const struct job *j)
 {
 	uint64_t m = MIN(j->h.n, j->h.block), nplanes = dtype_of(j->h.dtype)->nbytes;
 
-	return ALIGN8(4 + (j->h.fixed ? 0 : WIRE_GAPS_NBYTES(m)) + m * (nplanes - (uint64_t)__builtin_popcount(j->h.fixed)));
+	return ALIGN8(4 + (j->h.fixed ? 0 : WIRE_GAPS_NBYTES(m)) +
+		      m * (nplanes - (uint64_t)__builtin_popcount(j->h.fixed)));
 }

@@ -19,8 +19,7 @@ static codec_status region_open(const struct job *j, struct block *o, codec_faul
 	struct truncate_kind q;
 
 	truncate_kind_of(&j->h, &q);
-	if (o->head & ~known || (o->head & 3) == WIRE_MODE_ROWS ||
-	    (by_bit && tail_of(o->head) > q.mbits + 1))
+	if (o->head & ~known || (o->head & 3) == WIRE_MODE_ROWS || (by_bit && tail_of(o->head) > q.mbits + 1))
 		BAD(o->at, o->head, known);
 	if (j->h.variant == CODEC_LEVEL_CODING_SHARED)
 		o->c.at += 4; /* skip the digest of the state */
