@@ -82,4 +82,4 @@ def _kind_of(frame: Any, nbytes: int) -> tuple[str, tuple[int, ...]] | None:
     if known is None or rank >= len(_SHAPES) or nbytes < _SHAPE + 8 * rank:
         return None
     shape: tuple[int, ...] = _SHAPES[rank].unpack_from(frame, _SHAPE)
-    return (known[0], shape) if prod(shape) * known[1] <= _LARGEST else None
+    return (known[0], shape) if 0 < prod(shape) * known[1] <= _LARGEST else None  # 0: other sizes may be too large

@@ -19,7 +19,7 @@ LAYERS = [
     {"spec_text", "spec_config", "_call", "_options"},
     {"optimizers", "inspection"},
     {"engines"},
-    {"codebook", "explain"},
+    {"codebook", "explain", "packs"},
     {"encoding", "decoding"},
     {"reducing", "batch", "delta", "_warmup", "files"},
     {"code_sums", "advisor", "kv", "stateful", "weight_sync"},
