@@ -89,10 +89,10 @@ def encode_many(
         rank and step into the lower 32 bits.
     pack : bool
         True: return one bytes object, a pack, in which tensors of fewer than 4,096 values share frames. It needs fewer
-        bytes: for 200 tensors of 64 float32 values, 216 bytes a tensor for 312 (``bench/codec/calls.py --sizes``). The
-        tensors lie in host memory, and the keys of a mapping are str. Tensors with a base, a bound spec or segments of
-        their own have their own frames. Frame i of the pack uses the stream of tensor i. Lossy codecs may give other
-        values than without `pack`, because tiny tensors can share scales (see :func:`view`).
+        bytes if there are many such tensors (``python bench/codec/calls.py``). The tensors lie in host memory, and the
+        keys of a mapping are str. Tensors with a base, a bound spec, segments of their own or :class:`TopK` have their
+        own frames. Frame i of the pack uses the stream of tensor i. Lossy codecs may give other values than without
+        `pack`, because tiny tensors can share scales (see :func:`view`).
     options : CallOptions, optional
         Engine and threads, made by :func:`options`.
 

@@ -15,7 +15,7 @@ from codec.arguments import shown
 from codec.errors import ArgumentError, ChecksumError, CodecError, EngineError, FrameError, Status, UnsupportedError
 from codec.inspection import Info, digest, inspect
 from codec.presets import resolve
-from codec.specs import Delta, Spec
+from codec.specs import Delta, Spec, TopK
 from codec.tensors.overlap import check_all_apart
 from codec.tensors.view import Array, TensorView, device_like, empty, view, view_output
 from codec.tensors.wrapper import View
@@ -83,7 +83,7 @@ def encode_pack(
             key: Any = i if names is None else names[i]
             encode({key: xs[i]}, {key: specs[i]}, base={key: bases[i]}, **how)
         raise
-    return _compose(tensors, frames)
+    return _compose(tensors, frames, names is not None)
 
 
 def _plan(
@@ -91,8 +91,9 @@ def _plan(
 ) -> tuple[list[PackedTensor], list[list[int]]]:
     """Choose the frames of a pack: one for all small tensors of a dtype and a spec, and one for each other tensor.
 
-    Tensors that need a base, a bound optimizer or their own segments have a frame of their own. Returns the places of
-    the tensors, and for each frame the indices of its tensors.
+    Tensors that need a base, a bound optimizer or their own segments have a frame of their own, and so have tensors of
+    TopK, because values of several tensors would compete. Returns the places of the tensors, and for each frame the
+    indices of its tensors.
 
     Raises
     ------
@@ -114,7 +115,7 @@ def _plan(
                 f"pack=True takes tensors in host memory, got one on {v.device}: copy it, such as by .cpu()"
             )
         n = v.nbytes // ITEMSIZE[v.dtype]
-        joins = 0 < n < _SMALL and isinstance(spec, Spec) and not isinstance(spec, Delta)
+        joins = 0 < n < _SMALL and isinstance(spec, Spec) and not isinstance(spec, Delta | TopK)
         joins = joins and not (type(x) is View and x.segments is not None)
         frame = shared.setdefault((v.dtype, spec), len(members)) if joins else len(members)
         if frame == len(members):
@@ -145,9 +146,8 @@ def _bucket(xs: Sequence[Any]) -> Any:
     return make_view(values.view(UNSIGNED[dtype]), dtype, segments)
 
 
-def _compose(tensors: Sequence[PackedTensor], frames: Sequence[bytes]) -> bytes:
-    """Return the bytes of a pack."""
-    named = any(t.name is not None for t in tensors)
+def _compose(tensors: Sequence[PackedTensor], frames: Sequence[bytes], named: bool) -> bytes:
+    """Return the bytes of a pack. `named`: True if its tensors have names."""
     table = bytearray()
     for t in tensors:
         if named:
@@ -191,6 +191,7 @@ class Pack:
 
     def __init__(self, data: Any) -> None:
         memory: Array = np.frombuffer(data, np.uint8)
+        self.size = len(memory)  # bytes of the pack
         count, number, flags, table = _read_head(memory)
         self.infos: list[Info] = []  # header of each frame
         self.frames: list[Array] = []
