@@ -105,11 +105,14 @@ class UpdateBucket:
                 return self._body
             name = _head(newest)
             body = self._call(f"read {name}", lambda name=name: self.store.read(name, 0, MAX_NBYTES + 1))
-            if body is not None:
+            if body is not None and (len(body) > MAX_NBYTES or len(body) == self._size(name)):  # not cut on the way
                 self.number, self._body = newest, body
                 return body
             time.sleep(pause(attempt))
-        raise ArgumentError(f"{self.url} names the object {name}, but does not have it: {_LATE}")
+        raise ArgumentError(f"{self.url} names the object {name}, but does not have all of it: {_LATE}")
+
+    def _size(self, name: str) -> int | None:
+        return self._call(f"read {name}", lambda: self.store.size(name))
 
     def _look(self) -> list[str]:
         return self._call("list its objects", self.store.names)
