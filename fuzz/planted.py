@@ -41,6 +41,12 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         "fuzz_frames",
+        "reads the bitmap of gaps after the end of the region",
+        [("if (o->c.end - at < nbytes)", "if (0)")],
+    ),
+    ("fuzz_frames", "counts bits of gaps for quad rows that the block does not have", [("if (q >= nrows)", "if (0)")]),
+    (
+        "fuzz_frames",
         "reads literals after the end of the region",
         [("if (c->at >= c->end)\n\t\t\tBAD(c->end, 0, 1);", "if (0)\n\t\t\tBAD(c->end, 0, 1);")],
     ),

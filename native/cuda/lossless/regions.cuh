@@ -53,39 +53,6 @@ static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plan
 	return choose_saves(warp_sum(cost), warp_sum(count), halved ? 4 : 8);
 }
 
-/*
- * Update `same` and *runs with a lane's four values. *runs: mask of planes that may have a run of 128 zeros among the
- * bytes of live values. A plane is ruled out if both halves of the row of 128 values have a live value whose byte is
- * not 0, because such a run covers half of some row. live: word with 255 in the bytes of live values.
- */
-template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t live, common *same, uint32_t *runs)
-{
-	for (int p = 0; p < SIZE; p++) {
-		uint32_t some = __ballot_sync(FULL, (word[p] & live) != 0);
-
-		same[p].some |= word[p];
-		same[p].all &= word[p] | ~live;
-		*runs |= (uint32_t)(!(some & 0xffff) || !(some >> 16)) << p;
-	}
-}
-
-/*
- * Return the mask of planes that may end with a run of fewer than 128 zeros: planes in which the byte of the block's
- * last value is 0; all planes if that value is not live. n: number of the lane's values in the last row of the region,
- * which has m values. live: see note_live_bytes.
- */
-template <int SIZE>
-DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t n, uint32_t m, uint32_t lane)
-{
-	/* mask of the byte that belongs to the block's last value */
-	const uint32_t last = n && 4 * lane + n == m ? 255u << 8 * (n - 1) : 0;
-	uint32_t planes = 0;
-
-	for (int p = 0; p < SIZE; p++)
-		planes |= (uint32_t)(last && !(word[p] & live & last)) << p;
-	return __reduce_or_sync(FULL, planes);
-}
-
 /* Properties of a block's planes without empty quad rows, which split_values computes. */
 template <int SIZE> struct split_block {
 	quad_rows present; /* quad rows in the region */
