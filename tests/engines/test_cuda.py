@@ -67,7 +67,7 @@ def test_planes_of_every_mode(monkeypatch):
 @pytest.mark.parametrize("dtype", every(3, ALL_DTYPES))
 def test_gaps(dtype):
     """Frames of tensors with empty quad rows equal the native engine's."""
-    for x in gap_tensors(dtype):
+    for x in every(2, gap_tensors(dtype)):
         frame = codec.encode(codec.view(x, dtype))
         assert encode(x, codec.Lossless(), dtype) == frame
         assert decode(frame) == x.tobytes()

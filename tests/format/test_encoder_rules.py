@@ -80,7 +80,7 @@ def test_lossless_samples_use_every_feature():
 @pytest.mark.parametrize("dtype", every(3, ALL_DTYPES))
 def test_gaps(dtype):
     """Frames equal the reference encoder's if quad rows are empty, at all limits of the rule."""
-    for x in gap_tensors(dtype):
+    for x in every(2, gap_tensors(dtype)):
         same(x, dtype=dtype)
     # Fixed planes: the sample of planes has no empty row. Rows of -0 are not empty.
     wide = random_bits(dtype, 128 * 2000, "normal")
