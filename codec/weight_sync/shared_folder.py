@@ -45,7 +45,7 @@ from codec.weight_sync.update import Bytes, TensorEntry, TensorKind, Update, Wei
 from codec.weight_sync.weights import Given, Weights, memory_nbytes
 
 
-class _Target(NamedTuple):
+class _Version(NamedTuple):
     """Version whose values are stored, and which this receiver may commit."""
 
     identity: Identity
@@ -118,7 +118,7 @@ class SharedFolderBase(FolderBase):
         key: SigningKey | None = None,
     ) -> None:
         self._machine, self._fingerprint = _machine(), b"" if key is None else key.fingerprint
-        self._target: _Target | None = None
+        self._target: _Version | None = None
         self._values_lock: Lock | None = None  # lock of the file of values that was created last
         self._preparing, self._committing = (_Turn(Path(path) / name) for name in ("preparing", "committing"))
         super().__init__(path, max_nbytes, options)
@@ -272,12 +272,12 @@ class SharedFolderBase(FolderBase):
         is_own = self.identity is not None and current.matches(self.identity)
         return is_own or (not other_run(current.run, after.run) and current.version < after.version)
 
-    def _target_of(self, update: Update) -> _Target | None:
+    def _target_of(self, update: Update) -> _Version | None:
         """Return the stored version that `update` leads to; None if this receiver has not staged it."""
         target = self._target
         return target if target is not None and update.head.after.matches(target.identity) else None
 
-    def _found(self, versions: Sequence[Identity]) -> tuple[int, _Target] | None:
+    def _found(self, versions: Sequence[Identity]) -> tuple[int, _Version] | None:
         """Find the last one of `versions` that is stored; return its index, and the version with its file locked."""
         best: tuple[int, Identity, FolderState] | None = None
         with self._turn(self._committing):
@@ -292,10 +292,10 @@ class SharedFolderBase(FolderBase):
                 k, identity, state = best
                 with suppress(StateError), self._writing():  # as above
                     weights = self._mapped(state)
-                    return k, _Target(identity, state, weights, Lock(self._path / state.file, shared=True))
+                    return k, _Version(identity, state, weights, Lock(self._path / state.file, shared=True))
         return None
 
-    def _store(self, update: Update) -> _Target:
+    def _store(self, update: Update) -> _Version:
         """Write the values after an update to a new file, decode each frame, and check the digests."""
         kinds, scratch, begin = super().kinds_after(update), scratch_for(update), 0
         tensors: list[tuple[str, TensorKind, list[bytes]]] = []
@@ -319,7 +319,7 @@ class SharedFolderBase(FolderBase):
                     write_state(self._path / file.name.replace("values", "staged"), state)
             lock, self._values_lock = self._values_lock, None
             assert lock is not None
-            return _Target(state.identity, state, weights, lock)
+            return _Version(state.identity, state, weights, lock)
         except BaseException:
             self._unlock_values()
             raise
