@@ -153,13 +153,12 @@ def check_signed_update(path: str, key: SigningKey) -> bool:
     FrameError
         The file is not an update, or its signature does not match.
     """
-    from codec.weight_sync.signatures import check_signature
     from codec.weight_sync.update import Update
 
     update = Update.open(path)
     if update.signature is None:
         return False
-    check_signature(update.data, update.signature, key)
+    update.check_signature(key)
     return True
 
 
@@ -167,7 +166,7 @@ def _entries(update: Any, path: str) -> dict[str, Any]:
     weights = update.total.nbytes
     return {
         "file": path, "nbytes": update.nbytes, "version": update.version, "base": update.base,
-        "tensors": update.total.tensors, "changed": len(update.tensors), "weights_nbytes": weights,
+        "tensors": update.total.tensors, "changed": len(update.entries), "weights_nbytes": weights,
         "ratio": update.nbytes / max(1, weights),
         "digest": update.digest.hex(), "base_digest": update.base_digest.hex(),
     }  # fmt: skip

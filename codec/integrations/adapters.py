@@ -16,6 +16,7 @@ import numpy as np
 from codec.errors import ArgumentError
 from codec.weight_sync.files import read_safetensors
 from codec.weight_sync.mapping import mapped
+from codec.weight_sync.shards import tensor_of
 from codec.weight_sync.update import TensorKind
 from codec.weight_sync.weights import kind_of, view_of
 
@@ -73,7 +74,7 @@ def _read(source: Any) -> Adapter:
         folder = Path(cast(str, source))
         config = json.loads(bytes(mapped(folder / CONFIG)))
         slots, _ = read_safetensors(str(folder / WEIGHTS))
-        tensors: dict[str, Any] = {n: slot.view for n, slot in slots.items()}
+        tensors: dict[str, Any] = {tensor_of(key): slot.view for key, slot in slots.items()}
     else:
         try:
             config, tensors = source

@@ -35,7 +35,7 @@ from codec.weight_sync.files import read_safetensors
 from codec.weight_sync.folder import FolderBase
 from codec.weight_sync.identity import RUN_NBYTES
 from codec.weight_sync.listing import Listed, chain
-from codec.weight_sync.signatures import check_signature
+from codec.weight_sync.shards import tensor_of
 from codec.weight_sync.source import StoreReader
 from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.update import Update
@@ -154,13 +154,14 @@ def _read(source: StoreReader, one: Listed, key: SigningKey | None) -> Update:
     """Read an update, and check its signature if there is a key."""
     update = source.update(one)
     if key is not None:
-        check_signature(update.data, update.signature, key)
+        update.check_signature(key)
     return update
 
 
 def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView]]:
     """Yield the tensors of `version`. Unchanged tensors are views of the base's memory."""
-    for name, slot in weights.items():
+    for key, slot in weights.items():
+        name = tensor_of(key)
         yield name, version.apply(name, slot).view if name in version.changed else slot.view
 
 
@@ -196,7 +197,7 @@ def _checkpoint(folder: Path) -> Iterator[tuple[str, TensorView]]:
         raise ArgumentError(f"{folder} has no .safetensors files: name the folder of a checkpoint")
     for path in files:
         for name, slot in read_safetensors(str(path))[0].items():
-            yield name, slot.view
+            yield tensor_of(name), slot.view
 
 
 @contextmanager

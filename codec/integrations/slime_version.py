@@ -23,6 +23,7 @@ from codec.files.header import MAX_JSON
 from codec.weight_sync.base import Base
 from codec.weight_sync.files import read_safetensors
 from codec.weight_sync.mapping import mapped
+from codec.weight_sync.shards import tensor_of
 from codec.weight_sync.update import MAX_VERSION, Bytes, Update
 from codec.weight_sync.weights import Slot
 
@@ -70,7 +71,8 @@ class Version:
                 if Path(file).name != file:
                     raise ValueError(f"{file!r} is not the name of a file")
                 slots, sums = read_safetensors(str(folder / file))
-                self._tensors |= {n: (slot.memory, sums[n]) for n, slot in slots.items() if places.get(n) == file}
+                named = {tensor_of(key): slot for key, slot in slots.items()}
+                self._tensors |= {n: (slot.memory, sums[n]) for n, slot in named.items() if places.get(n) == file}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             raise FrameError(f"{folder} is not a delta of slime: {type(e).__name__}: {e}") from None
         if self._encoding not in ("xor", "overwrite") or found[1] != "zstd" or self._checksum not in _HASHES:

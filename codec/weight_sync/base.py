@@ -1,11 +1,12 @@
 """Weights of one version in memory, to which updates are applied."""
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,10 +14,15 @@ from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ChecksumError, CodecError, LimitError, StateError
 from codec.tensors.jax_arrays import of_kind
+from codec.weight_sync.assembly import Target, check_cover, write_target
 from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
-from codec.weight_sync.identity import MAX_VERSION, Identity, UpdateHead, other_run
-from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update, weights_digest
-from codec.weight_sync.weights import Given, Weights, allocated, copied, new_tensor
+from codec.weight_sync.digests import piece_digest, sum_of, weights_digest
+from codec.weight_sync.identity import MAX_VERSION, Identity, UpdateHead
+from codec.weight_sync.order import check_base, check_order
+from codec.weight_sync.parts import PartedUpdate
+from codec.weight_sync.shards import Box, Layout, Name, Selection, layouts, tensor_of
+from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update, WeightsSize, whole_kind
+from codec.weight_sync.weights import Given, Rest, Weights, allocated, copied, new_tensor
 
 
 class Base:
@@ -31,6 +37,8 @@ class Base:
         Maximum size of all tensors together, in bytes.
     options : CallOptions, optional
         Engine and number of threads for encoding and decoding.
+    only : Selection, optional
+        Tensors, or boxes of them, whose values are kept. Default: all.
 
     Attributes
     ----------
@@ -40,14 +48,19 @@ class Base:
         Version of the weights; None before the first weights.
     weights : Weights
         Tensors of this version, with digests.
+    unneeded : dict of int to bytes
+        Digests of those parts of this version, by rank, of which no tensor is kept, as far as they are known.
     """
 
-    def __init__(self, max_nbytes: int | None = None, options: CallOptions | None = None) -> None:
+    def __init__(
+        self, max_nbytes: int | None = None, options: CallOptions | None = None, only: Selection | None = None
+    ) -> None:
         self.max_nbytes = None if max_nbytes is None else whole("max_nbytes", max_nbytes, 1)
-        self.options = options
+        self.options, self.only = options, only
         self.run: bytes | None = None
         self.version: int | None = None
         self.weights = Weights()
+        self.unneeded: dict[int, bytes] = {}
         self.lock = threading.RLock()  # held while the weights change
         self.turn = threading.RLock()  # held by a receiver while it stages, loads and commits an update
         self._applying: Update | None = None  # update in place, which an exception has interrupted
@@ -64,9 +77,26 @@ class Base:
             self._digest = self._changes, self.weights.digest()
         return Identity(self.run, self.version, self._digest[1])
 
-    def kinds_after(self, update: Update) -> dict[str, TensorKind]:
-        """Return dtype and shape of all tensors after `update`."""
-        return update.tensors if update.base is None else self.weights.kinds
+    def kinds_after(self, update: Update | None) -> dict[Name, TensorKind]:
+        """Return dtype and shape of all tensors or shards after `update`, or now if `update` is None."""
+        if update is None or update.base is not None:
+            return self.weights.kinds
+        return {key: kind for key, kind in update.kinds.items() if self._keeps(key, kind)}
+
+    def tensors_after(self, update: Update | None) -> dict[str, TensorKind]:
+        """Return dtype and shape of all whole tensors after `update`, or now if `update` is None."""
+        if update is None or update.base is not None:
+            return self.weights.tensors
+        return {tensor_of(key): whole_kind(key, kind) for key, kind in self.kinds_after(update).items()}
+
+    def layouts_after(self, update: Update | None) -> dict[str, Layout]:
+        """Return the layout of each tensor after `update`, or now if `update` is None."""
+        if update is None or update.base is not None:
+            return self.weights.layouts
+        return layouts({key: kind.shape for key, kind in self.kinds_after(update).items()})
+
+    def _keeps(self, key: Name, kind: TensorKind) -> bool:
+        return self.only is None or self.only.keeps(key, kind.shape)
 
     def fill(self, given: Given, version: int, run: bytes | None = None) -> None:
         """Copy tensors into this object as its weights, and set their run and version."""
@@ -100,34 +130,8 @@ class Base:
         return update.head.after.matches(self.identity)
 
     def check_order(self, update: Update, *, restart: bool = False) -> None:
-        """Check that an update is newer than these weights, and of the same run.
-
-        Parameters
-        ----------
-        update : Update
-            The update.
-        restart : bool
-            True: accept an update of another run, and a snapshot of any version that was not applied already.
-
-        Raises
-        ------
-        StateError
-            The update was applied already, is older, or is of another run.
-        """
-        if self.has(update):
-            raise StateError(f"the update to version {update.version} was applied already; the weights are unchanged")
-        if restart and (update.base is None or other_run(update.run, self.run)):
-            return
-        if other_run(update.run, self.run):
-            raise StateError(
-                f"the update to version {update.version} is of another run of the trainer than these weights, version "
-                f"{self.version}. If the trainer has begun again, pass its snapshot with restart=True; pull() does so "
-                "by itself"
-            )
-        if self.version is not None and update.version <= self.version:
-            raise StateError(
-                f"the update to version {update.version} is not newer than the current version, {self.version}"
-            )
+        """Check that an update is newer than these weights, and of the same run, as :func:`check_order`."""
+        check_order(update, self.identity, restart=restart)
 
     def check(self, update: Update) -> None:
         """Check that an update can be applied: decode each of its frames into scratch memory, and verify the digests.
@@ -142,18 +146,20 @@ class Base:
             The weights would be larger than `max_nbytes`.
         """
         self.check_size(update)
-        scratch = scratch_for(update)
-        kept = {} if update.base is None else {n: (slot.kind, slot.digests) for n, slot in self.weights.items()}
-        found = {
-            name: (entry.kind, [self.piece_after(update, name, k, scratch)[1] for k in range(entry.kind.pieces)])
-            for name, entry in update.entries.items()
-        }
-        check_digest(update, kept | found)
+        kept, scratch = self.kinds_after(update), scratch_for(update)
+        before = 0 if update.base is None else int.from_bytes(update.base_digest, "little")
+        changes = [self._check_frames(update, key, scratch if key in kept else None) for key in update.entries]
+        if update.base is None and len(kept) < len(update.entries):
+            return  # the digest of the snapshot covers tensors that are not decoded
+        if sum_of([before, update.absent, *changes]) != update.digest:
+            raise _other_digest()
 
     def check_size(self, update: Update) -> None:
         """Check that an update fits these weights, and does not exceed `max_nbytes`; its frames are not read."""
-        self._check_base(update)
-        if update.base is not None and not update.fits(self.weights.kinds):
+        check_base(update, self.identity)
+        if update.base is None:
+            check_cover(update)
+        elif not self._fits(update):
             raise StateError(
                 "the names, dtypes or shapes of the update differ from those of its base: publish a snapshot, "
                 "diff(..., full=True)"
@@ -162,28 +168,21 @@ class Base:
 
     def check_nbytes(self, update: Update) -> None:
         """Raise LimitError if the weights after an update would be larger than `max_nbytes`."""
-        if self.max_nbytes is not None and update.total.nbytes > self.max_nbytes:
+        nbytes = WeightsSize.of(self.kinds_after(update).values()).nbytes
+        if self.max_nbytes is not None and nbytes > self.max_nbytes:
             raise LimitError(
-                f"the weights after the update have {update.total.nbytes} bytes, more than max_nbytes, "
-                f"{self.max_nbytes}"
+                f"the weights after the update have {nbytes} bytes, more than max_nbytes, {self.max_nbytes}"
             )
 
-    def _check_base(self, update: Update) -> None:
-        mine = self.identity
-        if update.base is None or (mine is not None and (update.base, update.base_digest) == mine[1:]):
-            return
-        needed = f"the update needs version {update.base} as its base, but "
-        if self.version is None:
-            raise StateError(f"{needed}there are no weights yet: apply a snapshot first")
-        if update.base == self.version:
-            raise StateError(
-                f"{needed}the weights of version {self.version} have other values: apply a snapshot, or begin with the "
-                "weights that the sender began with"
-            )
-        way = "apply the missing updates first, or a snapshot" if update.base > self.version else "apply a snapshot"
-        raise StateError(f"{needed}the current version is {self.version}: {way}")
+    def _fits(self, update: Update) -> bool:
+        """Return True if `update` is one of weights with the same tensors."""
+        kinds, rest = self.weights.kinds, self.weights.rest
+        size = WeightsSize.of(kinds.values())
+        return update.total == (size.tensors + rest.tensors, size.nbytes + rest.nbytes) and all(
+            kinds.get(key) == kind or not self._keeps(key, kind) for key, kind in update.kinds.items()
+        )
 
-    def piece_after(self, update: Update, name: str, k: int, scratch: Bytes) -> tuple[Bytes, bytes]:
+    def piece_after(self, update: Update, name: Name, k: int, scratch: Bytes) -> tuple[Bytes, bytes]:
         """Return the values of piece `k` of a tensor after `update`, and their digest.
 
         The values are a view of `scratch`, or of the weights if the piece is unchanged.
@@ -197,7 +196,26 @@ class Base:
         self.decode(update, name, k, out)
         return out, digest_of(out) if update.base is None else digests_in(frame)[1]
 
-    def decode(self, update: Update | None, name: str, k: int, out: Bytes) -> None:
+    def _check_frames(self, update: Update, key: Name, scratch: Bytes | None) -> int:
+        """Decode the frames of a tensor, and return what the update adds to the digest of the weights.
+
+        If `scratch` is None, the tensor is not kept: the digests are those that the frames state.
+        """
+        kind = update.entries[key].kind
+        change = 0 if kind.nbytes or update.base is not None else piece_digest(key, kind, 0, b"")
+        for k, (begin, end) in enumerate(kind.spans):
+            if (frame := update.frame(key, k)) is None:
+                continue
+            if scratch is not None:
+                self.decode(update, key, k, scratch[: end - begin])
+            if update.base is not None:
+                before, after = digests_in(frame)
+                change += piece_digest(key, kind, k, after) - piece_digest(key, kind, k, before)
+            elif scratch is not None:
+                change += piece_digest(key, kind, k, digest_of(scratch[: end - begin]))
+        return change
+
+    def decode(self, update: Update | None, name: Name, k: int, out: Bytes) -> None:
         """Write the values that piece `k` of a tensor has after `update` to `out`, which may be the piece itself.
 
         If `update` is None, write the current values of the piece.
@@ -227,16 +245,18 @@ class Base:
             The weights have changed since the first tensor was yielded.
         """
         changes = self._changes
-        kinds = self.weights.kinds if update is None else self.kinds_after(update)
+        tensors, layouts, kinds = self.tensors_after(update), self.layouts_after(update), self.kinds_after(update)
         for name in names:
             self._check_unchanged(changes)
-            kind = kinds[name]
-            tensor, memory = new_tensor(kind, like)
-            for k, (begin, end) in enumerate(kind.spans):
-                self.decode(update, name, k, memory[begin:end])
+            whole = Box((0,) * len(tensors[name].shape), tensors[name].shape)
+            if not layouts[name].covers(whole):
+                raise StateError(f"the receiver keeps {name!r} in part, as its only= says: pass into=, or other only=")
+            tensor, memory = new_tensor(tensors[name], like)
+            target = Target(tensors[name], whole, tensor, memory)
+            write_target(target, layouts[name], kinds, functools.partial(self.decode, update))
             self._check_unchanged(changes)  # another thread may have changed them meanwhile
             yield name, of_kind(tensor, like)
-            del tensor, memory  # free this tensor before the next one is allocated
+            del tensor, memory, target  # free this tensor before the next one is allocated
 
     def _check_unchanged(self, changes: int) -> None:
         if changes != self._changes:
@@ -253,11 +273,12 @@ class Base:
                 self._applying = update
                 self._overwrite(update, resumed=False)
                 return
-            target = self.allocate(update.tensors)
+            target = self.allocate(self.kinds_after(update))
             for name, slot in target.items():
                 for k in range(len(slot.digests)):
                     self.decode(update, name, k, slot.piece(k))
                 slot.digests = slot.measure()
+            self._note_rest(target, update)
             self.complete(target, update.run, update.version)
 
     def _overwrite(self, update: Update, *, resumed: bool) -> None:
@@ -265,12 +286,26 @@ class Base:
         self._changes += 1
         for name, entry in update.entries.items():
             for k, (begin, end) in enumerate(entry.frames):
-                if begin < end:
+                if begin < end and name in self.weights:
                     self._overwrite_piece(update, name, k, resumed)
+        self._note_rest(self.weights, update)
         self.complete(self.weights, update.run, update.version)
         self._applying = None
 
-    def _overwrite_piece(self, update: Update, name: str, k: int, resumed: bool) -> None:
+    def _note_rest(self, weights: Weights, update: Update) -> None:
+        """Note the digest and the size of the tensors that are not kept."""
+        if self.only is not None:
+            weights.rest = Rest.of(update, weights.pieces)
+            parts = update.parts.parts if isinstance(update, PartedUpdate) else ()
+            self.unneeded = {rank: part.digest for rank, part in enumerate(parts) if self._skips(update, rank)}
+
+    def _skips(self, update: Update, rank: int) -> bool:
+        """Return True if it is known that no tensor of a part is kept."""
+        if update.base is not None:
+            return rank in self.unneeded
+        return not any(self._keeps(key, kind) for key, kind in cast(PartedUpdate, update).found[rank].kinds.items())
+
+    def _overwrite_piece(self, update: Update, name: Name, k: int, resumed: bool) -> None:
         slot = self.weights[name]
         out = slot.piece(k)
         if update.base is None:
@@ -290,12 +325,12 @@ class Base:
 
     def in_place(self, update: Update) -> bool:
         """Return True if applying the update overwrites the current weights, False if it writes to new memory."""
-        return update.base is not None or update.tensors == self.weights.kinds
+        return update.base is not None or self.kinds_after(update) == self.weights.kinds
 
     def prepare(self, update: Update) -> None:
         """Save what is needed to complete an update in place. An exception leaves the weights unchanged."""
 
-    def allocate(self, kinds: Mapping[str, TensorKind]) -> Weights:
+    def allocate(self, kinds: Mapping[Name, TensorKind]) -> Weights:
         """Allocate memory for tensors of these kinds."""
         return allocated(kinds)
 
@@ -345,13 +380,17 @@ def scratch_for(update: Update) -> Bytes:
     return np.empty(min(largest, PIECE_NBYTES), np.uint8)
 
 
-def check_digest(update: Update, after: Mapping[str, tuple[TensorKind, Sequence[bytes]]]) -> None:
+def check_digest(update: Update, after: Mapping[Name, tuple[TensorKind, Sequence[bytes]]]) -> None:
     """Check that `update` names the digest of the weights after it, given as in :func:`weights_digest`."""
     if weights_digest(after) != update.digest:
-        raise ChecksumError("the weights after the update do not have the digest that the update names")
+        raise _other_digest()
 
 
-def _frame(update: Update, name: str, k: int) -> Bytes:
+def _other_digest() -> ChecksumError:
+    return ChecksumError("the weights after the update do not have the digest that the update names")
+
+
+def _frame(update: Update, name: Name, k: int) -> Bytes:
     frame = update.frame(name, k)
     assert frame is not None
     return frame

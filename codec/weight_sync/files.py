@@ -17,6 +17,7 @@ from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import merge_deltas
 from codec.weight_sync.mapping import mapped
+from codec.weight_sync.shards import Name
 from codec.weight_sync.update import MAX_RANK, Bytes, TensorKind, Update
 from codec.weight_sync.weights import Slot, Weights
 from codec.weight_sync.writing import Encoder, Progress, write_update
@@ -152,7 +153,7 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
         return Update(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))  # what readers refuse, replaces nothing
 
 
-def _composed(name: str, slot: Slot, updates: Sequence[Update]) -> Iterator[tuple[bytes | None, bytes]]:
+def _composed(name: Name, slot: Slot, updates: Sequence[Update]) -> Iterator[tuple[bytes | None, bytes]]:
     """Merge the frames of a tensor in a chain of updates.
 
     Yields

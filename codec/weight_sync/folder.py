@@ -27,8 +27,9 @@ from codec.weight_sync.coding import digest_of, digests_in
 from codec.weight_sync.folder_state import FolderState, read_state, state_of, write_state
 from codec.weight_sync.identity import MAX_VERSION
 from codec.weight_sync.lock import Lock
-from codec.weight_sync.update import Bytes, TensorKind, Update, check_name
-from codec.weight_sync.weights import Given, Weights, allocated, items, kind_of, memory_nbytes, pieces_of, view_of
+from codec.weight_sync.shards import Name, Selection, check_name
+from codec.weight_sync.update import Bytes, TensorKind, Update
+from codec.weight_sync.weights import Given, Rest, Weights, allocated, items, kind_of, memory_nbytes, pieces_of, view_of
 from codec.weight_sync.writing import remove_temporary
 
 _FILES = ("state", "next", "pending")  # files that are written under a temporary name first
@@ -41,7 +42,7 @@ class FolderBase(Base):
     ----------
     path : str or path
         Folder, which is created if it does not exist.
-    max_nbytes, options : optional
+    max_nbytes, options, only : optional
         As in :class:`Base`.
 
     Raises
@@ -53,9 +54,13 @@ class FolderBase(Base):
     _protection = mmap.PROT_READ | mmap.PROT_WRITE  # of the mapped values
 
     def __init__(
-        self, path: str | PathLike[str], max_nbytes: int | None = None, options: CallOptions | None = None
+        self,
+        path: str | PathLike[str],
+        max_nbytes: int | None = None,
+        options: CallOptions | None = None,
+        only: Selection | None = None,
     ) -> None:
-        super().__init__(max_nbytes, options)
+        super().__init__(max_nbytes, options, only)
         self._path = folder_at("folder", path)
         self._current: Path | None = None  # file of the weights
         self._created: Path | None = None  # file of values that was created last
@@ -88,6 +93,8 @@ class FolderBase(Base):
         state = self._path / "state"
         if state.exists():
             found = read_state(state)
+            if found.only != (None if self.only is None else self.only.fingerprint):
+                raise StateError(f"{self._path} holds the tensors of another only=: start from an empty folder")
             self._adopt(found, self._mapped(found))
         self._delete_other_values()
         if (update := self._pending()) is not None:
@@ -146,8 +153,8 @@ class FolderBase(Base):
                 f"{self._path} already holds version {read_state(state).version}: leave out weights, or pass an empty "
                 "folder"
             )
-        kinds: dict[str, TensorKind] = {}
-        digests: dict[str, list[bytes]] = {}
+        kinds: dict[Name, TensorKind] = {}
+        digests: dict[Name, list[bytes]] = {}
         begin = 0
         with self._new_values() as fd:
             for name, x in items(given):
@@ -188,11 +195,13 @@ class FolderBase(Base):
     def prepare(self, update: Update) -> None:
         """Write the new state, the update, and a file that has room for its largest piece."""
         assert self._current is not None
-        new, largest = state_of(self.weights, update.run or self.run, update.version, self._current.name), 0
+        new, largest = state_of(self.weights, update.run or self.run, update.version, self._current.name, self.only), 0
         for name, kind, digests in new.tensors:
             for k, (begin, end) in enumerate(kind.spans):
                 if (frame := update.frame(name, k)) is not None:
                     digests[k], largest = digests_in(frame)[1], max(largest, end - begin)
+        if self.only is not None:
+            new = new._replace(rest=Rest.of(update, {key: (kind, found) for key, kind, found in new.tensors}))
         try:
             with self._writing():
                 (self._path / "pending").unlink(missing_ok=True)  # of an update that was completed
@@ -201,7 +210,8 @@ class FolderBase(Base):
                     with _opened(self._path / "piece", os.O_WRONLY | os.O_CREAT) as fd:
                         os.posix_fallocate(fd, 0, largest)
                 with replaced(self._path / "pending") as f:
-                    f.write(update.data)
+                    for chunk in update.chunks():
+                        f.write(chunk)
         except BaseException:
             self._forget()
             raise
@@ -227,7 +237,7 @@ class FolderBase(Base):
         """Commit the new file ``state``, and delete the files of the previous version and of the update."""
         file = self._created if weights is not self.weights else self._current
         assert file is not None
-        new = state_of(weights, run or self.run, version, file.name)
+        new = state_of(weights, run or self.run, version, file.name, self.only)
         path = self._path / "next"
         with self._writing():
             if not path.exists() or read_state(path) != new:
@@ -261,7 +271,7 @@ class FolderBase(Base):
                 with suppress(OSError):
                     path.unlink()
 
-    def allocate(self, kinds: Mapping[str, TensorKind]) -> Weights:
+    def allocate(self, kinds: Mapping[Name, TensorKind]) -> Weights:
         """Create a file for weights of these kinds, and map it to memory."""
         nbytes = memory_nbytes(kinds.values())
         with self._new_values() as fd:
@@ -306,6 +316,7 @@ class FolderBase(Base):
             weights = allocated(state.kinds, self._map(fd, nbytes))
         for name, _, digests in state.tensors:
             weights[name].digests = list(digests)
+        weights.rest = state.rest
         return weights
 
     def _map(self, fd: int, nbytes: int) -> Bytes:
@@ -340,6 +351,6 @@ class _opened:
         os.close(self._fd)
 
 
-def base_in(folder: Any, max_nbytes: int | None, options: CallOptions | None) -> Base:
+def base_in(folder: Any, max_nbytes: int | None, options: CallOptions | None, only: Selection | None = None) -> Base:
     """Return a FolderBase for `folder`, or a Base in memory if `folder` is None."""
-    return Base(max_nbytes, options) if folder is None else FolderBase(folder, max_nbytes, options)
+    return Base(max_nbytes, options, only) if folder is None else FolderBase(folder, max_nbytes, options, only)

@@ -2,17 +2,20 @@
 
 import hashlib
 import json
+import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from codec._c.library import DTYPES
 from codec.errors import StateError
 from codec.files.replacing import replaced
+from codec.weight_sync.digests import sum_of, weights_digest
 from codec.weight_sync.identity import MAX_VERSION, Identity
-from codec.weight_sync.update import MAX_RANK, TensorKind, weights_digest
-from codec.weight_sync.weights import Weights
+from codec.weight_sync.shards import Name, Selection, Shard
+from codec.weight_sync.update import MAX_RANK, TensorKind
+from codec.weight_sync.weights import Rest, Weights
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class FolderState(NamedTuple):
@@ -21,34 +24,38 @@ class FolderState(NamedTuple):
     run: bytes | None
     version: int
     tensors: list[
-        tuple[str, TensorKind, list[bytes]]
+        tuple[Name, TensorKind, list[bytes]]
     ]  # name, kind and digests of the pieces, in the order of the values
     file: str
+    only: str | None = None  # fingerprint of the selection of tensors; None: all are kept
+    rest: Rest = Rest()
 
     @property
-    def kinds(self) -> dict[str, TensorKind]:
+    def kinds(self) -> dict[Name, TensorKind]:
         """Dtype and shape of all tensors by name."""
         return {name: kind for name, kind, _ in self.tensors}
 
     @property
     def identity(self) -> Identity:
         """Run, version and digest of the weights."""
-        digest = weights_digest({name: (kind, digests) for name, kind, digests in self.tensors})
-        return Identity(self.run, self.version, digest)
+        own = weights_digest({key: (kind, digests) for key, kind, digests in self.tensors})
+        return Identity(self.run, self.version, sum_of([int.from_bytes(own, "little"), self.rest.digest]))
 
 
-def state_of(weights: Weights, run: bytes | None, version: int, file: str) -> FolderState:
+def state_of(
+    weights: Weights, run: bytes | None, version: int, file: str, only: Selection | None = None
+) -> FolderState:
     """Return the state of weights."""
     tensors = [(name, slot.kind, list(slot.digests)) for name, slot in weights.items()]
-    return FolderState(run, version, tensors, file)
+    return FolderState(run, version, tensors, file, None if only is None else only.fingerprint, weights.rest)
 
 
 def write_state(path: Path, state: FolderState) -> None:
     """Write a state to a file, which appears once it is complete."""
     tensors = [[name, kind.dtype, kind.shape, [d.hex() for d in digests]] for name, kind, digests in state.tensors]
     run = None if state.run is None else state.run.hex()
-    head = {"format": _FORMAT, "run": run, "version": state.version, "file": state.file}
-    body = json.dumps({**head, "tensors": tensors}).encode()
+    head = {"format": _FORMAT, "run": run, "version": state.version, "file": state.file, "only": state.only}
+    body = json.dumps({**head, "rest": state.rest, "tensors": tensors}).encode()
     with replaced(path) as f:
         f.write(hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body)
 
@@ -77,12 +84,14 @@ def _parsed(state: Any) -> FolderState:
     run = None if state["run"] is None else bytes.fromhex(state["run"])
     if type(version) is not int or not 0 <= version <= MAX_VERSION or not str(file).startswith("values-"):
         raise ValueError("it has no version or file")
-    tensors: list[tuple[str, TensorKind, list[bytes]]] = []
+    tensors: list[tuple[Name, TensorKind, list[bytes]]] = []
     for name, dtype, shape, found in state["tensors"]:
         if dtype not in DTYPES or len(shape) > MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{name!r} has no dtype or shape")
+        key = name if isinstance(name, str) else Shard(name[0], tuple(name[1]), tuple(name[2]))
         kind, digests = TensorKind(dtype, tuple(shape)), [bytes.fromhex(d) for d in found]
         if len(digests) != len(kind.spans):
             raise ValueError(f"{name!r} lacks digests")
-        tensors.append((name, kind, digests))
-    return FolderState(run, version, tensors, Path(file).name)
+        tensors.append((key, kind, digests))
+    rest = Rest(*map(operator.index, state["rest"]))
+    return FolderState(run, version, tensors, Path(file).name, state["only"], rest)

@@ -1,12 +1,12 @@
 """Receive weight updates: check an update, pass the changed tensors to the serving program, and commit it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
 
 from codec._options import CallOptions
-from codec.errors import StateError
+from codec.errors import ArgumentError, StateError
 from codec.files.signing import Key, SigningKey
 from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
@@ -15,8 +15,8 @@ from codec.weight_sync.identity import Identity
 from codec.weight_sync.listing import Listed, check_newer
 from codec.weight_sync.served import Load, writer
 from codec.weight_sync.serving import Serving
+from codec.weight_sync.shards import Selection
 from codec.weight_sync.shared_folder import StoredUpdate, shared_base
-from codec.weight_sync.signatures import check_signature
 from codec.weight_sync.update import TensorKind, Update
 from codec.weight_sync.weights import Given, known_names
 
@@ -48,14 +48,16 @@ class WeightReceiver(Closing):
         same user and the same `verify`. An update needs disk space for a second copy of the weights. Default: the
         folder is in use by one receiver.
     max_nbytes : int, optional
-        Maximum size of all tensors together, in bytes. Set it if senders are not trusted, since a small snapshot may
-        expand to large weights.
+        Maximum size of all kept tensors in bytes, for senders that are not trusted: a small snapshot may expand.
     options : CallOptions, optional
         Engine and number of threads, made by :func:`options`.
     verify : bytes, str, path or Ed25519PublicKey; optional
         Secret or public key of the trainer, as ``sign=`` of :class:`WeightSender`. Updates and lists that are not
         signed with it are refused, and so are lower versions, even of another run. Default: the key in the file that
         the environment variable CODEC_VERIFY_KEY_FILE names; if it is not set, signatures are ignored.
+    only : mapping, or iterable of str; optional
+        Tensors to keep: names, or a mapping as `into` of :meth:`apply`, whose boxes are read. Shards without a value of
+        a box are not kept. Not with `weights` or `shared`. Default: all tensors.
 
     Attributes
     ----------
@@ -75,7 +77,7 @@ class WeightReceiver(Closing):
     Raises
     ------
     ArgumentError
-        A tensor cannot be read.
+        A tensor cannot be read, or arguments exclude each other.
     StateError
         The folder is in use, damaged, or holds weights although `weights` are given.
 
@@ -102,12 +104,16 @@ class WeightReceiver(Closing):
         max_nbytes: int | None = None,
         options: CallOptions | None = None,
         verify: Key | SigningKey | None = None,
+        only: Mapping[str, Any] | Iterable[str] | None = None,
     ) -> None:
         self.key = environment.verify_key(verify)
         where = folder, max_nbytes, options
-        self._base = shared_base(*where, self.key) if shared else base_in(*where)
+        if only is not None and (weights is not None or shared):
+            raise ArgumentError("only= is not for a receiver with weights, or with shared=True: leave out only=")
+        chosen = None if only is None else Selection.of(only)
+        self._base = shared_base(*where, self.key) if shared else base_in(*where, chosen)
         self._serving = Serving(self._base)
-        self._staged: Update | None = None
+        self.staged: Update | None = None
         try:
             if weights is not None:
                 self._base.fill(weights, version)
@@ -142,7 +148,7 @@ class WeightReceiver(Closing):
     @property
     def kinds(self) -> dict[str, TensorKind]:
         """Dtype and shape of all tensors."""
-        return self._base.weights.kinds
+        return self._base.weights.tensors
 
     @property
     def max_nbytes(self) -> int | None:
@@ -158,9 +164,9 @@ class WeightReceiver(Closing):
         return frozenset(self._serving.unloaded)
 
     @property
-    def staged(self) -> Update | None:
-        """Update that is staged but not yet committed; None if there is none."""
-        return self._staged
+    def unneeded(self) -> dict[int, bytes]:
+        """Digests of those parts of the weights of which nothing is kept, by rank of the trainer, as far as known."""
+        return self._base.unneeded
 
     @property
     def turn(self) -> AbstractContextManager[bool]:
@@ -186,24 +192,23 @@ class WeightReceiver(Closing):
         Raises
         ------
         StateError
-            The update needs another base than the current weights, is older than them, of another run, or was applied
-            already.
+            The update needs another base than the weights, is older, of another run, or was applied already.
         FrameError
             The update is damaged, invalid, or not signed with the key of this receiver.
         LimitError
             The weights would be larger than `max_nbytes`.
         """
         self._base.settle()
-        self._staged = None
+        self.staged = None
         parsed = update if isinstance(update, Update) else Update(update)
         if self.key is not None:
             if not isinstance(parsed, StoredUpdate):  # which another receiver with this key has checked
-                check_signature(parsed.data, parsed.signature, self.key)
+                parsed.check_signature(self.key)
             check_newer(parsed.run, parsed.version, self._base.identity)
         self._base.check_order(parsed, restart=restart)
         self._base.check(parsed)
         self._serving.begin()
-        self._staged = parsed
+        self.staged = parsed
         return parsed
 
     def stage_next(self, updates: Sequence[Listed], read: Callable[[Listed], Update]) -> int:
@@ -245,7 +250,9 @@ class WeightReceiver(Closing):
             No update is staged, or the weights have changed since the first tensor was yielded.
         """
         update = self._require_staged()
-        chosen = self._serving.lacking(update) if names is None else known_names(names, self._base.kinds_after(update))
+        chosen = (
+            self._serving.lacking(update) if names is None else known_names(names, self._base.tensors_after(update))
+        )
         yield from self._serving.updated(chosen, update, like)
 
     def tensors(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
@@ -261,10 +268,10 @@ class WeightReceiver(Closing):
         Raises
         ------
         StateError
-            The weights have changed since the first tensor was yielded: the tensors would be of two versions.
+            The weights have changed since the first tensor was yielded.
         """
         self._base.settle()
-        table = self._base.weights
+        table = self._base.weights.tensors
         yield from self._base.tensors(list(table) if names is None else known_names(names, table), None, like)
 
     def commit(self) -> None:
@@ -275,15 +282,14 @@ class WeightReceiver(Closing):
         Raises
         ------
         StateError
-            No update is staged, or the folder cannot be written. In the second case, either the weights are unchanged,
-            or the next use of this receiver completes the update: read :attr:`version`.
+            No update is staged, or the folder cannot be written: the update is not applied, or is completed later.
         """
         self._serving.commit(self._require_staged())
-        self._staged = None
+        self.staged = None
 
     def discard(self) -> None:
         """Drop the staged update, if there is one."""
-        self._staged = None
+        self.staged = None
         self._base.drop()
 
     def apply(
@@ -306,19 +312,18 @@ class WeightReceiver(Closing):
         like : array or tensor, optional
             As in :meth:`updated`.
         into : mapping from names to tensors, or torch.nn.Module; optional
-            Served tensors, as an alternative to `load`. Changed tensors are overwritten in pieces of 32 MiB, so that a
-            large tensor needs no second copy. They must be contiguous and writable, and be in host memory or be torch
-            tensors on any device. Nothing may read them during the call. If the commit fails, their old values are
-            restored.
+            Served tensors, as an alternative to `load`, which are overwritten in pieces of 32 MiB. They must be
+            contiguous, writable, and in host memory or torch tensors on any device. Of a DTensor, the local shard is
+            overwritten. A pair (tensor, offsets) gets the values of the box that begins at these indices; a list of
+            pairs gets several boxes. Nothing may read them during the call. After an error they have their old values.
         restart : bool
             As in :meth:`stage`.
 
         Raises
         ------
         StateError, FrameError, LimitError
-            As in :meth:`stage`. `load` was not called, and `into` is unchanged.
-        StateError
-            The folder cannot be written, as in :meth:`commit`. The program serves :attr:`version`.
+            As in :meth:`stage`; `load` was not called, and `into` is unchanged. StateError: the folder cannot be
+            written, as in :meth:`commit`; the program serves :attr:`version`.
         ArgumentError
             `load` and `into` are both given, or `into` lacks a tensor, or has another dtype or shape for one.
         """
@@ -338,7 +343,7 @@ class WeightReceiver(Closing):
                 if load is None and into is None:
                     self._serving.commit(staged)
                 else:
-                    after = self._base.kinds_after(staged)
+                    after = self._base.tensors_after(staged)
                     kinds = {name: after[name] for name in self._serving.lacking(staged)}
                     self._serving.advance(staged, writer(self._base, load, into, kinds, like))
             finally:
@@ -359,11 +364,11 @@ class WeightReceiver(Closing):
         Raises
         ------
         ArgumentError
-            Not exactly one of `load` and `into` is given, or `into` lacks a tensor or has another kind for one.
+            Not exactly one of `load` and `into` is given, or `into` does not fit.
         """
         with self.turn:
             self._base.settle()
-            kinds = self._base.weights.kinds
+            kinds = self._base.weights.tensors
             chosen = list(kinds) if names is None else known_names(names, kinds)
             self._serving.reload(chosen, writer(self._base, load, into, {name: kinds[name] for name in chosen}, like))
 
@@ -386,10 +391,10 @@ class WeightReceiver(Closing):
         self._base.close()
 
     def __repr__(self) -> str:
-        return f"<codec.WeightReceiver version {self._base.version}, {len(self._base.weights)} tensors>"
+        return f"<codec.WeightReceiver version {self._base.version}, {len(self._base.weights.tensors)} tensors>"
 
     def _require_staged(self) -> Update:
         self._base.settle()
-        if self._staged is None:
+        if self.staged is None:
             raise StateError("no update is staged: call stage(update) first")
-        return self._staged
+        return self.staged

@@ -1,18 +1,17 @@
 """Overwrite the tensors of a serving program piece by piece, so that no tensor needs a second copy in memory."""
 
-import sys
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from codec._c.library import ITEMSIZE
 from codec.errors import ArgumentError
 from codec.tensors.view import is_torch, mark_written, view_output
+from codec.weight_sync.assembly import Target, write_target
 from codec.weight_sync.base import Base
 from codec.weight_sync.serving import Write
-from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update
+from codec.weight_sync.shards import Box, Name, Shape, target_boxes
+from codec.weight_sync.update import TensorKind, Update
 from codec.weight_sync.weights import items
 
 Load = Callable[[Iterator[tuple[str, Any]]], object]  # function of an iterator of (name, tensor)
@@ -46,19 +45,14 @@ def writer(base: Base, load: Load | None, into: Any, kinds: Mapping[str, TensorK
     return write
 
 
-class _Target(NamedTuple):
-    kind: TensorKind
-    tensor: Any
-    memory: Bytes | None  # bytes of the tensor in host memory; None: the tensor is on a device
-
-
 class Served:
     """Tensors of a serving program that are to be overwritten.
 
     Parameters
     ----------
     given : mapping or torch.nn.Module
-        Contiguous writable tensors in host memory, or torch tensors on any device. Other names are ignored.
+        Contiguous writable tensors in host memory, or torch tensors on any device; for a box of a tensor, a DTensor, or
+        a pair of a tensor and the index of its first value; for several boxes, a list. Other names are ignored.
     kinds : mapping of str to TensorKind
         Names of the tensors, with their dtypes and shapes.
 
@@ -70,11 +64,11 @@ class Served:
 
     def __init__(self, given: Any, kinds: Mapping[str, TensorKind]) -> None:
         tensors = dict(items(given))
-        self._targets: dict[str, _Target] = {}
+        self._kinds, self._targets = kinds, dict[str, list[Target]]()
         for name, kind in kinds.items():
             if name not in tensors:
                 raise ArgumentError(f"into= has no tensor {name!r}, which the update changes or the program lacks")
-            self._targets[name] = _target(name, tensors[name], kind)
+            self._targets[name] = [_target(name, kind, *each) for each in target_boxes(name, tensors[name])]
 
     def write(self, base: Base, names: Iterable[str], update: Update | None, whole: AbstractSet[str]) -> Iterator[str]:
         """Write the values after `update`, which `base` has checked; if it is None, the current values of `base`.
@@ -95,40 +89,39 @@ class Served:
         str
             Name of each tensor that was written. A tensor of another kind than the current one is left out.
         """
-        scratch = np.empty(0, np.uint8)
-        for name in names:
-            target = self._targets[name]
-            if update is None and base.weights.kinds.get(name) != target.kind:
+        layouts, kinds = base.layouts_after(update), base.kinds_after(update)
+        tensors, decode = base.tensors_after(update), functools.partial(base.decode, update)
+        chosen = list(names)
+        for name in chosen:
+            for target in self._targets[name]:
+                if name in layouts and not layouts[name].covers(target.box):
+                    raise ArgumentError(f"into= has values of {name!r} that only= of the receiver excludes")
+        for name in chosen:
+            if update is None and tensors.get(name) != self._kinds[name]:
                 continue
-            for k, (begin, end) in enumerate(target.kind.spans):
-                if update is not None and update.frame(name, k) is None and name not in whole:
-                    continue
-                if target.memory is not None:
-                    base.decode(update, name, k, target.memory[begin:end])
-                    continue
-                if len(scratch) < end - begin:
-                    scratch = np.empty(min(target.kind.nbytes, PIECE_NBYTES), np.uint8)
-                base.decode(update, name, k, scratch[: end - begin])
-                _copy(scratch[: end - begin], target, begin)
-            mark_written(target.tensor)
+            for target in self._targets[name]:
+                if update is None or name in whole:
+                    write_target(target, layouts[name], kinds, decode)
+                else:
+                    changed = functools.partial(_is_changed, update)
+                    write_target(target, layouts[name], kinds, decode, changed)
+                mark_written(target.tensor)
             yield name
 
 
-def _target(name: str, tensor: Any, kind: TensorKind) -> _Target:
+def _is_changed(update: Update, key: Name, k: int) -> bool:
+    return update.frame(key, k) is not None
+
+
+def _target(name: str, kind: TensorKind, shape: Shape | None, box: Box, tensor: Any) -> Target:
     v = view_output(tensor, name=f"tensor {name!r} of into=")
-    if (v.dtype, v.shape) != kind:
-        raise ArgumentError(f"{name!r} of into= must be {kind}, as in the update, got {TensorKind(v.dtype, v.shape)}")
+    found, whole = TensorKind(v.dtype, v.shape), Box((0,) * len(kind.shape), kind.shape)
+    if (v.dtype, kind.shape if shape is None else shape) != kind:
+        raise ArgumentError(f"{name!r} of into= must be {kind}, as in the update, got {v.dtype} of shape {shape}")
+    if v.shape != box.shape or len(box.shape) != len(kind.shape) or not whole.holds(box):
+        raise ArgumentError(f"{name!r} of into= must be a box of {kind}, got {found} at {list(box.offsets)}")
     if v.device == "cpu":
-        return _Target(kind, tensor, v.array())
+        return Target(found, box, tensor, v.array())
     if not is_torch(tensor) or v.device == "meta":
         raise ArgumentError(f"{name!r} of into= is on {v.device}, where only torch tensors can be written: use load=")
-    return _Target(kind, tensor, None)
-
-
-def _copy(values: Bytes, target: _Target, begin: int) -> None:
-    """Copy a piece in host memory to a torch tensor on a device."""
-    torch: Any = sys.modules["torch"]
-
-    size = ITEMSIZE[target.kind.dtype]
-    flat = target.tensor.detach().view(-1)[begin // size : (begin + len(values)) // size]
-    flat.copy_(torch.from_numpy(values).view(target.tensor.dtype))
+    return Target(found, box, tensor, None)

@@ -40,7 +40,7 @@ class Serving:
 
     def __init__(self, base: Base) -> None:
         self._base = base
-        self.unloaded = set(base.weights)
+        self.unloaded = set(base.weights.tensors)
         self._passed: set[str] = set()  # names whose values after the staged update the program has
 
     def begin(self) -> None:
@@ -49,31 +49,31 @@ class Serving:
 
     def lacking(self, update: Update) -> list[str]:
         """Return the names of the tensors that the program needs in order to serve the version after `update`."""
-        wanted = self.unloaded.union(update.entries)
-        return [name for name in self._base.kinds_after(update) if name in wanted]
+        wanted = self.unloaded.union(update.tensors)
+        return [name for name in self._base.tensors_after(update) if name in wanted]
 
     def updated(self, names: Iterable[str], update: Update, like: Any) -> Iterator[tuple[str, Any]]:
         """Yield names and tensors with the values after `update`, as :meth:`Base.tensors`; note which were passed."""
-        self.unloaded.update(update.entries)
+        self.unloaded.update(update.tensors)
         for name, tensor in self._base.tensors(names, update, like):
             self._passed.add(name)
             yield name, tensor
 
     def commit(self, update: Update) -> None:
         """Apply `update` to the weights, after the program has taken its values."""
-        self.unloaded.update(update.entries)
+        self.unloaded.update(update.tensors)
         self._base.settle()
         if not self._base.has(update):  # otherwise an interrupted call has applied it
             self._base.apply(update)
         self._committed(update)
 
     def _committed(self, update: Update) -> None:
-        self.unloaded = (self.unloaded & self._base.weights.keys()) - self._passed
+        self.unloaded = (self.unloaded & self._base.weights.tensors.keys()) - self._passed
 
     def advance(self, update: Update, write: Write) -> None:
         """Pass the values after `update` to the program, and apply `update` to the weights, or do neither."""
         names, whole = self.lacking(update), set(self.unloaded)
-        self.unloaded.update(update.entries)
+        self.unloaded.update(update.tensors)
         try:
             self._passed.update(write(names, update, whole))
             self.commit(update)
@@ -81,7 +81,7 @@ class Serving:
             if self._base.reached(update):
                 self._committed(update)
             else:
-                self.reload([name for name in names if name in self._base.weights], write)
+                self.reload([name for name in names if name in self._base.weights.tensors], write)
             raise
 
     def reload(self, names: Sequence[str], write: Write) -> None:

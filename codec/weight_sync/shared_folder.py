@@ -41,6 +41,7 @@ from codec.weight_sync.folder import FolderBase
 from codec.weight_sync.folder_state import FolderState, read_state, write_state
 from codec.weight_sync.identity import Identity, UpdateHead, other_run
 from codec.weight_sync.lock import Lock
+from codec.weight_sync.shards import Layout, Name
 from codec.weight_sync.update import Bytes, TensorEntry, TensorKind, Update, WeightsSize
 from codec.weight_sync.weights import Given, Weights, memory_nbytes
 
@@ -82,7 +83,7 @@ class StoredUpdate(Update):
         self.memory: Bytes = np.empty(0, np.uint8)
         self.head, self.signature = head, None
         self.total = WeightsSize.of(after.kinds.values())
-        self.entries = dict[str, TensorEntry]()
+        self.entries = dict[Name, TensorEntry]()
         for name, slot in after.items():
             old = before.get(name)
             known = old.digests if old is not None and old.kind == slot.kind and head.base is not None else None
@@ -199,11 +200,19 @@ class SharedFolderBase(FolderBase):
             super().complete(weights, run, version)
             self._unlock_values()
 
-    def kinds_after(self, update: Update) -> dict[str, TensorKind]:
-        """Return dtype and shape of all tensors after `update`."""
+    def kinds_after(self, update: Update | None) -> dict[Name, TensorKind]:
+        """Return dtype and shape of all tensors or shards after `update`, or now if `update` is None."""
         return super().kinds_after(update) if (target := self._target_of(update)) is None else target.weights.kinds
 
-    def decode(self, update: Update | None, name: str, k: int, out: Bytes) -> None:
+    def tensors_after(self, update: Update | None) -> dict[str, TensorKind]:
+        """Return dtype and shape of all whole tensors after `update`, or now if `update` is None."""
+        return super().tensors_after(update) if (target := self._target_of(update)) is None else target.weights.tensors
+
+    def layouts_after(self, update: Update | None) -> dict[str, Layout]:
+        """Return the layout of each tensor after `update`, or now if `update` is None."""
+        return super().layouts_after(update) if (target := self._target_of(update)) is None else target.weights.layouts
+
+    def decode(self, update: Update | None, name: Name, k: int, out: Bytes) -> None:
         """Write the values of a piece after `update`, which were stored when it was checked, to `out`."""
         if update is None or (target := self._target_of(update)) is None:
             super().decode(update, name, k, out)
@@ -272,10 +281,12 @@ class SharedFolderBase(FolderBase):
         is_own = self.identity is not None and current.matches(self.identity)
         return is_own or (not other_run(current.run, after.run) and current.version < after.version)
 
-    def _target_of(self, update: Update) -> _Version | None:
+    def _target_of(self, update: Update | None) -> _Version | None:
         """Return the stored version that `update` leads to; None if this receiver has not staged it."""
         target = self._target
-        return target if target is not None and update.head.after.matches(target.identity) else None
+        if target is None or update is None:
+            return None
+        return target if update.head.after.matches(target.identity) else None
 
     def _found(self, versions: Sequence[Identity]) -> tuple[int, _Version] | None:
         """Find the last one of `versions` that is stored; return its index, and the version with its file locked."""
@@ -298,7 +309,7 @@ class SharedFolderBase(FolderBase):
     def _store(self, update: Update) -> _Version:
         """Write the values after an update to a new file, decode each frame, and check the digests."""
         kinds, scratch, begin = super().kinds_after(update), scratch_for(update), 0
-        tensors: list[tuple[str, TensorKind, list[bytes]]] = []
+        tensors: list[tuple[Name, TensorKind, list[bytes]]] = []
         try:
             with self._new_values() as fd:
                 for name, kind in kinds.items():

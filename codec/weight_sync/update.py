@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from struct import Struct
 from typing import Any, NamedTuple, cast
@@ -17,17 +17,20 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE
-from codec.errors import ArgumentError, ChecksumError, FrameError, Status, UnsupportedError
+from codec.errors import ChecksumError, FrameError, Status, UnsupportedError
+from codec.files.signing import SigningKey
 from codec.tensors.view import fetch, view_bytes
 from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, UpdateHead
 from codec.weight_sync.mapping import mapped
-from codec.weight_sync.signatures import signature_in
+from codec.weight_sync.shards import Box, Name, Shard, tensor_of
+from codec.weight_sync.signatures import check_signature, signature_in
 
 MAGIC = b"\x89CWU\r\n\x1a\n"
-FORMAT = 3
+FORMAT = 4
 PIECE_NBYTES = 1 << 25  # size of a piece in bytes; the last piece of a tensor may be smaller
 MAX_RANK = 8
 
+_SHARD = 0x80  # bit of the rank of an entry that describes a shard
 _NO_BASE = (1 << 64) - 1
 _HEAD = Struct("<8sIIQQQQQQ16s16s16s")
 HEAD_NBYTES = _HEAD.size + 16  # size of the header in bytes, with the digest of header and index
@@ -137,6 +140,8 @@ class Update:
     """
 
     __slots__ = ("_sha256", "entries", "head", "memory", "signature", "total")
+    absent = 0  # number that parts which are not at hand add to the digest of the weights
+    nparts = 0  # number of parts
 
     def __init__(self, data: Any) -> None:
         self.memory: Bytes = fetch("an update", view_bytes(data)).array()
@@ -205,16 +210,29 @@ class Update:
     @property
     def tensors(self) -> dict[str, TensorKind]:
         """Dtype and shape of the tensors that the update changes, by name; of all tensors for a snapshot."""
-        return {name: entry.kind for name, entry in self.entries.items()}
+        return {tensor_of(key): whole_kind(key, entry.kind) for key, entry in self.entries.items()}
 
-    def frame(self, name: str, piece: int) -> Bytes | None:
+    @property
+    def kinds(self) -> dict[Name, TensorKind]:
+        """Dtype and shape of the entries: of whole tensors, or of their shards."""
+        return {key: entry.kind for key, entry in self.entries.items()}
+
+    def frame(self, name: Name, piece: int) -> Bytes | None:
         """Return the frame of a piece; None if the piece is unchanged."""
         if (entry := self.entries.get(name)) is None:
             return None
         begin, end = entry.frames[piece]
         return self.memory[begin:end] if begin < end else None
 
-    def fits(self, kinds: Mapping[str, TensorKind]) -> bool:
+    def chunks(self) -> Iterator[memoryview | bytes]:
+        """Yield the bytes of an update of the same values in one file."""
+        yield self.data
+
+    def check_signature(self, key: SigningKey) -> None:
+        """Raise FrameError if the update has no signature, or that of another key."""
+        check_signature(self.data, self.signature, key)
+
+    def fits(self, kinds: Mapping[Name, TensorKind]) -> bool:
         """Return True if the update is one of weights with tensors of these kinds."""
         return self.total == WeightsSize.of(kinds.values()) and all(
             kinds.get(name) == entry.kind for name, entry in self.entries.items()
@@ -227,7 +245,7 @@ class Update:
 
 
 def head_and_index(
-    head: UpdateHead, total: WeightsSize, tensors: Sequence[tuple[str, TensorKind, Sequence[int]]]
+    head: UpdateHead, total: WeightsSize, tensors: Sequence[tuple[Name, TensorKind, Sequence[int]]]
 ) -> bytes:
     """Return the header and the index of an update.
 
@@ -242,7 +260,7 @@ def head_and_index(
     """
     index = bytearray()
     for name, kind, sizes in tensors:
-        index += _entry_head(name, kind) + b"".join(map(_LENGTH.pack, sizes))
+        index += entry_head(name, kind) + b"".join(map(_LENGTH.pack, sizes))
     nbytes = HEAD_NBYTES + len(index) + sum(sum(sizes) for _, _, sizes in tensors)
     base = _NO_BASE if head.base is None else head.base
     numbers = MAGIC, FORMAT, len(tensors), len(index), nbytes, head.version, base, *total
@@ -250,47 +268,27 @@ def head_and_index(
     return fixed + _check(fixed, index) + index
 
 
-def index_nbytes(tensors: Mapping[str, TensorKind]) -> int:
+def index_nbytes(tensors: Mapping[Name, TensorKind]) -> int:
     """Return the size in bytes of the header and the index of an update of these tensors."""
-    return HEAD_NBYTES + sum(
-        len(_entry_head(name, kind)) + _LENGTH.size * kind.pieces for name, kind in tensors.items()
-    )
+    return HEAD_NBYTES + sum(len(entry_head(name, kind)) + _LENGTH.size * kind.pieces for name, kind in tensors.items())
 
 
-def check_name(name: Any) -> str:
-    """Return `name` if it is a valid tensor name for an index, otherwise raise ArgumentError."""
-    try:
-        if isinstance(name, str) and 0 < len(name.encode()) < 1 << 16:
-            return name
-    except UnicodeEncodeError:
-        pass
-    raise ArgumentError(f"a tensor's name must be a str of 1 to 65535 bytes of UTF-8, got {name!r:.120}")
+@functools.lru_cache(1 << 17)
+def entry_head(key: Name, kind: TensorKind) -> bytes:
+    """Return the first bytes of an entry: name, dtype and shape; of a shard, also its tensor's shape, and offsets."""
+    encoded, rank = tensor_of(key).encode(), len(kind.shape)
+    numbers = kind.shape if isinstance(key, str) else (*kind.shape, *key.shape, *key.offsets)
+    fixed = _NAME.pack(len(encoded)) + encoded
+    fixed += _KIND.pack(DTYPES[kind.dtype], rank if isinstance(key, str) else rank | _SHARD)
+    return fixed + b"".join(map(_SIZE.pack, numbers))
 
 
-@functools.lru_cache(1 << 16)
-def _entry_head(name: str, kind: TensorKind) -> bytes:
-    """Return the first bytes of a tensor's entry: its name, dtype and shape."""
-    encoded = name.encode()
-    fixed = _NAME.pack(len(encoded)) + encoded + _KIND.pack(DTYPES[kind.dtype], len(kind.shape))
-    return fixed + b"".join(map(_SIZE.pack, kind.shape))
+def whole_kind(key: Name, kind: TensorKind) -> TensorKind:
+    """Return the dtype and shape of the whole tensor of an entry."""
+    return kind if isinstance(key, str) else TensorKind(kind.dtype, key.shape)
 
 
-def weights_digest(tensors: Mapping[str, tuple[TensorKind, Sequence[bytes]]]) -> bytes:
-    """Return the digest of weights, 16 bytes.
-
-    Parameters
-    ----------
-    tensors : mapping of str to (TensorKind, sequence of bytes)
-        Kind of each tensor, and the digest of each of its pieces. The order of the tensors does not matter.
-    """
-    h = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors, key=str.encode):
-        kind, digests = tensors[name]
-        h.update(_entry_head(name, kind) + b"".join(digests))
-    return h.digest()
-
-
-def parse(data: Bytes) -> tuple[UpdateHead, WeightsSize, dict[str, TensorEntry], bytes | None]:
+def parse(data: Bytes) -> tuple[UpdateHead, WeightsSize, dict[Name, TensorEntry], bytes | None]:
     """Parse and check the header and the index of an update, and return them with the signature.
 
     Raises
@@ -347,9 +345,9 @@ def parse(data: Bytes) -> tuple[UpdateHead, WeightsSize, dict[str, TensorEntry],
     return UpdateHead(known, new, None if base == _NO_BASE else base, base_digest, digest), total, entries, signature
 
 
-def _entries(index: bytes, count: int, at: int) -> dict[str, TensorEntry]:
+def _entries(index: bytes, count: int, at: int) -> dict[Name, TensorEntry]:
     """Parse an index of `count` tensors; frames begin at byte `at` of the update. Raise ValueError if invalid."""
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[Name, TensorEntry] = {}
     p = 0
 
     def take(form: Struct) -> tuple[int, ...]:
@@ -363,12 +361,14 @@ def _entries(index: bytes, count: int, at: int) -> dict[str, TensorEntry]:
         (length,) = take(_NAME)
         encoded, p = index[p : p + length], p + length
         name = encoded.decode()
-        dtype, rank = take(_KIND)
-        if len(encoded) != length or not length or name in entries or dtype not in DTYPE_NAMES or rank > MAX_RANK:
-            raise ValueError(
-                f"tensor {name!r:.120} has an invalid name, dtype or number of dimensions, or occurs twice"
-            )
-        kind = TensorKind(DTYPE_NAMES[dtype], tuple(take(_SIZE)[0] for _ in range(rank)))
+        dtype, given = take(_KIND)
+        rank = given & ~_SHARD
+        if len(encoded) != length or not length or dtype not in DTYPE_NAMES or rank > MAX_RANK:
+            raise ValueError(f"tensor {name!r:.120} has an invalid name, dtype or number of dimensions")
+        shape, *more = (tuple(take(_SIZE)[0] for _ in range(rank)) for _ in range(3 if given & _SHARD else 1))
+        key, kind = Shard(name, *more) if more else name, TensorKind(DTYPE_NAMES[dtype], shape)
+        if key in entries or (isinstance(key, Shard) and not key.whole.holds(Box(key.offsets, shape))):
+            raise ValueError(f"tensor {key!r:.120} occurs twice, or is not a box of its tensor")
         pieces = kind.pieces
         if pieces * _LENGTH.size > len(index) - p:
             raise ValueError("the index ends inside an entry")
@@ -377,7 +377,7 @@ def _entries(index: bytes, count: int, at: int) -> dict[str, TensorEntry]:
             frames.append((at, at + size))
             at += size
         p += pieces * _LENGTH.size
-        entries[name] = TensorEntry(kind, tuple(frames))
+        entries[key] = TensorEntry(kind, tuple(frames))
     if p != len(index):
         raise ValueError("the index is longer than its entries")
     return entries

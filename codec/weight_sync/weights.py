@@ -1,8 +1,9 @@
 """Weights of one version in host memory, with the digest of each piece."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from codec.errors import ArgumentError, CodecError
 from codec.tensors.view import TensorView, empty, fetch, view
 from codec.tensors.wrapper import View
 from codec.weight_sync.coding import digest_of
-from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, check_name, weights_digest
+from codec.weight_sync.digests import sum_of, weights_digest
+from codec.weight_sync.shards import Layout, Name, check_name, layouts, tensor_of
+from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update, WeightsSize, whole_kind
 
 _ALIGNMENT = 64
 _ACCEPTED = "weights must be a mapping from names to tensors, or an iterable of such pairs"
@@ -29,7 +32,7 @@ class Module(Protocol):
         ...
 
 
-Given = Mapping[str, Any] | Iterable[tuple[str, Any]] | Module
+Given = Mapping[str, Any] | Mapping[Name, Any] | Iterable[tuple[Name, Any]] | Module
 
 
 @dataclass(slots=True)
@@ -54,19 +57,57 @@ class Slot:
         return [digest_of(self.memory[begin:end]) for begin, end in self.kind.spans]
 
 
-class Weights(dict[str, Slot]):
-    """Tensors of one version by name."""
+class Rest(NamedTuple):
+    """Tensors of weights that a receiver does not keep: their part of the digest, and their size."""
+
+    digest: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, update: Update, kept: Mapping[Name, tuple[TensorKind, Sequence[bytes]]]) -> "Rest":
+        """Return what weights have after `update`, except the tensors `kept`."""
+        own = WeightsSize.of([kind for kind, _ in kept.values()])
+        digest = int.from_bytes(update.digest, "little") - int.from_bytes(weights_digest(kept), "little")
+        return cls(digest, update.total.tensors - own.tensors, update.total.nbytes - own.nbytes)
+
+
+class Weights(dict[Name, Slot]):
+    """Tensors of one version by name, or their shards by key. Once they are complete, tensors are not added.
+
+    Attributes
+    ----------
+    rest : Rest
+        Tensors that the weights also have, but whose values are not kept.
+    """
+
+    rest: Rest = Rest()
 
     @property
-    def kinds(self) -> dict[str, TensorKind]:
-        """Dtype and shape of all tensors."""
+    def kinds(self) -> dict[Name, TensorKind]:
+        """Dtype and shape of all tensors or shards."""
         return {name: slot.kind for name, slot in self.items()}
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, TensorKind]:
+        """Dtype and shape of all whole tensors."""
+        return {tensor_of(key): whole_kind(key, slot.kind) for key, slot in self.items()}
+
+    @functools.cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """Layout of each tensor."""
+        return layouts({key: slot.kind.shape for key, slot in self.items()})
 
     def digest(self) -> bytes:
         """Return the digest of all tensors, 16 bytes, computed from the digests of their pieces."""
-        return weights_digest({name: (slot.kind, slot.digests) for name, slot in self.items()})
+        return sum_of([int.from_bytes(weights_digest(self.pieces), "little"), self.rest.digest])
 
-    def damaged(self) -> list[str]:
+    @property
+    def pieces(self) -> dict[Name, tuple[TensorKind, list[bytes]]]:
+        """Kind, and digests of the pieces, of all tensors or shards."""
+        return {key: (slot.kind, slot.digests) for key, slot in self.items()}
+
+    def damaged(self) -> list[Name]:
         """Recompute all digests, and return the names of the tensors whose stored digests differ from the result."""
         return [name for name, slot in self.items() if slot.measure() != slot.digests]
 
@@ -87,7 +128,7 @@ def copied(given: Given) -> Weights:
     return weights
 
 
-def allocated(kinds: Mapping[str, TensorKind], memory: Bytes | None = None) -> Weights:
+def allocated(kinds: Mapping[Name, TensorKind], memory: Bytes | None = None) -> Weights:
     """Return weights whose digests are not set. Tensors are views of `memory`, one after the other.
 
     If `memory` is None, each tensor gets new memory.
@@ -114,7 +155,7 @@ def is_streamed(given: Given) -> bool:
     return not isinstance(given, dict) and not hasattr(given, "state_dict")
 
 
-def items(given: Given) -> Iterable[tuple[str, Any]]:
+def items(given: Given) -> Iterable[tuple[Name, Any]]:
     """Return (name, tensor) pairs of a mapping, of a torch module's state_dict, or of an iterable of pairs.
 
     Extra states of modules that are None are left out.
@@ -127,10 +168,10 @@ def items(given: Given) -> Iterable[tuple[str, Any]]:
         return _pairs(cast(Mapping[str, Any], given).items())
     if hasattr(given, "dtype") or isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
         raise ArgumentError(f"{_ACCEPTED}, got {type(given).__name__}")
-    return _read_once(_pairs(cast(Iterable[tuple[str, Any]], given)))
+    return _read_once(_pairs(cast(Iterable[tuple[Name, Any]], given)))
 
 
-def _pairs(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _pairs(given: Iterable[tuple[Name, Any]]) -> Iterator[tuple[Name, Any]]:
     for pair in given:
         try:
             name, x = pair
@@ -141,7 +182,7 @@ def _pairs(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         del pair, x  # free this tensor before a generator gathers the next one
 
 
-def _read_once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _read_once(pairs: Iterable[tuple[Name, Any]]) -> Iterator[tuple[Name, Any]]:
     """Yield pairs; raise ArgumentError if there are none, as of an iterator that was read before."""
     empty = True
     for pair in pairs:
@@ -153,7 +194,7 @@ def _read_once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_extra(name: Any) -> bool:
-    return str(name).rpartition(".")[2] == "_extra_state"
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
 
 
 def as_view(x: Any) -> TensorView:
@@ -163,7 +204,7 @@ def as_view(x: Any) -> TensorView:
     return view(x.tensor, x.dtype) if isinstance(x, View) else view(x)
 
 
-def view_of(name: str, x: Any) -> TensorView:
+def view_of(name: Name, x: Any) -> TensorView:
     """Return a TensorView of the tensor `name`, as :func:`as_view` does.
 
     Raises
@@ -183,14 +224,14 @@ def view_of(name: str, x: Any) -> TensorView:
         raise error from None
 
 
-def kind_of(name: str, v: TensorView) -> TensorKind:
+def kind_of(name: Name, v: TensorView) -> TensorKind:
     """Return dtype and shape of a tensor; raise ArgumentError if it is on the device "meta", where it has no values."""
     if v.device == "meta":
         raise ArgumentError(f"{name!r} is on meta, where tensors have no values")
     return TensorKind(v.dtype, v.shape)
 
 
-def kinds_of(given: Given) -> dict[str, TensorKind]:
+def kinds_of(given: Given) -> dict[Name, TensorKind]:
     """Return dtype and shape of all tensors of a dict or module.
 
     Raises

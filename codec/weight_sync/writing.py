@@ -16,17 +16,17 @@ from codec.files.replacing import replaced
 from codec.files.signing import SigningKey
 from codec.tensors.view import TensorView
 from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
+from codec.weight_sync.digests import weights_digest
 from codec.weight_sync.identity import NO_DIGEST, UpdateHead
+from codec.weight_sync.shards import Name, check_name
 from codec.weight_sync.signatures import signed
 from codec.weight_sync.update import (
     Bytes,
     TensorKind,
     Update,
     WeightsSize,
-    check_name,
     head_and_index,
     index_nbytes,
-    weights_digest,
 )
 from codec.weight_sync.weights import Given, Slot, Weights, is_streamed, items, kind_of, kinds_of, pieces_of, view_of
 
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], object]  # function of (bytes of the tensors rea
 class TensorPiece(NamedTuple):
     """Piece of a tensor that waits to be encoded."""
 
-    name: str
+    name: Name
     new: Bytes
     old: Bytes  # piece of the base; empty in a snapshot
     old_digest: bytes
@@ -63,19 +63,19 @@ class Encoder:
     """
 
     def __init__(
-        self, kinds: Mapping[str, TensorKind] | None, base: Weights | None, file: BinaryIO, options: Any
+        self, kinds: Mapping[Name, TensorKind] | None, base: Weights | None, file: BinaryIO, options: Any
     ) -> None:
         self._given, self._base, self._file, self._options = kinds, base, file, options
-        self._kinds = dict[str, TensorKind]() if kinds is None else dict(kinds)
+        self._kinds = dict[Name, TensorKind]() if kinds is None else dict(kinds)
         self._waiting: list[TensorPiece] = []
         self._nbytes = 0  # bytes of waiting pieces
-        self._sizes: dict[str, list[int]] = {}
-        self._digests: dict[str, list[bytes]] = {}
+        self._sizes: dict[Name, list[int]] = {}
+        self._digests: dict[Name, list[bytes]] = {}
         # finish() moves the frames if the index does not end here: it lists the tensors that have changed
         self._begin = 0 if kinds is None else index_nbytes(kinds)
         file.seek(self._begin)
 
-    def add(self, name: str, tensor: Any) -> int:
+    def add(self, name: Name, tensor: Any) -> int:
         """Add a tensor, and return its size in bytes. Its memory must not change before :meth:`flush`."""
         v = view_of(name, tensor)
         if name in self._sizes:
@@ -118,7 +118,7 @@ class Encoder:
         for piece, frame, digest in zip(waiting, frames, digests, strict=True):
             self._write(piece.name, frame, digest, piece.old_digest)
 
-    def put(self, name: str, frames: Iterable[tuple[bytes | None, bytes]]) -> None:
+    def put(self, name: Name, frames: Iterable[tuple[bytes | None, bytes]]) -> None:
         """Write frames of a tensor that are encoded already; an alternative to :meth:`add`.
 
         Parameters
@@ -134,7 +134,7 @@ class Encoder:
             digest = old_digest if frame is None else digests_in(frame)[1]
             self._write(name, frame or b"", digest, old_digest)
 
-    def _write(self, name: str, frame: bytes, digest: bytes, old_digest: bytes) -> None:
+    def _write(self, name: Name, frame: bytes, digest: bytes, old_digest: bytes) -> None:
         frame = b"" if digest == old_digest else frame
         self._file.write(frame)
         self._sizes[name].append(len(frame))
@@ -150,7 +150,7 @@ class Encoder:
         """
         self.flush()
         if missing := self._kinds.keys() - self._sizes.keys():
-            names = ", ".join(map(repr, sorted(missing)[:5]))
+            names = ", ".join(sorted(map(repr, missing))[:5])
             raise ArgumentError(
                 f"{len(missing)} tensors of the base are missing: {names}. Pass all tensors, in any order"
             )
@@ -270,7 +270,7 @@ def write_update(
         raise
 
 
-def _noting_errors(pairs: Iterable[tuple[str, Any]], failed: list[OSError]) -> Iterator[tuple[str, Any]]:
+def _noting_errors(pairs: Iterable[tuple[Name, Any]], failed: list[OSError]) -> Iterator[tuple[Name, Any]]:
     """Yield pairs; note an OSError of the iterable, such as a lost connection, which is none of the written file."""
     try:
         yield from pairs

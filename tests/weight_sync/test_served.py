@@ -21,7 +21,7 @@ def copies(tensors):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make pieces so small that tensors have several."""
-    for module in ("update", "weights", "served"):
+    for module in ("update", "weights", "assembly"):
         monkeypatch.setattr(f"codec.weight_sync.{module}.PIECE_NBYTES", 1 << 9)
 
 

@@ -175,14 +175,14 @@ def test_snapshot_of_an_earlier_run_is_refused_over_another_connection():
 def test_files_of_a_folder_cannot_change_after_their_check(store, monkeypatch):
     """A receiver with a key copies the files of a folder, which others may write to."""
     folder, all_weights = store
-    check = codec.weight_sync.receiver.check_signature
+    check = codec.weight_sync.update.check_signature
 
     def then_change(*arguments):
         check(*arguments)
         for path in folder.glob("0*"):
             path.write_bytes(bytes(path.stat().st_size))
 
-    monkeypatch.setattr(codec.weight_sync.receiver, "check_signature", then_change)
+    monkeypatch.setattr(codec.weight_sync.update, "check_signature", then_change)
     receiver = codec.WeightReceiver(verify=KEY)
     with pytest.raises(codec.FrameError):
         pull(receiver, folder)

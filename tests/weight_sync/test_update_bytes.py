@@ -35,7 +35,7 @@ def test_update_is_as_its_specification_says(chain):
     old, new = all_weights[:2]
     changed = [name for name, x in old.items() if x.tobytes() != new[name].tobytes()]
     assert 0 < len(changed) < len(old)
-    assert (magic, form, count, nbytes) == (b"\x89CWU\r\n\x1a\n", 3, len(changed), len(data))
+    assert (magic, form, count, nbytes) == (b"\x89CWU\r\n\x1a\n", 4, len(changed), len(data))
     assert (version, base) == (1, 0)
     assert struct.unpack_from("<QQ", data, 48) == (len(old), sum(x.nbytes for x in old.values()))
     assert data[112:128] == hashlib.blake2b(data[:112] + data[128 : 128 + size], digest_size=16).digest()
@@ -83,8 +83,8 @@ def test_truncated_and_longer_updates_are_found(chain):
         codec.Update(updates[0] + b"\0")
     with pytest.raises(codec.FrameError, match="not an update"):
         codec.Update(b"PK" + updates[0][2:])
-    with pytest.raises(codec.UnsupportedError, match="format 4"):
-        codec.Update(updates[0][:8] + b"\4" + updates[0][9:])
+    with pytest.raises(codec.UnsupportedError, match="format 5"):
+        codec.Update(updates[0][:8] + b"\5" + updates[0][9:])
 
 
 def hostile():
