@@ -37,7 +37,8 @@ def object_name(one: Listed) -> str:
     """Return the name of an update's object: version, run and digest, and the kind of the update."""
     kind = "snapshot" if one.head.base is None else "update"
     run = "" if one.head.run is None else one.head.run.hex()
-    return f"{one.head.version:020d}-{run}-{one.head.digest.hex()}.{kind}"
+    part = "" if one.rank is None else f".{one.rank}"
+    return f"{one.head.version:020d}-{run}-{one.head.digest.hex()}.{kind}{part}"
 
 
 class UpdateBucket:
@@ -156,6 +157,11 @@ class UpdateBucket:
                 raise OSError(f"the object has {found} bytes after {one.nbytes} bytes were written")
 
         self._call(f"write {name}", upload, seconds)
+
+    def has(self, one: Listed) -> bool:
+        """Return True if the bucket has the file of an update or part, with its size."""
+        name = object_name(one)
+        return self._call(f"look for {name}", lambda: self.store.size(name)) == one.nbytes
 
     def delete(self, names: list[str]) -> None:
         """Delete objects, and all lists but the newest ones.

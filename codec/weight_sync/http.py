@@ -180,6 +180,18 @@ class Connection(Closing):
                 return
             file.append(buffer[:n])
 
+    def beside(self, url: str) -> "Connection":
+        """Return a connection to another server of the same store, with the same token and certificates.
+
+        Raises
+        ------
+        FrameError
+            `url` has another scheme than this server.
+        """
+        if url.partition("://")[0] != self._url.partition("://")[0].lower():
+            raise FrameError(f"a part is at {url!r}, which is no server of the same kind as {self._url!r}")
+        return Connection(url, self._seconds, self._token, self._cafile)
+
     def reach(self) -> None:
         """Connect to the server, and close the connection.
 

@@ -11,20 +11,26 @@ from codec.weight_sync.signatures import check_list, signed_list
 from codec.weight_sync.update import Update
 
 _FORMAT = 2
+MAX_PARTS = 1 << 16  # maximum number of parts of an update
 MAX_NBYTES = 1 << 24  # maximum size of the file ``head``, in bytes
 
 
 class Listed(NamedTuple):
-    """Entry of an update in the list: contents of the update's header, size in bytes, and SHA-256."""
+    """Entry of an update in the list: contents of the update's header, size in bytes, and SHA-256.
+
+    The file of an update in parts is the list of its parts, to which size and SHA-256 belong.
+    """
 
     head: UpdateHead
     nbytes: int
     sha256: bytes | None = None  # None: unknown, so that the update is not read from mirrors
+    nparts: int = 0
+    rank: int | None = None  # number of a part; None: the whole update
 
     @classmethod
     def of(cls, update: Update) -> "Listed":
         """Return the entry of an update."""
-        return cls(update.head, update.nbytes, update.sha256)
+        return cls(update.head, update.nbytes, update.sha256, update.nparts)
 
     @classmethod
     def read(cls, entry: Any, run: bytes | None = None) -> "Listed":
@@ -40,9 +46,11 @@ class Listed(NamedTuple):
             raise ValueError("an entry has no version, base or size")
         if base is not None and base >= version:
             raise ValueError(f"version {version} does not follow base version {base}")
+        if type(nparts := entry.get("parts", 0)) is not int or not 0 <= nparts <= MAX_PARTS:
+            raise ValueError("an entry has no number of parts")
         digests = [NO_DIGEST if base is None else _digest(entry["base_digest"]), _digest(entry["digest"])]
         head = UpdateHead(_digest(entry["run"]) if "run" in entry else run, version, base, *digests)
-        return cls(head, nbytes, _bytes(entry["sha256"], 32) if "sha256" in entry else None)
+        return cls(head, nbytes, _bytes(entry["sha256"], 32) if "sha256" in entry else None, nparts)
 
     def fields(self, *, with_run: bool = False) -> dict[str, Any]:
         """Return the entry as JSON values; in a list, the entries do not repeat the run of the list."""
@@ -50,7 +58,8 @@ class Listed(NamedTuple):
         before = {} if self.head.base is None else {"base_digest": self.head.base_digest.hex()}
         numbers = {"version": self.head.version, "base": self.head.base, "nbytes": self.nbytes}
         file = {} if self.sha256 is None else {"sha256": self.sha256.hex()}
-        return {**run, **numbers, **before, "digest": self.head.digest.hex(), **file}
+        parts = {"parts": self.nparts} if self.nparts else {}
+        return {**run, **numbers, **parts, **before, "digest": self.head.digest.hex(), **file}
 
     def describes(self, update: Update) -> bool:
         """Return True if the header and the size of an update are those of this entry."""
@@ -58,13 +67,13 @@ class Listed(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Name of the update's file."""
-        return file_name(self.head.version, self.head.base)
+        """Name of the file of the update or part."""
+        return file_name(self.head.version, self.head.base, self.rank)
 
 
-def file_name(version: int, base: int | None) -> str:
-    """Return the file name of an update, or of a snapshot if `base` is None."""
-    return f"{version:020d}.{'snapshot' if base is None else 'update'}"
+def file_name(version: int, base: int | None, rank: int | None = None) -> str:
+    """Return the file name of an update, or of a snapshot if `base` is None; of the part of a rank if it is given."""
+    return f"{version:020d}.{'snapshot' if base is None else 'update'}{'' if rank is None else f'.{rank}'}"
 
 
 class Listing(NamedTuple):

@@ -5,17 +5,16 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, CodecError, FrameError, StateError
 from codec.files.signing import Key, SigningKey
 from codec.stores.locations import scheme_of
 from codec.weight_sync.closing import Closing
+from codec.weight_sync.group_publisher import GroupPublisher
 from codec.weight_sync.identity import Identity, other_run
 from codec.weight_sync.listing import chain
 from codec.weight_sync.sender import WeightSender
 from codec.weight_sync.server import UpdateServer, serve
-from codec.weight_sync.signatures import check_signature
 from codec.weight_sync.source import read_update
 from codec.weight_sync.store import UpdateStore
 from codec.weight_sync.update import Update
@@ -36,16 +35,18 @@ class Publisher(Closing):
     ----------
     folder : str or path
         Folder of the store, or URL of a folder in a bucket, as in :class:`UpdateStore`.
+    group : ProcessGroup, optional
+        Group of ranks of torch.distributed that all make the same calls with their shards of the weights. Each rank
+        sends the shards that it holds, and no values are gathered. Default: this process has all weights.
     host : str, optional
         Address on which to serve the folder over HTTP. Default: no server; receivers read the folder directly.
     port : int
-        Port on which to serve the folder; 0: any free port.
+        Port on which to serve the folder; 0: any free port. With `group`, each rank serves its folder on the port
+        `port` + its rank.
     base : str or path, optional
-        Folder for the base, as in :class:`WeightSender`.
+        Folder for the base, as in :class:`WeightSender`. With `group`, each rank uses a folder ``rank-N`` in it.
     snapshot_every : int
         Number of updates after which a snapshot of the last version is published, too.
-    options : CallOptions, optional
-        Engine and number of threads for encoding.
     token, tls : optional
         Token and certificate of the server, as in :func:`serve`.
     sign : bytes, str, path or Ed25519PrivateKey; optional
@@ -73,11 +74,11 @@ class Publisher(Closing):
         self,
         folder: str | PathLike[str],
         *,
+        group: Any = None,
         host: str | None = None,
         port: int = 0,
         base: str | PathLike[str] | None = None,
         snapshot_every: int = 100,
-        options: CallOptions | None = None,
         token: str | None = None,
         tls: "Tls | None" = None,
         sign: Key | SigningKey | None = None,
@@ -89,12 +90,21 @@ class Publisher(Closing):
             raise ArgumentError(
                 "host= serves a folder over HTTP, and receivers read a bucket themselves: leave out host="
             )
-        self._store = UpdateStore(folder, sign=sign)
-        self._base, self._options = base, options
+        self._group: GroupPublisher | None = None
+        self._server: UpdateServer | None = None
         self._sender: WeightSender | None = None
+        if group is not None:
+            how: dict[str, Any] = {"host": host, "port": port, "base": base, "token": token, "tls": tls, "sign": sign}
+            try:
+                self._group = GroupPublisher(folder, group, snapshot_every=self._every, **how)
+            finally:
+                del token, how  # tracebacks may show local variables
+            self.source = self._group.source
+            return
+        self._store = UpdateStore(folder, sign=sign)
+        self._base = base
         self._staged: Update | None = None
         self._published = False  # True: the list in the store is of this object's run
-        self._server: UpdateServer | None = None
         try:
             if host is not None:
                 self._server = serve(self._store.folder, host, port, token=token, tls=tls)
@@ -105,6 +115,8 @@ class Publisher(Closing):
     @property
     def version(self) -> int | None:
         """Last published version; None if nothing was published."""
+        if self._group is not None:
+            return self._group.version
         last = self._store.listing().last
         return None if last is None else last.version
 
@@ -114,7 +126,8 @@ class Publisher(Closing):
         Parameters
         ----------
         weights : mapping, torch.nn.Module, or iterable of (str, tensor)
-            All weights, as in :meth:`WeightSender.diff`.
+            All weights, as in :meth:`WeightSender.diff`. With `group`, a dict or module with the weights of this rank:
+            DTensors, tensors that other ranks hold, too, or both.
         full : bool or None
             True: write a snapshot. It is needed if receivers do not have the base, or if names, dtypes or shapes of
             tensors change. The first update is always a snapshot. None: choose, as in :meth:`WeightSender.diff`.
@@ -128,9 +141,13 @@ class Publisher(Closing):
         ------
         StateError
             Another publisher has published to the store, or the folder of the base cannot be used.
+        PeerError
+            The call has failed on another rank of `group`, or the rank is lost.
         ArgumentError
             The weights cannot be encoded, as in :meth:`WeightSender.diff`, or the store cannot be used.
         """
+        if self._group is not None:
+            return self._group.stage(weights, bool(full))
         self._staged = None
         last = self._follow_store()
         if self._sender is None:
@@ -151,7 +168,7 @@ class Publisher(Closing):
 
     def _how(self) -> dict[str, Any]:
         """Return the keyword arguments of the sender."""
-        return {"folder": self._base, "options": self._options, "sign": self._store.key}
+        return {"folder": self._base, "sign": self._store.key}
 
     def _follow_store(self) -> Identity | None:
         """Apply published updates that the base lacks, and return the last version in the store.
@@ -177,7 +194,7 @@ class Publisher(Closing):
             updates = [read_update(source, one, key=key) for one in chain(listing, sender.identity)]
             if key is not None:
                 for update in updates:
-                    check_signature(update.data, update.signature, key)
+                    update.check_signature(key)
         except CodecError:  # the store does not lead to its last version: the next update is a snapshot
             return last
         with suppress(FrameError):
@@ -203,6 +220,8 @@ class Publisher(Closing):
         ArgumentError
             The store cannot be written.
         """
+        if self._group is not None:
+            return self._group.commit()
         sender, update = self._sender, self._staged
         if sender is None or update is None:
             raise StateError("no update is staged: call stage(weights) first")
@@ -217,6 +236,8 @@ class Publisher(Closing):
 
     def abandon(self) -> None:
         """Drop the staged update. The next update refers to the same base, and has a higher version."""
+        if self._group is not None:
+            self._group.abandon()
         if self._sender is not None:
             self._sender.abandon()
         self._staged = None
@@ -228,6 +249,8 @@ class Publisher(Closing):
 
     def close(self) -> None:
         """Stop the HTTP server, and unlock the folder of the base."""
+        if self._group is not None:
+            self._group.close()
         if self._server is not None:
             self._server.close()
         if self._sender is not None:

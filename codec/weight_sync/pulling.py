@@ -90,7 +90,7 @@ def pull(
 
         def read(one: Listed) -> Update:
             _check_size(one, receiver.max_nbytes)
-            return store.update(one)
+            return store.update(one, receiver.unneeded)
 
         while path:
             with receiver.turn:

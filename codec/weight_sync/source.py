@@ -2,6 +2,8 @@
 
 import mmap
 import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ from codec.weight_sync.http import Cafile, Connection
 from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
 from codec.weight_sync.mapping import mapped, regular
 from codec.weight_sync.mirror import Mirror
+from codec.weight_sync.parts import PartedUpdate, Parts
 from codec.weight_sync.server import UpdateServer, process_mirror
 from codec.weight_sync.temporary import copied, not_listed
 from codec.weight_sync.update import Update
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 Source = str | PathLike[str] | UpdateServer
 TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
+_SERVERS = 8  # maximum number of servers from which parts are read at a time
 
 
 class StoreReader(Closing):
@@ -110,8 +114,15 @@ class StoreReader(Closing):
             )
         return found
 
-    def update(self, one: Listed) -> Update:
+    def update(self, one: Listed, unneeded: Mapping[int, bytes] | None = None) -> Update:
         """Return the update that an entry of the list describes.
+
+        Parameters
+        ----------
+        one : Listed
+            Entry of the list.
+        unneeded : mapping of int to bytes, optional
+            Digests of parts of the base, by rank. Parts of the update with these bases are not read.
 
         Raises
         ------
@@ -120,22 +131,87 @@ class StoreReader(Closing):
         FrameError
             The file is not this update.
         """
-        where = f"{self._name}/{one.file if self._bucket is None else object_name(one)}"
+        return self._parted(one, unneeded or {}) if one.nparts else self.part(one)
+
+    def parts(self, one: Listed) -> Parts:
+        """Return the list of the parts of an update.
+
+        Raises
+        ------
+        ArgumentError, FrameError
+            As :meth:`update`.
+        """
+        return self._list_of_parts(one)[1]
+
+    def _list_of_parts(self, one: Listed) -> tuple[bytes, Parts]:
+        if one.nbytes > MAX_NBYTES:
+            raise FrameError(f"{self._where(one)} has {one.nbytes} bytes, more than a list of parts may have")
+        contents = bytes(self._read(one))
         try:
-            if self._connection is not None:
-                download_by = download if self._mirror is None else self._mirror.download
-                update = Update(download_by(self._connection, one))
-            elif self._bucket is not None:
-                update = Update(self._bucket.update(one))
-            else:
-                path = Path(self._name) / one.file
-                update = Update(mapped(path) if self._key is None else _copy(path, one.nbytes))
+            parts = Parts.parse(contents, self._key)
         except FrameError as e:
-            e.of(where)
+            e.of(self._where(one))
+            raise
+        if (parts.head, len(parts.parts)) != (one.head, one.nparts):
+            raise not_listed(self._where(one))
+        return contents, parts
+
+    def _parted(self, one: Listed, unneeded: Mapping[int, bytes]) -> Update:
+        """Return an update in parts; the parts are read from several servers at a time."""
+        contents, parts = self._list_of_parts(one)
+        ranks_at: dict[str | None, list[int]] = {}
+        for rank, part in enumerate(parts.parts):
+            if one.head.base is None or unneeded.get(rank) != part.base_digest:
+                ranks_at.setdefault(part.url, []).append(rank)
+
+        def read(url: str | None) -> dict[int, Update]:
+            if url is None:
+                return {rank: self.part(parts.listed(rank)) for rank in ranks_at[url]}
+            if self._connection is None:
+                raise FrameError(f"a part is at {url!r}, although the list of parts is on no server")
+            with self._connection.beside(url) as server:
+                return {rank: Update(download(server, parts.listed(rank))) for rank in ranks_at[url]}
+
+        found: dict[int, Update] = {}
+        if len(ranks_at) == 1:
+            found = read(*ranks_at)
+        else:
+            pool = ThreadPoolExecutor(_SERVERS, thread_name_prefix="codec-parts")
+            try:
+                for some in pool.map(read, ranks_at):
+                    found.update(some)
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return PartedUpdate(contents, parts, dict(sorted(found.items())))
+
+    def _where(self, one: Listed) -> str:
+        return f"{self._name}/{one.file if self._bucket is None else object_name(one)}"
+
+    def part(self, one: Listed) -> Update:
+        """Return an update that is not in parts, or a part.
+
+        Raises
+        ------
+        ArgumentError, FrameError
+            As :meth:`update`.
+        """
+        try:
+            update = Update(self._read(one))
+        except FrameError as e:
+            e.of(self._where(one))
             raise
         if not one.describes(update):
-            raise not_listed(where)
+            raise not_listed(self._where(one))
         return update
+
+    def _read(self, one: Listed) -> mmap.mmap | bytes:
+        """Return the contents of a file, mapped to memory."""
+        if self._connection is not None:
+            return (download if self._mirror is None else self._mirror.download)(self._connection, one)
+        if self._bucket is not None:
+            return self._bucket.update(one)
+        path = Path(self._name) / one.file
+        return mapped(path) if self._key is None else _copy(path, one.nbytes)
 
     def close(self) -> None:
         """Close the connection to the server."""

@@ -4,6 +4,7 @@ A store has a file for each update, and a list of the updates, ``head``. The fil
 list publishes the update. A folder may be on a shared disk, or be served by :func:`codec.weight_sync.serve`.
 """
 
+from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
 
@@ -88,9 +89,9 @@ class UpdateStore:
     def _head(self) -> bytes:
         return self._files.head(Listing().to_bytes(self.key))
 
-    def path(self, version: int, base: int | None) -> Path:
-        """Return the path for the file of an update, to pass to ``WeightSender.diff(file=...)``."""
-        return self.folder / file_name(version, base)
+    def path(self, version: int, base: int | None, rank: int | None = None) -> Path:
+        """Return the path for the file of an update, or of a part, to pass to ``WeightSender.diff(file=...)``."""
+        return self.folder / file_name(version, base, rank)
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename the file of an update that is not published yet.
@@ -115,15 +116,22 @@ class UpdateStore:
         """
         return listing_of(self.source, self._head(), self.key)
 
-    def put(self, update: Update) -> None:
+    def put(self, update: Update, rank: int | None = None) -> None:
         """Write the file of an update, unless it exists. Receivers find the update only after :meth:`publish`.
+
+        Parameters
+        ----------
+        update : Update
+            The update.
+        rank : int, optional
+            Number of the part that `update` is.
 
         Raises
         ------
         ArgumentError
             The file cannot be written.
         """
-        self._files.put(update)
+        self._files.put(update, rank)
 
     def publish(self, update: Update) -> None:
         """Write the file of an update, and add it to the list that receivers read.
@@ -142,7 +150,7 @@ class UpdateStore:
             raise ArgumentError(
                 "the update was made from files, and belongs to no run: publish updates of a WeightSender"
             )
-        if self.key is not None and update.signature is None:
+        if self.key is not None and update.signature is None and not update.nparts:
             raise ArgumentError("the update is not signed, but the store is: pass sign= to the WeightSender")
         listing, new = self.listing(), Listed.of(update)
         if new in listing.updates and listing.last == update.head.after:
@@ -161,6 +169,14 @@ class UpdateStore:
         ]
         self._files.publish(Listing(update.run, tuple(updates)).to_bytes(self.key))
         self._files.delete(MAX_VERSION if begins else oldest, updates)
+
+    def has(self, one: Listed) -> bool:
+        """Return True if the file of an update or part is in the store."""
+        return self._files.has(one)
+
+    def retain(self, kept: Collection[Listed]) -> None:
+        """Delete all updates except `kept`, with their parts."""
+        self._files.delete(MAX_VERSION, kept)
 
     def _check(self, listing: Listing, update: Update, begins: bool) -> None:
         """Check that an update may follow the list."""

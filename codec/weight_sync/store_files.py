@@ -9,13 +9,14 @@ from codec.errors import ArgumentError, CodecError
 from codec.files.replacing import replaced
 from codec.weight_sync.bucket import UpdateBucket, object_name
 from codec.weight_sync.listing import Listed, file_name
+from codec.weight_sync.mapping import mapped
 from codec.weight_sync.source import TIMEOUT, head_in
 from codec.weight_sync.staging import StagingFolder
 from codec.weight_sync.update import Update
 from codec.weight_sync.writing import remove_temporary
 
-_FILE = re.compile(r"\d{20}\.(?:update|snapshot)")
-_OBJECT = re.compile(r"(\d{20})-[0-9a-f]{32}-[0-9a-f]{32}\.(?:update|snapshot)")
+_FILE = re.compile(r"((\d{20})\.(?:update|snapshot))(?:\.\d{1,5})?")  # of an update, or of a part
+_OBJECT = re.compile(r"(\d{20})(-[0-9a-f]{32}-)[0-9a-f]{32}(\.(?:update|snapshot))(\.\d{1,5})?")
 
 
 class FolderFiles:
@@ -69,20 +70,26 @@ class FolderFiles:
             with replaced(self.folder / "head") as f:
                 f.write(body)
 
-    def put(self, update: Update) -> None:
+    def put(self, update: Update, rank: int | None = None) -> None:
         """Write the file of an update, unless it exists."""
-        path = self.folder / file_name(update.version, update.base)
+        path = self.folder / file_name(update.version, update.base, rank)
         with suppress(CodecError):  # missing, or damaged
-            if Update.open(path).data == update.data:
+            if memoryview(mapped(path)) == update.data:
                 return
         with self.writing(), replaced(path) as f:
             f.write(update.data)
+
+    def has(self, one: Listed) -> bool:
+        """Return True if the file of an update or part is there."""
+        path = self.folder / one.file
+        with self.writing():
+            return path.exists() and path.stat().st_size == one.nbytes
 
     def delete(self, version: int, kept: Collection[Listed]) -> None:
         """Delete the files of versions up to `version`, except `kept`. What cannot be deleted now is deleted later."""
         names = {one.file for one in kept}
         for path in self.folder.glob("*.*"):
-            if _FILE.fullmatch(path.name) and int(path.stem) <= version and path.name not in names:
+            if (m := _FILE.fullmatch(path.name)) and int(m[2]) <= version and m[1] not in names:
                 with suppress(OSError):
                     path.unlink()
 
@@ -138,11 +145,12 @@ class BucketFiles:
         """
         self._bucket.publish(body)
 
-    def put(self, update: Update) -> None:
+    def put(self, update: Update, rank: int | None = None) -> None:
         """Upload an update, and empty the temporary folder."""
-        path, one, found = self.folder / file_name(update.version, update.base), Listed.of(update), None
+        path, found = self.folder / file_name(update.version, update.base, rank), None
+        one = Listed.of(update)._replace(rank=rank)
         with suppress(CodecError):  # missing: the update was made in memory, or uploaded before
-            found = Listed.of(Update.open(path))
+            found = Listed.of(Update.open(path))._replace(rank=rank)
         with self.writing():
             if found != one:
                 with replaced(path) as f:
@@ -151,9 +159,18 @@ class BucketFiles:
             for staged in self.folder.iterdir():  # of this update, and of those that were never published
                 staged.unlink()
 
+    def has(self, one: Listed) -> bool:
+        """Return True if the bucket has an update or part."""
+        return self._bucket.has(one)
+
     def delete(self, version: int, kept: Collection[Listed]) -> None:
         """Delete the objects that :meth:`head` has found, as :meth:`FolderFiles.delete`."""
         names = {object_name(one) for one in kept}
-        found = [(name, m) for name in self._bucket.names if (m := _OBJECT.fullmatch(name)) and name not in names]
+        parted = {m.group(1, 2, 3) for one in kept if one.nparts and (m := _OBJECT.fullmatch(object_name(one)))}
+        found = [
+            (name, m)
+            for name in self._bucket.names
+            if (m := _OBJECT.fullmatch(name)) and name not in names and not (m[4] and m.group(1, 2, 3) in parted)
+        ]
         with suppress(ArgumentError):
             self._bucket.delete([name for name, m in found if int(m[1]) <= version])
