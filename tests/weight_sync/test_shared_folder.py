@@ -137,7 +137,7 @@ def worker(pipe, source, folder):
     """Pull each time the parent asks, and report the version, the number of updates read, and equality to `pipe`."""
     all_weights, program, reads = versions(3)[0], {}, []
     original = StoreReader.update
-    StoreReader.update = lambda self, one: reads.append(one) or original(self, one)
+    StoreReader.update = lambda self, one, *known: reads.append(one) or original(self, one, *known)
     receiver = opened(folder)
     while pipe.recv():
         reads.clear()
