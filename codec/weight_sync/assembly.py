@@ -14,7 +14,7 @@ from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update
 Decode = Callable[[Name, int, Bytes], None]  # function of (key, piece, out): write the values of a piece to `out`
 
 
-class Target(NamedTuple):
+class BoxTarget(NamedTuple):
     """Tensor that gets the values of a box of a tensor of weights."""
 
     kind: TensorKind
@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 
 def write_target(
-    target: Target,
+    target: BoxTarget,
     layout: Layout,
     kinds: Mapping[Name, TensorKind],
     decode: Decode,
@@ -43,7 +43,7 @@ def write_target(
 
     Parameters
     ----------
-    target : Target
+    target : BoxTarget
         Tensor to overwrite.
     layout : Layout
         Shards of the tensor.

@@ -14,7 +14,7 @@ from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ChecksumError, CodecError, LimitError, StateError
 from codec.tensors.jax_arrays import of_kind
-from codec.weight_sync.assembly import Target, check_cover, write_target
+from codec.weight_sync.assembly import BoxTarget, check_cover, write_target
 from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
 from codec.weight_sync.digests import piece_digest, sum_of, weights_digest
 from codec.weight_sync.identity import MAX_VERSION, Identity, UpdateHead
@@ -252,7 +252,7 @@ class Base:
             if not layouts[name].covers(whole):
                 raise StateError(f"the receiver keeps {name!r} in part, as its only= says: pass into=, or other only=")
             tensor, memory = new_tensor(tensors[name], like)
-            target = Target(tensors[name], whole, tensor, memory)
+            target = BoxTarget(tensors[name], whole, tensor, memory)
             write_target(target, layouts[name], kinds, functools.partial(self.decode, update))
             self._check_unchanged(changes)  # another thread may have changed them meanwhile
             yield name, of_kind(tensor, like)

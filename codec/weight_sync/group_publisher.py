@@ -21,7 +21,7 @@ from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import RUN_NBYTES, other_run
 from codec.weight_sync.listing import Listed
 from codec.weight_sync.parts import Part, PartedUpdate, Parts
-from codec.weight_sync.ranks import Held, Ranks, assigned, described, held_in, plan_of
+from codec.weight_sync.ranks import Held, PublishingRanks, assigned, described, held_in, plan_of
 from codec.weight_sync.server import UpdateServer, serve
 from codec.weight_sync.shards import Shard, check_name, local_shards
 from codec.weight_sync.source import StoreReader
@@ -59,7 +59,7 @@ class GroupPublisher(Closing):
         tls: "Tls | None",
         sign: "Key | SigningKey | None",
     ) -> None:
-        self._ranks = Ranks(group)
+        self._ranks = PublishingRanks(group)
         self._every = snapshot_every
         self._folder = None if base is None else Path(base) / f"rank-{self._ranks.rank}"
         self._base: Base | None = None

@@ -20,7 +20,7 @@ Held = dict[Shard, TensorKind]
 _MOST_NBYTES = 1 << 30  # maximum size of the description of a rank's shards, in bytes
 
 
-class Ranks:
+class PublishingRanks:
     """Ranks of a process group of torch.distributed, which exchange small descriptions, never values.
 
     Parameters

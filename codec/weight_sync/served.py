@@ -7,7 +7,7 @@ from typing import Any
 
 from codec.errors import ArgumentError
 from codec.tensors.view import is_torch, mark_written, view_output
-from codec.weight_sync.assembly import Target, write_target
+from codec.weight_sync.assembly import BoxTarget, write_target
 from codec.weight_sync.base import Base
 from codec.weight_sync.serving import Write
 from codec.weight_sync.shards import Box, Name, Shape, target_boxes
@@ -64,7 +64,7 @@ class Served:
 
     def __init__(self, given: Any, kinds: Mapping[str, TensorKind]) -> None:
         tensors = dict(items(given))
-        self._kinds, self._targets = kinds, dict[str, list[Target]]()
+        self._kinds, self._targets = kinds, dict[str, list[BoxTarget]]()
         for name, kind in kinds.items():
             if name not in tensors:
                 raise ArgumentError(f"into= has no tensor {name!r}, which the update changes or the program lacks")
@@ -113,7 +113,7 @@ def _is_changed(update: Update, key: Name, k: int) -> bool:
     return update.frame(key, k) is not None
 
 
-def _target(name: str, kind: TensorKind, shape: Shape | None, box: Box, tensor: Any) -> Target:
+def _target(name: str, kind: TensorKind, shape: Shape | None, box: Box, tensor: Any) -> BoxTarget:
     v = view_output(tensor, name=f"tensor {name!r} of into=")
     found, whole = TensorKind(v.dtype, v.shape), Box((0,) * len(kind.shape), kind.shape)
     if (v.dtype, kind.shape if shape is None else shape) != kind:
@@ -121,7 +121,7 @@ def _target(name: str, kind: TensorKind, shape: Shape | None, box: Box, tensor: 
     if v.shape != box.shape or len(box.shape) != len(kind.shape) or not whole.holds(box):
         raise ArgumentError(f"{name!r} of into= must be a box of {kind}, got {found} at {list(box.offsets)}")
     if v.device == "cpu":
-        return Target(found, box, tensor, v.array())
+        return BoxTarget(found, box, tensor, v.array())
     if not is_torch(tensor) or v.device == "meta":
         raise ArgumentError(f"{name!r} of into= is on {v.device}, where only torch tensors can be written: use load=")
-    return Target(found, box, tensor, None)
+    return BoxTarget(found, box, tensor, None)

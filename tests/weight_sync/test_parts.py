@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -56,6 +57,7 @@ class Trainer:
             found[rank] = write_update(
                 shards, self.version, weights, base, file=file, options=None, run=RUN, key=self.key
             )
+            self.store.put(found[rank], rank)
             own.apply(found[rank])
         entries = [Part.of(update, url) for update, url in zip(found.values(), urls, strict=True)]
         parts = Parts.of(RUN, self.version, None if full else base, entries)
@@ -242,3 +244,18 @@ def test_part_with_the_tensors_of_another_part_is_refused(tmp_path):
     assert [one.nparts for one in head.updates] == [2]
     assert parts.listed(1).file == "00000000000000000000.snapshot.1"
     assert codec.Update(b"".join(update.chunks())).digest == update.digest
+
+
+def test_buckets_store_parts_and_delete_them_with_their_update():
+    url = f"memory://{os.urandom(8).hex()}"
+    trainer, follower = Trainer(url), codec.WeightReceiver()
+    for version in range(6):
+        trainer.publish(full=version % 2 == 0)
+        assert pull(follower, url) == version
+        late = codec.WeightReceiver()
+        assert pull(late, url) == version
+        assert has(late, version)
+    kept = [name for name in trainer.store._files._bucket.store.names() if not name.startswith("head")]
+    assert sorted(name[:20] + name[86:] for name in kept) == [
+        f"{v:020d}.{'update' if v % 2 else 'snapshot'}{end}" for v in (2, 3, 4, 5) for end in ("", ".0", ".1")
+    ]
