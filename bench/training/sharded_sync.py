@@ -1,0 +1,511 @@
+"""Measure ways to send sharded weights from many trainer ranks to rollout workers with another layout.
+
+    python bench/training/sharded_sync.py                          # 2 minutes on two cores; root for network namespaces
+    python bench/training/sharded_sync.py --rate 1gbit --values 1e9 --ways pairs sharded --json FILE
+
+Trainer ranks have the bfloat16 weights of a language model in FSDP2's layout: DTensors with Shard(0). Two rollout
+workers serve it in the layout of tensor parallelism: column-parallel projections have half of the rows, row-parallel
+projections half of the columns. In each step, 1% of the values, at random positions, move to a neighboring bfloat16
+value, as in reinforcement learning with AdamW. Each process has a network namespace of its own, so bytes are counted by
+the kernel. With --rate, each process sends at no more than this rate, as if it had a machine of its own.
+
+    broadcast   gather each tensor on all trainer ranks, broadcast it from rank 0: vLLM, verl's "nccl", slime
+    gathered    gather each tensor, publish the difference on rank 0: codec.weight_sync.Publisher
+    pairs       find changed values of each shard, gather 32-bit positions and values on rank 0, and broadcast them: the
+                scheme of verl's "delta_sharded" [1]_, rebuilt from its description
+
+Columns:
+
+sync        seconds from the begin of the step's synchronization until the last worker serves the new weights: median
+trainer     seconds until the last trainer rank continues
+pause       seconds from the first to the last change of a worker's served weights, the longer of both workers
+CPU         CPU seconds of all trainer ranks + of both workers; here all processes share the machine's cores
+moved       bytes that trainer ranks send to each other
+sent        bytes that both workers receive
+memory      largest growth of resident memory, on rank 0 / another trainer rank / a worker
+gathered    bytes that collectives of a trainer rank have as their input, and the collectives, from torch.profiler
+
+.. [1] https://github.com/verl-project/verl/blob/main/docs/advance/delta_weight_sync.md. There, values are compared on
+   GPUs, and NCCL carries the bytes.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
+import netns
+
+import codec
+from codec.weight_sync import Publisher, pull
+
+WORKERS = 2
+BATCH = 32  # parameters whose changes are gathered together, as in verl
+
+
+class Spec(NamedTuple):
+    """Weight of the model: its shape, and the dimension along which the workers split it; None: each has all of it."""
+
+    shape: tuple[int, ...]
+    split: int | None
+
+    def box(self, worker: int) -> tuple[slice, ...]:
+        """Return the part of the weight that a worker has."""
+        if self.split is None:
+            return ()
+        n = self.shape[self.split] // WORKERS
+        return (*[slice(None)] * self.split, slice(worker * n, (worker + 1) * n))
+
+
+def specs(values: float) -> dict[str, Spec]:
+    """Return the weights of a language model in Llama's architecture with about this number of values."""
+    d, vocab = (2048, 32000) if values >= 1e8 else (256, 1024)
+    ff = d * 11 // 4
+    layer = {
+        "self_attn.q_proj": Spec((d, d), 0),
+        "self_attn.k_proj": Spec((d // 4, d), 0),
+        "self_attn.v_proj": Spec((d // 4, d), 0),
+        "self_attn.o_proj": Spec((d, d), 1),
+        "mlp.gate_proj": Spec((ff, d), 0),
+        "mlp.up_proj": Spec((ff, d), 0),
+        "mlp.down_proj": Spec((d, ff), 1),
+        "input_layernorm": Spec((d,), None),
+        "post_attention_layernorm": Spec((d,), None),
+    }
+    found = {"model.embed_tokens.weight": Spec((vocab, d), 0)}
+    for k in range(max(1, round((values - vocab * d) / (2.5 * d * d + 3 * d * ff)))):
+        found |= {f"model.layers.{k}.{name}.weight": spec for name, spec in layer.items()}
+    return found
+
+
+class Side:
+    """Trainer rank, or rollout worker: its weights, and its groups of processes."""
+
+    def __init__(self, rank: int, plan: dict[str, Any]) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+
+        self.rank, self.trainers, self.specs = rank, plan["ranks"], specs(plan["values"])
+        self.worker = rank - self.trainers  # negative on trainer ranks
+        self.mesh = DeviceMesh("cpu", list(range(self.trainers)))
+        self.link = dist.new_group([0, *range(self.trainers, self.trainers + WORKERS)])  # rank 0 and the workers
+        self.folder = Path(plan["folder"])
+        self.weights: dict[str, Any] = {}  # DTensors on trainer ranks, parts on workers
+        shapes = {name: self.part(spec) for name, spec in self.specs.items()}
+        numbers = {name: cast(int, torch.Size(shape).numel()) for name, shape in shapes.items()}
+        path, size = self.folder / f"weights-{rank}", sum(numbers.values())
+        self.values = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16)
+        self.random = torch.Generator().manual_seed(rank)
+        if self.worker < 0:
+            self.values.normal_(std=0.02, generator=self.random)
+        for (name, shape), values in zip(shapes.items(), self.values.split(list(numbers.values())), strict=True):
+            part = values.view(shape)
+            if self.worker < 0:
+                full = torch.empty(self.specs[name].shape, device="meta")
+                part = DTensor.from_local(part, self.mesh, [Shard(0)], shape=full.shape, stride=full.stride())
+            self.weights[name] = part
+
+    def part(self, spec: Spec) -> tuple[int, ...]:
+        """Return the shape of this process's part of a weight."""
+        if self.worker < 0:
+            begin, end = self.rows(spec)
+            return (end - begin, *spec.shape[1:])
+        return tuple(n // WORKERS if k == spec.split else n for k, n in enumerate(spec.shape))
+
+    def rows(self, spec: Spec) -> tuple[int, int]:
+        """Return the first row of this trainer rank's part of a weight, and the row after the last one."""
+        each = -(-spec.shape[0] // self.trainers)
+        return min(self.rank * each, spec.shape[0]), min((self.rank + 1) * each, spec.shape[0])
+
+    def step(self) -> None:
+        """Move 1% of the values of this trainer rank to a neighboring bfloat16 value."""
+        import torch
+
+        bits = self.values.view(torch.int16)
+        for begin in range(0, len(bits), 1 << 24):
+            some = bits[begin : begin + (1 << 24)]
+            at = torch.randint(1, 200, (len(some) // 100 + 1,), generator=self.random).cumsum(0)
+            at = at[at < len(some)]
+            some[at] += 2 * torch.randint(0, 2, at.shape, generator=self.random, dtype=torch.int16) - 1
+
+    def full(self) -> Iterator[tuple[str, Any]]:
+        """Gather the weights one by one on all trainer ranks."""
+        for name, x in self.weights.items():
+            yield name, x.full_tensor()
+
+    def load(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        """Copy this worker's parts of full tensors."""
+        for name, x in tensors:
+            self.weights[name].copy_(x[self.specs[name].box(self.worker)])
+
+    def broadcast(self, x: Any) -> Any:
+        """Send the bytes of a tensor from rank 0 to the workers."""
+        import torch
+        import torch.distributed as dist
+
+        dist.broadcast(x.reshape(-1).view(torch.uint8), 0, self.link)
+        return x
+
+
+class Way:
+    """Way to send the weights; the first synchronization sends all of them."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+
+    def send(self) -> None:
+        """Send the weights: called on all trainer ranks."""
+        raise NotImplementedError
+
+    def receive(self) -> float:
+        """Receive the weights: called on workers. Return the seconds during which the served weights change."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what this way has stored."""
+
+
+class Broadcast(Way):
+    def send(self) -> None:
+        for _, x in self.side.full():
+            if self.side.rank == 0:
+                self.side.broadcast(x)
+
+    def receive(self) -> float:
+        import torch
+
+        begin = 0.0
+        for name, spec in self.side.specs.items():
+            x = self.side.broadcast(torch.empty(spec.shape, dtype=torch.bfloat16))
+            begin = begin or time.perf_counter()
+            self.side.load(iter([(name, x)]))
+        return time.perf_counter() - begin
+
+
+class Gathered(Way):
+    """Rank 0 has the base of the whole model, and so has each worker."""
+
+    def __init__(self, side: Side) -> None:
+        import torch
+
+        super().__init__(side)
+        self.publisher = self.publish() if side.worker < 0 else None
+        self.receiver = codec.WeightReceiver()
+        self.number = torch.zeros(1, dtype=torch.int64)
+
+    def publish(self) -> Publisher | None:
+        """Return the publisher of this trainer rank."""
+        return Publisher(self.side.folder / "gathered", host=netns.Network.address(0)) if self.side.rank == 0 else None
+
+    def send(self) -> None:
+        if self.publisher is None:
+            for _ in self.side.full():
+                pass
+            return
+        self.number[0] = self.publisher.publish(self.side.full())
+        self.announce()
+
+    def announce(self) -> None:
+        """Send the number of the version and the address of the store to the workers."""
+        source = torch_bytes("" if self.publisher is None else self.publisher.source)
+        self.side.broadcast(self.number)
+        self.source = self.side.broadcast(source)
+
+    def receive(self) -> float:
+        import torch
+
+        self.announce()
+        seconds = list[float]()
+
+        def load(tensors: Any) -> None:
+            begin = time.perf_counter()
+            self.side.load(tensors)
+            seconds.append(time.perf_counter() - begin)
+
+        source = bytes(self.source.numpy()).rstrip(b"\0").decode()
+        version = pull(self.receiver, source, load, like=torch.empty(0))
+        assert version == self.number.item()
+        return sum(seconds)
+
+    def close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+
+
+class Pairs(Way):
+    """Each trainer rank has a copy of its shard, which it compares with the shard."""
+
+    def __init__(self, side: Side) -> None:
+        super().__init__(side)
+        self.copy = side.values.clone() if side.worker < 0 else None
+        self.first = True
+
+    def batches(self) -> Iterator[list[str]]:
+        names = list(self.side.specs)
+        for k in range(0, len(names), BATCH):
+            yield names[k : k + BATCH]
+
+    def send(self) -> None:
+        if self.first:
+            Broadcast(self.side).send()
+            assert self.copy is not None
+            self.copy.copy_(self.side.values)
+            self.first = False
+            return
+        at = 0
+        for names in self.batches():
+            found = list[Any]()
+            for name in names:
+                found.append(self.changes(name, at))
+                at += self.side.weights[name].to_local().numel()
+            self.gather(found)
+
+    def changes(self, name: str, at: int) -> Any:
+        """Return positions in the full tensor, and values, of a shard's changes; `at`: its begin in the copy."""
+        import torch
+
+        assert self.copy is not None
+        new = self.side.weights[name].to_local().reshape(-1)
+        old = self.copy[at : at + len(new)]
+        spec = self.side.specs[name]
+        changed = (new.view(torch.int16) != old.view(torch.int16)).nonzero().view(-1)
+        values = new[changed]
+        old.copy_(new)
+        return (changed + self.side.rows(spec)[0] * torch.Size(spec.shape[1:]).numel()).int(), values
+
+    def gather(self, found: list[Any]) -> None:
+        """Gather the changes of some tensors on rank 0, and broadcast them to the workers."""
+        import torch
+        import torch.distributed as dist
+
+        group, n = self.side.mesh.get_group(), self.side.trainers
+        mine = torch.tensor([len(positions) for positions, _ in found])
+        counts = torch.empty(n, len(found), dtype=torch.int64)
+        dist.all_gather(list(counts), mine, group=group)
+        most, columns = int(counts.sum(1).max()), list[Any]()
+        for k in range(2):  # positions, values
+            padded = torch.cat([pair[k] for pair in found])
+            padded = torch.cat((padded, padded.new_zeros(most - len(padded)))).view(torch.uint8)
+            each = [torch.empty_like(padded) for _ in range(n)] if self.side.rank == 0 else None
+            dist.gather(padded, each, 0, group)
+            columns.append(each)
+        if self.side.rank:
+            return
+        rows = [
+            [part.view(dtype)[: total].split(numbers.tolist()) for part, total, numbers in zip(each, counts.sum(1), counts)]
+            for each, dtype in zip(columns, (torch.int32, torch.bfloat16), strict=True)
+        ]
+        self.side.broadcast(counts.sum(0))
+        for some in rows:
+            self.side.broadcast(torch.cat([part[k] for k in range(len(found)) for part in some]))
+
+    def receive(self) -> float:
+        import torch
+
+        if self.first:
+            self.first = False
+            return Broadcast(self.side).receive()
+        begin = 0.0
+        for names in self.batches():
+            counts = self.side.broadcast(torch.empty(len(names), dtype=torch.int64))
+            total = int(counts.sum())
+            positions = self.side.broadcast(torch.empty(total, dtype=torch.int32)).split(counts.tolist())
+            values = self.side.broadcast(torch.empty(total, dtype=torch.bfloat16)).split(counts.tolist())
+            begin = begin or time.perf_counter()
+            for name, at, new in zip(names, positions, values, strict=True):
+                self.write(name, at, new)
+        return time.perf_counter() - begin
+
+    def write(self, name: str, at: Any, values: Any) -> None:
+        """Write those changes that are in this worker's part of a tensor."""
+        spec, part = self.side.specs[name], self.side.weights[name]
+        if spec.split is not None:
+            inner = part[0].numel() if spec.split == 0 else 1
+            n = part.shape[spec.split] * inner
+            first = self.side.worker * n
+            along = at if spec.split == 0 else at % spec.shape[1]
+            mine = (along >= first) & (along < first + n)
+            at, values, along = at[mine], values[mine], along[mine]
+            at = at - first if spec.split == 0 else (at - along) // WORKERS + along - first
+        part.view(-1)[at.long()] = values
+
+
+WAYS: dict[str, Callable[[Side], Way]] = {"broadcast": Broadcast, "gathered": Gathered, "pairs": Pairs}
+
+
+def torch_bytes(text: str) -> Any:
+    """Return a tensor of 256 bytes that begins with a text."""
+    import torch
+
+    return torch.frombuffer(bytearray(text.encode().ljust(256, b"\0")), dtype=torch.uint8)
+
+
+def resident(field: str) -> int:
+    """Return VmRSS or VmHWM, the resident memory of this process or its maximum, in bytes."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) << 10
+
+
+def moved() -> tuple[int, int]:
+    """Return the numbers of bytes that this process's namespace has received and sent."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    [counts] = [line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{netns.DEVICE}:")]
+    return int(counts[0]), int(counts[8])
+
+
+def measure(side: Side, name: str, steps: int) -> dict[str, Any]:
+    """Synchronize the weights `steps` times after the first time; return figures of this process."""
+    import torch
+    import torch.distributed as dist
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    before, run = resident("VmRSS"), dict[str, Any](way=name, rank=side.rank, steps=[])
+    way = WAYS[name](side)
+    for k in range(steps + 1):
+        if side.worker < 0 and k:
+            side.step()
+        dist.barrier()
+        bytes_before, cpu, begin = moved(), time.process_time(), time.perf_counter()
+        pause = way.receive() if side.worker >= 0 else way.send()
+        end, cpu = time.perf_counter(), time.process_time() - cpu
+        dist.barrier()
+        received, sent = (b - a for a, b in zip(bytes_before, moved(), strict=True))
+        row = {"begin": begin, "end": end, "cpu": cpu, "pause": pause or 0.0, "received": received, "sent": sent}
+        run["steps"].append(row)
+    run["memory"] = resident("VmHWM") - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        way.send() if side.worker < 0 else way.receive()
+    run["collectives"] = collectives(profile)
+    run["equal"] = equal(side)
+    way.close()
+    return run
+
+
+def collectives(profile: Any) -> dict[str, Any]:
+    """Return the number of collectives of each kind in a profile."""
+    return dict(Counter(event.name for event in profile.events() if event.name.startswith("gloo:")))
+
+
+def equal(side: Side) -> bool:
+    """Compare the workers' weights with the trainers'; return True on trainer ranks."""
+    import torch
+
+    if side.worker < 0:
+        Broadcast(side).send()
+        return True
+    same = list[bool]()
+    for name, spec in side.specs.items():
+        x = side.broadcast(torch.empty(spec.shape, dtype=torch.bfloat16))
+        same.append(torch.equal(side.weights[name].view(torch.int16), x[spec.box(side.worker)].view(torch.int16)))
+    return all(same)
+
+
+def work(plan: dict[str, Any]) -> None:
+    """Measure all ways on this rank, and print a JSON line for each."""
+    import torch.distributed as dist
+
+    rank, _ = netns.join(plan["threads"], 600)
+    side = Side(rank, plan)
+    for name in plan["ways"]:
+        print(json.dumps(measure(side, name, plan["steps"])), flush=True)
+        if side.worker >= 0:
+            side.values.zero_()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=float, default=0.25e9, help="number of weights; default: 0.25e9")
+    parser.add_argument("--ranks", type=int, default=8, help="trainer ranks")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--rate", default="none", help="what each process may send: 1gbit; default: no limit")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="place of the files that hold the weights")
+    parser.add_argument("--json", help="write all figures to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(json.loads(args.worker))
+        return
+    with netns.ending(__file__), ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="codec-shards-", dir=args.folder)
+        stack.callback(shutil.rmtree, folder)
+        plan = {name: getattr(args, name) for name in ("values", "ranks", "steps", "ways")} | {"folder": folder}
+        command, environment = netns.worker_of(__file__, plan, args.ranks + WORKERS)
+        network = stack.enter_context(netns.Network(args.ranks + WORKERS, args.rate))
+        found = network.run(command, environment=environment, timeout=7200)
+    print(f"{sum(size(spec) for spec in specs(args.values).values()) / 1e6:.0f} million weights, {args.ranks} ranks,", end=" ")
+    print(f"links {netns.shown(args.rate)}, {len(os.sched_getaffinity(0))} cores")
+    report(found, args.ranks)
+    if args.json:
+        Path(args.json).write_text(json.dumps({"arguments": vars(args), "runs": found}, indent=1))
+
+
+def size(spec: Spec) -> int:
+    n = 1
+    for k in spec.shape:
+        n *= k
+    return n
+
+
+def report(found: list[list[Any]], ranks: int) -> None:
+    """Print a line for each way."""
+    names = ("sync", "trainer", "pause", "CPU", "moved", "sent", "memory, MB")
+    print(f"{'':10}" + "".join(f"{name:>{width}}" for name, width in zip(names, WIDTHS, strict=True)) + "  collectives")
+    for runs in zip(*found, strict=True):
+        trainers, workers = runs[:ranks], runs[ranks:]
+        steps = [report_step([run["steps"][k] for run in runs], ranks) for k in range(1, len(runs[0]["steps"]))]
+        median = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+        memory = [trainers[0]["memory"], max(run["memory"] for run in trainers[1:]), max(r["memory"] for r in workers)]
+        cells = [
+            f"{median['sync']:.2f} s",
+            f"{median['trainer']:.2f} s",
+            f"{median['pause']:.2f} s",
+            f"{median['cpu']:.1f} + {median['worker_cpu']:.1f} s",
+            f"{median['moved'] / 1e6:,.1f} MB",
+            f"{median['sent'] / 1e6:,.1f} MB",
+            " / ".join(f"{max(n, 0) / 1e6:.0f}" for n in memory),
+        ]
+        print(f"{runs[0]['way']:10}" + "".join(f"{c:>{w}}" for c, w in zip(cells, WIDTHS, strict=True)), end="  ")
+        print(", ".join(f"{n} {name.removeprefix('gloo:')}" for name, n in trainers[1]["collectives"].items()) or "none")
+        if not all(run["equal"] for run in runs):
+            raise SystemExit(f"{runs[0]['way']}: the workers' weights differ from the trainer's")
+
+
+WIDTHS = (9, 9, 9, 14, 13, 13, 20)
+
+
+def report_step(rows: list[Any], ranks: int) -> dict[str, float]:
+    """Return the figures of one synchronization, from those of all processes."""
+    trainers, workers = rows[:ranks], rows[ranks:]
+    begin, received = min(row["begin"] for row in rows), sum(row["received"] for row in workers)
+    return {
+        "sync": max(row["end"] for row in rows) - begin,
+        "trainer": max(row["end"] for row in trainers) - begin,
+        "pause": max(row["pause"] for row in workers),
+        "cpu": sum(row["cpu"] for row in trainers),
+        "worker_cpu": sum(row["cpu"] for row in workers),
+        "moved": sum(row["sent"] for row in trainers) - received,
+        "sent": received,
+    }
+
+
+if __name__ == "__main__":
+    main()
