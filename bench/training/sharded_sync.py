@@ -305,7 +305,10 @@ class Pairs(Way):
         if self.side.rank:
             return
         rows = [
-            [part.view(dtype)[: total].split(numbers.tolist()) for part, total, numbers in zip(each, counts.sum(1), counts)]
+            [
+                part.view(dtype)[:total].split(numbers.tolist())
+                for part, total, numbers in zip(each, counts.sum(1), counts, strict=True)
+            ]
             for each, dtype in zip(columns, (torch.int32, torch.bfloat16), strict=True)
         ]
         self.side.broadcast(counts.sum(0))
@@ -451,7 +454,10 @@ def main() -> None:
         command, environment = netns.worker_of(__file__, plan, args.ranks + WORKERS)
         network = stack.enter_context(netns.Network(args.ranks + WORKERS, args.rate))
         found = network.run(command, environment=environment, timeout=7200)
-    print(f"{sum(size(spec) for spec in specs(args.values).values()) / 1e6:.0f} million weights, {args.ranks} ranks,", end=" ")
+    print(
+        f"{sum(size(spec) for spec in specs(args.values).values()) / 1e6:.0f} million weights, {args.ranks} ranks,",
+        end=" ",
+    )
     print(f"links {netns.shown(args.rate)}, {len(os.sched_getaffinity(0))} cores")
     report(found, args.ranks)
     if args.json:
@@ -484,7 +490,9 @@ def report(found: list[list[Any]], ranks: int) -> None:
             " / ".join(f"{max(n, 0) / 1e6:.0f}" for n in memory),
         ]
         print(f"{runs[0]['way']:10}" + "".join(f"{c:>{w}}" for c, w in zip(cells, WIDTHS, strict=True)), end="  ")
-        print(", ".join(f"{n} {name.removeprefix('gloo:')}" for name, n in trainers[1]["collectives"].items()) or "none")
+        print(
+            ", ".join(f"{n} {name.removeprefix('gloo:')}" for name, n in trainers[1]["collectives"].items()) or "none"
+        )
         if not all(run["equal"] for run in runs):
             raise SystemExit(f"{runs[0]['way']}: the workers' weights differ from the trainer's")
 
