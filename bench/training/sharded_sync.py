@@ -13,6 +13,7 @@ the kernel. With --rate, each process sends at no more than this rate, as if it 
     gathered    gather each tensor, publish the difference on rank 0: codec.weight_sync.Publisher
     pairs       find changed values of each shard, gather 32-bit positions and values on rank 0, and broadcast them: the
                 scheme of verl's "delta_sharded" [1]_, rebuilt from its description
+    sharded     publish the difference of the shards of each rank: codec.weight_sync.Publisher(group=...)
 
 Columns:
 
@@ -130,6 +131,11 @@ class Side:
         each = -(-spec.shape[0] // self.trainers)
         return min(self.rank * each, spec.shape[0]), min((self.rank + 1) * each, spec.shape[0])
 
+    def offsets(self, name: str) -> tuple[int, ...]:
+        """Return the index of the first value of this worker's part of a weight."""
+        spec, part = self.specs[name], self.weights[name]
+        return tuple(self.worker * n if k == spec.split else 0 for k, n in enumerate(part.shape))
+
     def step(self) -> None:
         """Move 1% of the values of this trainer rank to a neighboring bfloat16 value."""
         import torch
@@ -225,9 +231,13 @@ class Gathered(Way):
         self.source = self.side.broadcast(source)
 
     def receive(self) -> float:
+        self.announce()
+        return self.update(bytes(self.source.numpy()).rstrip(b"\0").decode())
+
+    def update(self, source: str) -> float:
+        """Update this worker to the announced version; return the seconds during which the served weights change."""
         import torch
 
-        self.announce()
         seconds = list[float]()
 
         def load(tensors: Any) -> None:
@@ -235,7 +245,6 @@ class Gathered(Way):
             self.side.load(tensors)
             seconds.append(time.perf_counter() - begin)
 
-        source = bytes(self.source.numpy()).rstrip(b"\0").decode()
         version = pull(self.receiver, source, load, like=torch.empty(0))
         assert version == self.number.item()
         return sum(seconds)
@@ -243,6 +252,32 @@ class Gathered(Way):
     def close(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
+
+
+class Sharded(Gathered):
+    """Each trainer rank has the base of its shards, and each worker the shards that have values of its part."""
+
+    def __init__(self, side: Side) -> None:
+        super().__init__(side)
+        if side.worker >= 0:
+            self.parts = {name: (part, side.offsets(name)) for name, part in side.weights.items()}
+            self.receiver = codec.WeightReceiver(only=self.parts)
+
+    def publish(self) -> Publisher:
+        rank = self.side.rank
+        host = netns.Network.address(rank)
+        return Publisher(self.side.folder / f"sharded-{rank}", group=self.side.mesh.get_group(), host=host)
+
+    def send(self) -> None:
+        assert self.publisher is not None
+        self.number[0] = self.publisher.publish(self.side.weights)
+        if self.side.rank == 0:
+            self.announce()
+
+    def update(self, source: str) -> float:
+        version = pull(self.receiver, source, into=self.parts)
+        assert version == self.number.item()
+        return 0.0
 
 
 class Pairs(Way):
@@ -346,7 +381,7 @@ class Pairs(Way):
         part.view(-1)[at.long()] = values
 
 
-WAYS: dict[str, Callable[[Side], Way]] = {"broadcast": Broadcast, "gathered": Gathered, "pairs": Pairs}
+WAYS: dict[str, Callable[[Side], Way]] = {"broadcast": Broadcast, "gathered": Gathered, "pairs": Pairs, "sharded": Sharded}
 
 
 def torch_bytes(text: str) -> Any:
