@@ -232,22 +232,17 @@ class Gathered(Way):
 
     def receive(self) -> float:
         self.announce()
-        return self.update(bytes(self.source.numpy()).rstrip(b"\0").decode())
+        version = pull(self.receiver, bytes(self.source.numpy()).rstrip(b"\0").decode())  # the worker serves meanwhile
+        assert version == self.number.item()
+        begin = time.perf_counter()
+        self.receiver.reload(names=self.receiver.unloaded, **self.served())
+        return time.perf_counter() - begin
 
-    def update(self, source: str) -> float:
-        """Update this worker to the announced version; return the seconds during which the served weights change."""
+    def served(self) -> dict[str, Any]:
+        """Return arguments of the receiver for the worker's weights."""
         import torch
 
-        seconds = list[float]()
-
-        def load(tensors: Any) -> None:
-            begin = time.perf_counter()
-            self.side.load(tensors)
-            seconds.append(time.perf_counter() - begin)
-
-        version = pull(self.receiver, source, load, like=torch.empty(0))
-        assert version == self.number.item()
-        return sum(seconds)
+        return {"load": self.side.load, "like": torch.empty(0)}
 
     def close(self) -> None:
         if self.publisher is not None:
@@ -274,10 +269,8 @@ class Sharded(Gathered):
         if self.side.rank == 0:
             self.announce()
 
-    def update(self, source: str) -> float:
-        version = pull(self.receiver, source, into=self.parts)
-        assert version == self.number.item()
-        return 0.0
+    def served(self) -> dict[str, Any]:
+        return {"into": self.parts}
 
 
 class Pairs(Way):
@@ -381,7 +374,12 @@ class Pairs(Way):
         part.view(-1)[at.long()] = values
 
 
-WAYS: dict[str, Callable[[Side], Way]] = {"broadcast": Broadcast, "gathered": Gathered, "pairs": Pairs, "sharded": Sharded}
+WAYS: dict[str, Callable[[Side], Way]] = {
+    "broadcast": Broadcast,
+    "gathered": Gathered,
+    "pairs": Pairs,
+    "sharded": Sharded,
+}
 
 
 def torch_bytes(text: str) -> Any:
