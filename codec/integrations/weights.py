@@ -1,10 +1,11 @@
 """Send an update from a trainer to a vLLM server, and open the weights of its workers; shared by integrations."""
 
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from codec.errors import StateError
 from codec.integrations.adapter_folders import version_path
 from codec.weight_sync import Publisher
 from codec.weight_sync.listing import Listed
@@ -67,6 +68,45 @@ def synchronize(publisher: Publisher, client: Client, weights: Iterable[tuple[st
             client.update_weights(update_info(update, "stage"))
         except BaseException:
             publisher.abandon()
+            raise
+        version = publisher.commit()
+        client.update_weights(update_info(update, "load"))
+    return version
+
+
+def synchronize_shards(publisher: Publisher, client: Client | None, weights: Any) -> int:
+    """Send the shards of all ranks of a trainer to a server, as :func:`synchronize`. All ranks must call this.
+
+    Parameters
+    ----------
+    publisher : Publisher
+        Publisher with ``group=``.
+    client : Client or None
+        Client of the server on rank 0; None on other ranks.
+    weights : mapping or module
+        Weights of this rank, as in :meth:`Publisher.stage`.
+
+    Returns
+    -------
+    int
+        Version of the update.
+
+    Raises
+    ------
+    Exception
+        On rank 0, as in :func:`synchronize`. If a worker refused the update, other ranks raise PeerError.
+    """
+    update = publisher.stage(weights)
+    if client is None:
+        return publisher.commit()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_session(client))
+            client.update_weights(update_info(update, "stage"))
+        except BaseException:
+            publisher.abandon()
+            with suppress(StateError):
+                publisher.commit()  # nothing is staged here: the call fails on the other ranks, which wait in it
             raise
         version = publisher.commit()
         client.update_weights(update_info(update, "load"))

@@ -7,6 +7,10 @@ import types
 from functools import cached_property
 from typing import Generic, TypeVar
 
+import torch
+from torch.distributed import tensor
+from torch.distributed.tensor import DTensor
+
 T = TypeVar("T")
 
 
@@ -50,21 +54,67 @@ def iterable_interface():
 
 
 @dataclasses.dataclass(frozen=True)
-class _ParamMeta:
+class Replicate:
+    """Placement: every rank along this axis of the mesh has the whole extent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Placement: this axis of the mesh splits a dimension as torch.chunk does."""
+
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamMeta:
+    """Parameter of the whole model: its owners, and how their mesh splits it. Placements of None: it is replicated."""
+
     name: str
-    dtype: object
+    dtype: torch.dtype
     shape: tuple
     owners: tuple | None = dataclasses.field(default=None, kw_only=True)
+    mesh_shape: tuple | None = dataclasses.field(default=None, kw_only=True)
+    placements: tuple | None = dataclasses.field(default=None, kw_only=True)
+
+    @classmethod
+    def of(cls, name, p):
+        """Return the metadata of a parameter, which may be a DTensor."""
+        shape = tuple(p.shape)
+        if not isinstance(p, DTensor):
+            return cls(name, p.dtype, shape)
+        placements = tuple(Shard(x.dim) if type(x) is tensor.Shard else Replicate() for x in p.placements)
+        if not plain(p) or all(x == Replicate() for x in placements):
+            placements = None
+        mesh = p.device_mesh.mesh
+        return cls(
+            name,
+            p.dtype,
+            shape,
+            owners=tuple(mesh.flatten().tolist()),
+            mesh_shape=tuple(mesh.shape),
+            placements=placements,
+        )
+
+
+def plain(p):
+    """Return True if the placements of a DTensor can be stated in ParamMeta: those of FSDP with TP cannot."""
+    return all(type(x) in (tensor.Shard, tensor.Replicate) for x in p.placements)
 
 
 def owned_interface():
-    """Return a module with the names of vLLM 0.33: a WeightSource has iter_full(), and each parameter has owners."""
+    """Return a module with the names of vLLM 0.33: a WeightSource has iter_full() or iter_local(), and metadata."""
 
     class WeightSource:
         def implements_iter_full(self):
             return type(self).iter_full is not WeightSource.iter_full
 
+        def implements_iter_local(self):
+            return type(self).iter_local is not WeightSource.iter_local
+
         def iter_full(self):
+            raise NotImplementedError
+
+        def iter_local(self):
             raise NotImplementedError
 
     class ModuleSource(WeightSource):
@@ -73,15 +123,23 @@ def owned_interface():
 
         @cached_property
         def metadata(self):
-            return [_ParamMeta(name, p.dtype, tuple(p.shape)) for name, p in self._module.named_parameters()]
+            return [ParamMeta.of(name, p) for name, p in self._module.named_parameters()]
 
         def iter_full(self):
-            return iter(self._module.named_parameters())
+            for name, p in self._module.named_parameters():
+                yield name, p.full_tensor() if isinstance(p, DTensor) else p
+
+        def iter_local(self):
+            for name, p in self._module.named_parameters():
+                if isinstance(p, DTensor):
+                    yield name, p.to_local() if plain(p) else p.full_tensor()
+                else:
+                    yield name, p
 
     return types.SimpleNamespace(
         WeightSource=WeightSource,
         ModuleSource=ModuleSource,
-        ParamMeta=_ParamMeta,
+        ParamMeta=ParamMeta,
         TrainerInitInfo=_InitInfo,
         TrainerWeightTransferEngine=_Engine,
     )
