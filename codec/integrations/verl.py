@@ -6,6 +6,7 @@ Provisional: may change in any version.
 
 The setting ``checkpoint_engine.custom_backend_module=codec.integrations.verl`` loads this module, and
 ``checkpoint_engine.backend=codec`` selects the engine. Its arguments are in ``checkpoint_engine.engine_kwargs.codec``.
+With ``codec.integrations.verl_shards`` all ranks of the actor send their shards.
 """
 
 import asyncio
@@ -67,11 +68,7 @@ class CodecCheckpointEngine(CheckpointEngine):
         self._timeout = timeout
         self._publisher: Publisher | None = None
         if is_master:
-            if folder is None:
-                raise StateError(
-                    "checkpoint_engine.engine_kwargs.codec.folder is not set: it must be the folder for updates"
-                )
-            self._publisher = Publisher(folder, host=host, base=base)
+            self._publisher = Publisher(given_folder(folder, "codec"), host=host, base=base)
         self._worker_folder = worker_folder
         self._source, self._after = "", -1
 
@@ -146,6 +143,15 @@ class CodecCheckpointEngine(CheckpointEngine):
             f"no version after {self._after} was published within {self._timeout} seconds: check the trainer, or raise "
             "timeout="
         )
+
+
+def given_folder(folder: str | None, backend: str) -> str:
+    """Return the folder for updates; raise StateError if it is not set."""
+    if folder is None:
+        raise StateError(
+            f"checkpoint_engine.engine_kwargs.{backend}.folder is not set: it must be the folder for updates"
+        )
+    return folder
 
 
 CheckpointEngineRegistry.register("codec")(CodecCheckpointEngine)

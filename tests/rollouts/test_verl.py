@@ -1,13 +1,17 @@
 """verl's checkpoint engine registry: actors send compressed weight updates to rollouts. Run by make rollouts."""
 
 import asyncio
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
+import verl
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.utils.import_utils import import_external_libs
 
 import codec
+from support.ranks import run_ranks
 
 
 def engines(tmp_path, **kwargs):
@@ -96,3 +100,89 @@ def test_master_needs_a_folder():
     import_external_libs("codec.integrations.verl")
     with pytest.raises(codec.StateError, match=r"engine_kwargs\.codec\.folder"):
         CheckpointEngineRegistry.new("codec", is_master=True, bucket_size=1)
+
+
+class TrainingEngine:
+    """Export of a model's shards as by verl's FSDP engine: flat local values in bfloat16, with their ShardSpec."""
+
+    def __init__(self, weights, specs=None):
+        self.weights, self.specs = weights, specs or {}
+
+    def get_per_tensor_param_shard(self):
+        shard_spec = runpy.run_path(str(Path(verl.__file__).parent / "workers/engine/spec.py"))["ShardSpec"]
+
+        def shards():
+            for name, x in self.weights.items():
+                local = x.to(torch.bfloat16)
+                local = local.to_local() if hasattr(local, "to_local") else local
+                yield name, local.reshape(-1), shard_spec.from_param(x)
+
+        return shards(), None
+
+    def get_per_tensor_param(self):
+        raise AssertionError("rank 0 gathers the weights")
+
+
+def update_from_ranks(rank, size, folder):
+    """Send three versions from all ranks; return names and whether the rollout of rank 0 has the weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import_external_libs("codec.integrations.verl_shards")
+    cls = CheckpointEngineRegistry.get("delta_sharded")
+    arguments = {"bucket_size": 1 << 20, "folder": f"{folder}/{rank}", "host": "127.0.0.1"}
+    actor = CheckpointEngineRegistry.new("delta_sharded", is_master=rank == 0, **arguments)
+    rollout = CheckpointEngineRegistry.new("delta_sharded", **arguments)
+    mesh = init_device_mesh("cpu", (size,))
+    torch.manual_seed(0)
+    weights = {"rows": torch.randn(7, 30), "columns": torch.randn(4, 9)}
+    weights = {name: distribute_tensor(x, mesh, [Shard(k)]) for k, (name, x) in enumerate(weights.items())}
+    weights["whole"] = torch.randn(5)
+    found, served = [], {}
+    for step in range(3):
+        kwargs, _ = cls.build_topology(1, 1, [actor.prepare()])
+        rollout.init_process_group(**{name: v[0] for name, v in kwargs.items()})
+        asyncio.run(actor.send_weights(TrainingEngine(weights), global_steps=step))
+
+        async def receive():
+            return {name: x async for name, x in rollout.receive_weights()}
+
+        full = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in weights.items()}
+        if rank == 0:
+            received = asyncio.run(receive())
+            served.update(received)
+            same = all(torch.equal(served[name], x.bfloat16()) for name, x in full.items())
+            found.append((sorted(received), same))
+        weights["rows"].to_local()[:, step] *= 2
+    torch.distributed.barrier()
+    actor._publisher.close()
+    return found
+
+
+def test_ranks_send_their_shards(tmp_path):
+    found, _ = run_ranks(2, update_from_ranks, str(tmp_path))
+    assert found == [(["columns", "rows", "whole"], True), (["rows"], True), (["rows"], True)]
+
+
+def send_other_layout(rank, size, folder):
+    """Return the error of an actor whose training engine has a layout of its own."""
+    import_external_libs("codec.integrations.verl_shards")
+    actor = CheckpointEngineRegistry.new("delta_sharded", bucket_size=1, is_master=rank == 0, folder=folder)
+
+    class Experts(TrainingEngine):
+        def get_per_tensor_param_shard(self):
+            shards, config = super().get_per_tensor_param_shard()
+            pairs = list(shards)
+            for _, _, spec in pairs:
+                spec.to_hf_chunk = lambda first, rows: [("experts.0", rows)]
+            return iter(pairs), config
+
+    with pytest.raises(codec.CodecError) as e:
+        asyncio.run(actor.send_weights(Experts({"experts": torch.zeros(3)}) if rank else TrainingEngine({})))
+    return f"{type(e.value).__name__}: {e.value}"
+
+
+def test_layouts_that_are_not_of_dtensors_are_refused_on_all_ranks(tmp_path):
+    first, second = run_ranks(2, send_other_layout, str(tmp_path))
+    assert first.startswith("PeerError")
+    assert second.startswith("ArgumentError: the training engine exports 'experts' in a layout of its own")
