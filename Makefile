@@ -327,7 +327,7 @@ newest-vllm: $(VENV)/test
 	rm -rf $(NEWEST)/vllm && mkdir -p $(NEWEST)/vllm
 	$(PY) -m pip download -q --no-deps --dest $(NEWEST)/vllm vllm
 	cd $(NEWEST)/vllm && unzip -q vllm-*.whl 'vllm/distributed/weight_transfer/*' '*.dist-info/*' && rm vllm-*.whl
-	CODEC_VLLM_BASE=$(NEWEST)/vllm/vllm/distributed/weight_transfer/base.py $(PYTEST) tests/integrations/test_vllm_trainer.py tests/torch/weight_sync
+	CODEC_VLLM_BASE=$(NEWEST)/vllm/vllm/distributed/weight_transfer/base.py $(PYTEST) tests/integrations/test_vllm_trainer.py tests/torch/publishing/test_vllm_shards.py
 newest-rollouts:
 	rm -f $(NEWEST)-rollouts/installed
 	$(MAKE) rollouts ROLLOUTS=$(NEWEST)-rollouts VERSIONS='$(UPGRADE)'
