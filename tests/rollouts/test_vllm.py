@@ -18,6 +18,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 import codec
 from codec.integrations.vllm_trainer import CodecTrainerInitInfo, full_weights
+from codec.weight_sync.source import read_head
+from support.group_publishing import publish_saved
+from support.ranks import run_ranks
 
 SIZE = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZE |= {"num_key_value_heads": 1, "max_position_embeddings": 128}
@@ -214,6 +217,23 @@ def test_worker_that_starts_again_catches_up(served, trainer, tmp_path):
     trainer.send_weights()
     expected, _ = fresh(trainer.model, tmp_path / "model")
     assert same(served.weights(), expected)
+
+
+def test_engine_loads_the_shards_of_two_ranks(served, trainer, tmp_path):
+    model, paths = new_model(served.kind, seed=2), [tmp_path / "first", tmp_path / "second"]
+    for seed, path in enumerate(paths):
+        step(model, seed, "layers.1")
+        torch.save(dict(model.named_parameters()), path)
+    assert run_ranks(2, publish_saved, str(tmp_path / "sharded"), paths) == [1, 1]
+    served.init_weight_transfer_engine({"source": str(tmp_path / "sharded")})
+    for update in read_head(tmp_path / "sharded").updates:
+        served.start_weight_update()
+        for phase in ("stage", "load"):
+            served.update_weights({"phase": phase, "update": update.fields(with_run=True)})
+        served.finish_weight_update()
+    weights, tokens = fresh(model, tmp_path / "model")
+    assert same(served.weights(), weights)
+    assert served.generated() == tokens
 
 
 def test_update_is_small(trainer):
