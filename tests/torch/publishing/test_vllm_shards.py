@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import codec
 from codec.integrations.weights import Client
+from codec.weight_sync import pull
 from codec.weight_sync.listing import Listed
 from codec.weight_sync.source import read_update
 from support import vllm_interface
@@ -49,6 +50,8 @@ class Worker(Client):
         one = Listed.read(update_info["update"])
         self.call(update_info["phase"])
         if update_info["phase"] == "stage":
+            if one.head.before is not None and not one.head.before.matches(self.receiver.identity):
+                pull(self.receiver, self.source)
             self.receiver.stage(read_update(self.source, one, key=None), restart=True)
         else:
             assert self.receiver.staged.head == one.head
@@ -169,11 +172,13 @@ def fail(rank, size, folder, fault):
     engine.send_weights()
     change(model, 0)
     (broken.append if fault in ("source", "shape") else lambda fault: setattr(worker, "fault", fault))(fault)
+    error = ""
     try:
         engine.send_weights()
     except (RuntimeError, codec.CodecError) as e:
         error = f"{type(e).__name__}: {e}"
     before = worker.receiver.version
+    change(model, 1)
     engine.send_weights()
     expected = whole(model)
     received = dict(worker.receiver.tensors(like=torch.empty(0)))
@@ -187,11 +192,12 @@ def fail(rank, size, folder, fault):
     [
         ("start", "RuntimeError: the server", "PeerError"),
         ("stage", "RuntimeError: the server", "PeerError"),
+        ("load", "RuntimeError: the server", ""),
         ("source", "PeerError", "RuntimeError: the source"),
         ("shape", "PeerError", "ArgumentError: source= has a shard of 'scale'"),
     ],
 )
-def test_error_on_one_rank_is_an_error_on_all_ranks_and_the_next_update_works(fault, first, second, tmp_path):
+def test_next_update_works_after_an_error_on_all_ranks_or_a_failed_load(fault, first, second, tmp_path):
     found = run_ranks(2, fail, str(tmp_path), fault)
     (error, version, same), (other, _, _) = found
     assert error.startswith(first)
