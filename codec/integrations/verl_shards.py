@@ -10,6 +10,7 @@ The settings ``checkpoint_engine.custom_backend_module=codec.integrations.verl_s
 checkpoint engine of this name; importing this module replaces verl's own one.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ class _Shards:
         """Return the weights of this rank, as DTensors where they are sharded, in host memory."""
         shards, _ = self._engine.get_per_tensor_param_shard()
         return {name: _weight(name, values, spec) for name, values, spec in shards}
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Return the weights of this rank with their names."""
+        return self.state_dict().items()
 
 
 def _weight(name: str, values: torch.Tensor, spec: Any) -> Any:
