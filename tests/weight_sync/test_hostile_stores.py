@@ -50,7 +50,7 @@ def test_replies_that_never_end_are_cut(monkeypatch, begin, more):
     monkeypatch.setattr(http, "_BLOCK_SECONDS", 0.2)
     began = time.monotonic()
     with hostile(endless(begin, more)) as url, pytest.raises(codec.ArgumentError, match="was not complete in time"):
-        read_head(url.replace("http", "https") if begin.startswith(b"\x16") else url, timeout=0.3)
+        read_head(url.replace("http", "https") if begin.startswith(b"\x16") else url, timeout=5)
     assert time.monotonic() - began < 10
 
 
