@@ -729,18 +729,19 @@ def offsets_of(q: Array, shift: int) -> Array:
     return np.clip(nibbles_of(q, shift), -8, 7) << shift
 
 
-def row_mean(p: Array, zero: int) -> int | None:
-    """Return the mean pattern of a row, from at most 128 of its values; None if all are below `zero` (section 4.2)."""
-    if len(p) > 128:
-        p = np.concatenate([p[at : at + 32] for at in (i * (len(p) - 32) // 3 for i in range(4))])
+def row_mean(p: Array, zero: int, runs: int) -> int | None:
+    """Return the mean pattern of a row, from at most `runs` runs; None if all are below `zero` (section 4.2)."""
+    if len(p) > 32 * runs:
+        p = np.concatenate([p[at : at + 32] for at in (i * (len(p) - 32) // (runs - 1) for i in range(runs))])
     live = p[p >= zero]
     return mean(live.sum(), len(live)) if len(live) else None
 
 
 def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: int) -> int:
     """Fit a part's row and column offsets to its patterns (sections 4.2 and 4.3); return the mean over rows."""
-    most = 2 if grain == 256 else 3
-    means = [row_mean(p[at : at + part.row], zero) for at in range(0, part.count, part.row)]
+    float8 = grain == 256
+    most = 2 if float8 else 3
+    means = [row_mean(p[at : at + part.row], zero, 8 if float8 else 4) for at in range(0, part.count, part.row)]
     nrows = len(means)
     rows = spread(min(nrows, 1024), nrows)
     known = [m for r in rows if (m := means[r]) is not None]
@@ -749,7 +750,7 @@ def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: i
     part.shifts[0] = shift_of(q[rows], finest, most)
     part.rows = offsets_of(q, part.shifts[0])
     if part.kind == 3:
-        r = spread(min(nrows, 128, max(64, nrows // 2)), nrows)
+        r = spread(min(nrows, 512 if float8 else 128, max(64, nrows // 2)), nrows)
         some = p.reshape(nrows, -1)[r]
         live = some >= zero
         total = np.where(live, some - (middle + grain * part.rows[r, None]), 0).sum(0)

@@ -47,10 +47,10 @@ struct sample {
 	uint8_t has_zero_run; /* bit p: a sampled run of 128 bytes of plane p is all zero */
 	uint8_t is_constant;  /* bit p: all sampled bytes of plane p are equal */
 	/*
-	 * Histograms of the symbols of plane 0; choose.h defines the bins. raw: one segment, before its offsets are
-	 * subtracted; lowered: the same segment afterwards; all: all segments, as encoded.
+	 * Counts of the symbols of patterns, and as many more bins that fit.c needs. raw: one segment, before its
+	 * offsets are subtracted; lowered: the same segment afterwards.
 	 */
-	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], all[CHOOSE_BINS];
+	uint32_t raw[512], lowered[512];
 };
 
 /* DELTA: a block's contribution to the digests of base and result, and the state of its list of changes. */

@@ -10,17 +10,17 @@
  */
 static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
 {
-	int is_halved = j->h.halved >> i & 1;
+	int raw = WIRE_RAW_BITS(j->h.halved, i, dtype_of(j->h.dtype)->nbytes);
 	const book_codes *codes = &j->codes[i];
-	uint64_t cost = 0, count = 0, raw = is_halved ? 4 : 8;
+	uint64_t cost = 0, count = 0;
 
 	for (uint64_t r = 0; r < n; r += CHOOSE_BLOCK_STRIDE * WIRE_ROW)
 		for (uint64_t v = r; v < MIN(n, r + WIRE_ROW); v++, count++) {
-			uint8_t length = codes->length[is_halved ? plane[v] & 15 : plane[v]];
+			uint8_t length = codes->length[bits_symbol(plane[v], raw)];
 
 			cost += (length & 15) + (length & 0x80) / 16;
 		}
-	return choose_saves(cost, count, raw);
+	return choose_saves(cost, count, (uint64_t)(8 - raw));
 }
 
 /*
@@ -49,8 +49,8 @@ static void split_block(const struct job *j, const struct kernels *k, const stru
 	const struct dtype *d = dtype_of(j->h.dtype);
 	uint64_t n;
 
-	if (!d->octave) {
-		k->split[d->form](values, m, NULL, plane);
+	if (!d->octave || (d->nbytes == 1 && !j->model.nsegments)) {
+		k->split[d->octave ? FORM_BYTES1 : d->form](values, m, NULL, plane);
 		return;
 	}
 	for (uint64_t i = 0; i < m; i += n, values += n * d->nbytes) {
@@ -109,20 +109,26 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 			  uint64_t n, uint8_t *p)
 {
 	const book_codes *codes = &j->codes[i];
-	int exponent = i == 0 && dtype_of(j->h.dtype)->octave;
-	int halved = j->h.halved >> i & 1;
-	uint64_t got, half = (n + 1) / 2, most = choose_coded_most(n, halved);
+	const struct dtype *d = dtype_of(j->h.dtype);
+	int exponent = i == 0 && dtype_has_top(d), raw = WIRE_RAW_BITS(j->h.halved, i, d->nbytes);
+	uint64_t got, most = choose_coded_most(n, raw);
 
 	if (!(j->h.coded >> i & 1) || (!exponent && !plane_pays(j, i, plane, n)))
 		return 0;
-	if (halved) {
-		k->halve(plane, n, w->symbol, w->high);
-		got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, most, p);
-		if (got)
-			memcpy(p + got, w->high, half);
-		return got ? got + half : 0;
-	}
-	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
+	if (!raw)
+		return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
+	if (raw == 4)
+		k->halve(plane, n, w->symbol, w->raw);
+	else
+		k->take_bits(plane, n, raw, w->symbol, w->raw);
+	got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, most, p);
+	if (!got)
+		return 0;
+	if (raw == 4)
+		memcpy(p + got, w->raw, choose_raw_nbytes(n, raw));
+	else
+		k->pack_codes(w->raw, n, raw, p + got);
+	return got + choose_raw_nbytes(n, raw);
 }
 
 /*
@@ -188,7 +194,7 @@ uint64_t encode_block(struct job *j, const struct kernels *k, const struct sourc
 			continue;
 		p += put_plane(j, k, w, i, plane[i], i ? count : m, p, &mode);
 		head |= mode << 2 * i;
-		if (i == 0 && mode == WIRE_MODE_CODED && d->octave && (h->fixed | 1) != all)
+		if (i == 0 && mode == WIRE_MODE_CODED && dtype_has_top(d) && (h->fixed | 1) != all)
 			count -= prune_zeros(h, k, plane, d->nbytes, m);
 	}
 	if (count < m)
