@@ -851,10 +851,10 @@ class Chosen:
         return sum({0: 0, 1: 2, 2: 4, 4: 1 << p}[bits] for p, bits in self.raw.items())
 
 
-def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, values: int) -> Chosen:
-    """Choose codebooks, halved planes and fixed planes from sampled counts (section 5)."""
+def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, values: int) -> tuple[Chosen, int]:
+    """Choose codebooks, raw bits and fixed planes from sampled counts (section 5); also return the last cost."""
     nplanes = DTYPES[dtype][1]
-    chosen = Chosen({}, {}, set())
+    chosen, bits = Chosen({}, {}, set()), 0
     for p in range(nplanes):
         c, top = sample.counts[p], p == 0 and has_top(dtype)
         total, raw, book = int(c.sum()), 0, None
@@ -878,7 +878,7 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
             chosen.books[p], chosen.raw[p] = book, raw
         elif not top and not sample.constant[p] and not sample.zero_run[p] and not pruned:
             chosen.fixed |= {p}
-    return chosen
+    return chosen, bits
 
 
 def has_top(dtype: int) -> bool:
@@ -926,10 +926,17 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
     if n < 512:
         return stored
     model, counts, zeros, values = pattern_model(ask, frame.shape, bits, dtype) if octave else (None, None, 0, 0)
-    sample = sample_planes(bits, dtype, model.offsets if model and (dtype == 2 or is_float8(dtype)) else 0)
+    sample = sample_planes(bits, dtype, model.offsets if model and dtype == 2 else 0)
     if counts is not None and has_top(dtype):
         sample.counts[0] = counts
-    chosen = choose_planes(ask, dtype, n, sample, zeros, values)
+    chosen, before = choose_planes(ask, dtype, n, sample, zeros, values)
+    if is_float8(dtype) and model:
+        moved = sample_planes(bits, dtype, model.offsets)
+        lowered, after = choose_planes(ask, dtype, n, moved, zeros, values)
+        if 0 in lowered.books and after + 8 * len(model.side) * int(moved.counts[0].sum()) // n < before:
+            chosen = lowered
+        else:
+            model = None
     if len(chosen.fixed) == nplanes:
         return stored
     model = model if 0 in chosen.books else None

@@ -471,6 +471,7 @@ void model_choose(const struct source *src, const codec_context *with, const str
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	struct segment whole = {.count = j->h.n};
+	uint8_t without;
 
 	memset(s->counts, 0, sizeof *s->counts);
 	s->nzeros = s->nvalues = s->has_zero_run = s->is_constant = 0;
@@ -492,6 +493,11 @@ void model_choose(const struct source *src, const codec_context *with, const str
 	choose_segments(src, k, j, is_flat(j), !is_based(j), s);
 	if (is_based(j)) /* plane 1 has bits of the exponent, which the model changes */
 		sample_planes(src, k, j, s, 1);
-	if (dtype_is_float8(d) && j->model.nsegments)
+	if (dtype_is_float8(d) && j->model.nsegments) {
+		memcpy(s->counts[1], s->counts[0], sizeof s->counts[0]);
+		without = (uint8_t)(s->is_constant << 1 & 2);
 		sample_planes(src, k, j, s, 0);
+		s->is_constant = (uint8_t)((s->is_constant & 1) | without);
+		s->has_zero_run |= (uint8_t)(s->has_zero_run << 1); /* the model does not change zeros */
+	}
 }

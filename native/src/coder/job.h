@@ -42,6 +42,7 @@ struct part {
 
 /* Statistics of a sample of the tensor. */
 struct sample {
+	/* of bytes, by plane; float8 with a scale model: [0] with the model, [1] without, and so for bits below */
 	uint32_t counts[WIRE_MAX_PLANES][256];
 	uint64_t nzeros, nvalues;
 	uint8_t has_zero_run; /* bit p: a sampled run of 128 bytes of plane p is all zero */

@@ -400,14 +400,20 @@ BITS_FN int choose_fate(uint64_t cost, uint64_t total, struct choose_sample s)
 	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
 }
 
-/* Return CHOOSE_* for a plane of n values. If it is CHOOSE_CODED, *b is the book, and *raw the number of raw bits. */
-BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n, int max_code_length,
-			       codebook *b, int *raw)
+/* How a plane is stored, and its estimated size in bits, of the sampled values. */
+struct choose_result {
+	int what; /* CHOOSE_* */
+	int raw;  /* WIRE_RAW_BITS */
+	uint64_t cost;
+};
+
+/* Choose how a plane of n values is stored. If it is coded, *b is the book. */
+BITS_LARGE_FN struct choose_result choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n,
+						int max_code_length, codebook *b)
 {
 	uint64_t total = choose_total(counts), cost = 8 * total, excess = 0;
-	int uneven = 0;
+	int uneven = 0, raw = 0;
 
-	*raw = 0;
 	if (s.exponent) {
 		if (!s.given)
 			book_from_counts(b, counts, max_code_length);
@@ -421,11 +427,21 @@ BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample 
 		cost = book_cost(b, counts, 8) + choose_price(b, total, n);
 	}
 	if (uneven && choose_raw_bits(counts, 4, total, n, max_code_length, &cost, b))
-		*raw = 4;
+		raw = 4;
 	for (int bits = 1; uneven && s.float8 && bits <= 2; bits++)
 		if (choose_raw_bits(counts, bits, total, n, max_code_length, &cost, b))
-			*raw = bits;
-	return choose_fate(cost, total, s);
+			raw = bits;
+	return (struct choose_result){choose_fate(cost, total, s), raw, cost};
+}
+
+/*
+ * Return 1 if a scale model of `nbytes` bytes makes a float8 tensor of n values smaller. before, after: results without
+ * and with the model, for `total` sampled values.
+ */
+BITS_FN int choose_model8_pays(struct choose_result before, struct choose_result after, uint64_t nbytes, uint64_t total,
+			       uint64_t n)
+{
+	return after.what == CHOOSE_CODED && after.cost + 8 * nbytes * total / n < before.cost;
 }
 
 /*
