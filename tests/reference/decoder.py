@@ -401,9 +401,7 @@ def decode(
             bits[first : first + m] = truncate.block(Reader(frame, at, end), first, m, books[0], off)
             at = end
             continue
-        bits[first : first + m] = decode_region(
-            frame, at, end, m, dtype, fixed, coded, halved, books, slices, off
-        )
+        bits[first : first + m] = decode_region(frame, at, end, m, dtype, fixed, coded, halved, books, slices, off)
         at = end
     need(at == frame_nbytes, "last region")
     need(computed & MASK64 == checksum, "checksum")
