@@ -933,7 +933,8 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
     if is_float8(dtype) and model:
         moved = sample_planes(bits, dtype, model.offsets)
         lowered, after = choose_planes(ask, dtype, n, moved, zeros, values)
-        if 0 in lowered.books and after + 8 * len(model.side) * int(moved.counts[0].sum()) // n < before:
+        cheaper = after + 8 * len(model.side) * int(moved.counts[0].sum()) // n < before
+        if 0 in lowered.books and (ask.variant == 2 or cheaper):
             chosen = lowered
         else:
             model = None

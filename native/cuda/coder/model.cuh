@@ -4,8 +4,9 @@
  * An offset is base + row offset + column offset. It is subtracted from a value's pattern (the integer of exponent and
  * upper mantissa bits), modulo 32768 - zero. Comments call the range of these patterns, which wraps around, the circle.
  *
- * Frames store offsets in eighths of an octave (a factor of two), those of float8 in numbers of the type. On the device,
- * the array codec_view.offsets has uint16_t in patterns, reduced to the circle; bases of parts remain in units of frames.
+ * Frames store offsets in eighths of an octave (a factor of two), those of float8 in numbers of the type. On the
+ * device, the array codec_view.offsets has uint16_t in patterns, reduced to the circle; bases of parts remain in units
+ * of frames.
  */
 #ifndef CODEC_CUDA_CODER_MODEL_CUH
 #define CODEC_CUDA_CODER_MODEL_CUH
@@ -15,12 +16,12 @@
 /* Return the number of patterns in an octave (a factor of two); 0: the dtype has no pattern. */
 DEVICE int octave_of(uint32_t dtype)
 {
-	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 ? 128
-	       : dtype == CODEC_FLOAT16                          ? 1024
-	       : dtype == CODEC_FLOAT64                          ? 16
+	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16                ? 128
+	       : dtype == CODEC_FLOAT16                                         ? 1024
+	       : dtype == CODEC_FLOAT64                                         ? 16
 	       : dtype == CODEC_FLOAT8_E4M3FN || dtype == CODEC_FLOAT8_E4M3FNUZ ? 2048
-	       : dtype == CODEC_FLOAT8_E5M2 || dtype == CODEC_FLOAT8_E5M2FNUZ ? 1024
-								 : 0;
+	       : dtype == CODEC_FLOAT8_E5M2 || dtype == CODEC_FLOAT8_E5M2FNUZ   ? 1024
+										: 0;
 }
 
 /* Return true for floats of 8 bits with a pattern. Their only plane has sign and pattern. */

@@ -127,16 +127,16 @@ DEVICE_CALL choose_result conclude_float8(const codec_view *v, uint8_t *memory, 
 					  codec_part_found *found, uint64_t *nparts, choose_room *room)
 {
 	const uint64_t nbytes = 4 + place_nibbles(v, memory, *nparts, c, found) - c->lead_nbytes;
-	const choose_result before = conclude_plane(c->counts[1], sample_of(c, q, 1, false, 0), v->n,
-						    v->max_code_length, NULL, room);
+	const choose_result before =
+		conclude_plane(c->counts[1], sample_of(c, q, 1, false, 0), v->n, v->max_code_length, NULL, room);
 
 	for (uint32_t k = threadIdx.x; k < LEAVES; k += CTA_THREADS)
 		room->plane.without[k] = room->plane.lengths[k];
-	const choose_result after = conclude_plane(c->counts[0], sample_of(c, q, 0, false, 0), v->n, v->max_code_length,
-						   NULL, room);
+	const choose_result after =
+		conclude_plane(c->counts[0], sample_of(c, q, 0, false, 0), v->n, v->max_code_length, NULL, room);
 	const uint64_t total = cta_sum(((const volatile codec_choice *)c)->counts[0][threadIdx.x]);
 
-	if (choose_model8_pays(before, after, nbytes, total, v->n))
+	if (choose_model8(before, after, nbytes, total, v->n, v->variant == CODEC_MODEL_SEPARABLE))
 		return after;
 	*nparts = 0;
 	for (uint32_t k = threadIdx.x; k < LEAVES; k += CTA_THREADS)
@@ -160,11 +160,10 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 	zeros = q.top && choose_prunes(seen->nzeros, seen->nvalues);
 	for (uint32_t p = 0; p < q.size; p++) {
 		uint8_t *lengths = memory + v->lengths.at + LEAVES * p;
-		const choose_result got =
-			q.octave && !q.top && nparts
-				? conclude_float8(v, memory, q, c, found, &nparts, room)
-				: conclude_plane(c->counts[p], sample_of(c, q, p, zeros, name), v->n,
-						 v->max_code_length, lengths, room);
+		const choose_result got = q.octave && !q.top && nparts
+						  ? conclude_float8(v, memory, q, c, found, &nparts, room)
+						  : conclude_plane(c->counts[p], sample_of(c, q, p, zeros, name), v->n,
+								   v->max_code_length, lengths, room);
 
 		fixed |= (uint32_t)(got.what == CHOOSE_FIXED) << p;
 		if (got.what != CHOOSE_CODED)

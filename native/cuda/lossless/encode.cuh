@@ -134,7 +134,8 @@ DEVICE void encode_blocks(const codec_encoding *encodings, uint32_t *codes, R ro
 		const uint32_t m = (uint32_t)block_values(&j.v, b);
 
 		if (j.v.model_parts.count)
-			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), zero_of(&j.v), b * j.v.block_nvalues, m, lane);
+			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), zero_of(&j.v),
+				 b * j.v.block_nvalues, m, lane);
 		if constexpr (SINGLE)
 			if (single &&
 			    write_single_plane<SIZE>(e, &j, b, scratch, (uint32_t *)(scratch + PLANE_ROOM), lane,

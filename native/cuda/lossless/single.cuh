@@ -20,7 +20,7 @@ DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 			return CODEC_BAD_REGION;
 	}
 	return head & WIRE_REGION_PRUNED && (!has_top(v->dtype) || (head & 3) != WIRE_MODE_CODED) ? CODEC_BAD_REGION
-												    : CODEC_OK;
+												  : CODEC_OK;
 }
 
 /*

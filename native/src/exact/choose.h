@@ -435,13 +435,13 @@ BITS_LARGE_FN struct choose_result choose_plane(const uint32_t counts[256], stru
 }
 
 /*
- * Return 1 if a scale model of `nbytes` bytes makes a float8 tensor of n values smaller. before, after: results without
- * and with the model, for `total` sampled values.
+ * Return 1 if a float8 tensor of n values has its scale model of `nbytes` bytes: if it makes the frame smaller, or the
+ * caller asked for it. before, after: results without and with the model, for `total` sampled values.
  */
-BITS_FN int choose_model8_pays(struct choose_result before, struct choose_result after, uint64_t nbytes, uint64_t total,
-			       uint64_t n)
+BITS_FN int choose_model8(struct choose_result before, struct choose_result after, uint64_t nbytes, uint64_t total,
+			  uint64_t n, int asked)
 {
-	return after.what == CHOOSE_CODED && after.cost + 8 * nbytes * total / n < before.cost;
+	return after.what == CHOOSE_CODED && (asked || after.cost + 8 * nbytes * total / n < before.cost);
 }
 
 /*

@@ -20,7 +20,8 @@ static struct choose_result choose_float8(struct job *j, const struct sample *s)
 
 	after = choose_plane(s->counts[0], sample_of(d, s, 0), j->h.n, j->h.max_code_length, j->books);
 	before = choose_plane(s->counts[1], sample_of(d, s, 1), j->h.n, j->h.max_code_length, &without);
-	if (choose_model8_pays(before, after, model_side_nbytes(j), choose_total(s->counts[0]), j->h.n))
+	if (choose_model8(before, after, model_side_nbytes(j), choose_total(s->counts[0]), j->h.n,
+			  model_asked(&j->h) == CODEC_MODEL_SEPARABLE))
 		return after;
 	j->model.nsegments = 0;
 	j->books[0] = without;
