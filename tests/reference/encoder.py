@@ -780,10 +780,10 @@ def scale_model(
         p = pattern[start : start + count]
         middle = fit_part(part, p, zero, grain, centre, finest)
 
-        def base(unit: int, middle: int = middle) -> int:
-            return unit * mean(middle - centre - min(octave, 128) * 7 // 8, unit * grain) % circle
+        def base(unit: int, eighths: int = 7, middle: int = middle) -> int:
+            return unit * mean(middle - centre - min(octave, 128) * eighths // 8, unit * grain) % circle
 
-        part.base = base(1 << finest)
+        part.base = base(1 << finest, 3 if part.kind == 1 and octave == 128 and finest < 3 else 7)
         if flat:
             part.kind, part.shifts, part.rows, part.cols, part.base = 0, [0, 0], none, none, base(8)
         i = sampled(count, stride)

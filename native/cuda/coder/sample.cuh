@@ -291,7 +291,7 @@ template <class T> DEVICE_CALL int cta_shift(const T *eighths, uint64_t n, int s
 /* Return the base of a part that has no offsets. */
 DEVICE uint16_t base_without_offsets(const sample_kind &q, const codec_model_part *part)
 {
-	return choose_base(part->mean, q.eighth, (int)q.zero, q.top ? WIRE_MAX_SHIFT : 0);
+	return choose_base(part->mean, q.eighth, (int)q.zero, q.top ? WIRE_MAX_SHIFT : 0, 0);
 }
 
 /* Remove the row and column offsets of a part, and set its base. */
@@ -360,7 +360,7 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 	if (q.flat)
 		set_base_only(part, base_without_offsets(q, part));
 	else
-		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest);
+		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest, part->kind);
 }
 
 #define COL_AT_ONCE 16 /* number of a column's values that a thread loads at once */

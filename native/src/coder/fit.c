@@ -415,11 +415,11 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	uint16_t centre;
 
 	fit_rows(src, k, j, g, finest);
-	centre = choose_base(g->mean, eighth, zero, dtype_is_float8(d) ? 0 : WIRE_MAX_SHIFT);
+	centre = choose_base(g->mean, eighth, zero, dtype_is_float8(d) ? 0 : WIRE_MAX_SHIFT, 0);
 	if (flat) {
 		base_alone(g, centre);
 	} else {
-		g->base = choose_base(g->mean, eighth, zero, finest);
+		g->base = choose_base(g->mean, eighth, zero, finest, g->kind);
 		if (g->kind & WIRE_SEGMENT_COLS)
 			fit_cols(src, k, j, g, finest);
 	}

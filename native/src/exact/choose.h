@@ -164,11 +164,12 @@ BITS_FN int choose_centre(int octave)
 /*
  * Return the base that moves a mean pattern to choose_centre, in eighths of an octave, a multiple of 1 << shift. The
  * distribution of exponents falls steeply above its mode. Measured costs are lowest if the mean lies just below a power
- * of two.
+ * of two, or further below it in segments without offsets of columns, whose distribution is wider.
  */
-BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
+BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift, uint32_t kind)
 {
-	int octave = 8 << eighth, top = (octave < 128 ? octave : 128) * 7 / 8, grain = eighth + shift;
+	int octave = 8 << eighth, wide = kind == WIRE_SEGMENT_ROWS && octave == 128 && shift < WIRE_MAX_SHIFT;
+	int top = (octave < 128 ? octave : 128) * (wide ? 3 : 7) / 8, grain = eighth + shift;
 	int base = ((mean - choose_centre(octave) - top + (1 << grain >> 1)) >> grain) * (1 << shift);
 
 	return (uint16_t)(base < 0 ? base + (WIRE_CIRCLE(zero) >> eighth) : base);
