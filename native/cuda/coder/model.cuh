@@ -71,6 +71,12 @@ template <int SIZE> DEVICE uint32_t circle_for(const codec_view *v)
 	return SIZE == 1 ? circle_of(v) : (uint32_t)WIRE_CIRCLE(1 << SHIFT_OF(SIZE));
 }
 
+/* Return how many bits of each value follow the symbols of coded plane p raw. */
+DEVICE int raw_bits_of(const codec_view *v, uint32_t p)
+{
+	return WIRE_RAW_BITS(v->halved, p, is_float8(v->dtype) ? 1 : 2);
+}
+
 /* Return the byte x of a float8 with its pattern lowered by `offset` patterns. raised8: the inverse. */
 DEVICE uint32_t lowered8(uint32_t x, uint32_t offset, uint32_t zero)
 {

@@ -3,6 +3,8 @@
 #define CODEC_CUDA_CODER_PLANE_CUH
 
 #include "coder/decode.cuh"
+#include "coder/model.cuh"
+#include "exact/choose.h"
 
 /* Bytes of scratch memory for the largest plane, padded to whole rows of 128 values. */
 #define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
@@ -159,12 +161,6 @@ DEVICE codec_status plane_close(const plane *o)
 	bool bad = o->bad || (o->mode == WIRE_MODE_CODED && !ends_well(&o->coder));
 
 	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
-}
-
-/* Return how many bits of each value follow the symbols of coded plane p raw. */
-DEVICE int raw_bits_of(const codec_view *v, uint32_t p)
-{
-	return WIRE_RAW_BITS(v->halved, p, is_float8(v->dtype) ? 1 : 2);
 }
 
 /* Halved plane of k values: combine the high nibbles at the cursor with the low nibbles, one per byte, at `plane`. */

@@ -11,15 +11,17 @@
 static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
 {
 	int raw = WIRE_RAW_BITS(j->h.halved, i, dtype_of(j->h.dtype)->nbytes);
-	const book_codes *codes = &j->codes[i];
 	uint64_t cost = 0, count = 0;
+	uint8_t price[256]; /* size in bits of the code and the literal of each byte's symbol */
 
+	for (int x = 0; x < 256; x++) {
+		uint8_t length = j->codes[i].length[bits_symbol((uint8_t)x, raw)];
+
+		price[x] = (uint8_t)((length & 15) + (length & 0x80) / 16);
+	}
 	for (uint64_t r = 0; r < n; r += CHOOSE_BLOCK_STRIDE * WIRE_ROW)
-		for (uint64_t v = r; v < MIN(n, r + WIRE_ROW); v++, count++) {
-			uint8_t length = codes->length[bits_symbol(plane[v], raw)];
-
-			cost += (length & 15) + (length & 0x80) / 16;
-		}
+		for (uint64_t v = r; v < MIN(n, r + WIRE_ROW); v++, count++)
+			cost += price[plane[v]];
 	return choose_saves(cost, count, (uint64_t)(8 - raw));
 }
 
