@@ -54,8 +54,8 @@ class Call:
 
     __slots__ = (
         "_blank",
+        "_dtype",
         "_isa",
-        "_kind",
         "_nothing",
         "_shape",
         "context",
@@ -80,8 +80,8 @@ class Call:
         self._isa: int | None = -1
         self.context = ffi.new("codec_context *")
         self.tensor = new_tensor(0, ())
-        self._shape = self.tensor.shape
-        self._kind: tuple[str, tuple[int, ...]] | None = None
+        self._dtype = ""
+        self._shape: tuple[int, ...] = ()
         self.size = ffi.new("size_t *")
         self.info = new_info()
         self.frame = library.new_bytes(SMALL_FRAME)
@@ -98,16 +98,13 @@ class Call:
     def fill_tensor(self, v: TensorView) -> Any:
         """Fill in the struct ``codec_tensor`` for a tensor's view, and return the struct."""
         t = self.tensor
-        kind = v[:2]  # dtype and shape, often unchanged since the previous call
-        if kind != self._kind:
-            dtype, shape = kind
+        dtype, shape, t.data, t.nbytes, _, _, _ = v
+        if shape != self._shape or dtype != self._dtype:  # both are often unchanged since the previous call
             rank = len(shape)
             t.dtype = DTYPES[dtype]
             t.rank = rank
-            self._shape[0:rank] = shape
-            self._kind = kind
-        t.data = v.data
-        t.nbytes = v.nbytes
+            t.shape[0:rank] = shape
+            self._dtype, self._shape = dtype, shape
         return t
 
     def scratch(self, nbytes: int) -> Any:

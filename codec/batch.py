@@ -1,10 +1,10 @@
 """Encoding and decoding of many tensors in one call."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 from codec._options import CallOptions, settings_of
-from codec.arguments import shown
+from codec.arguments import shown, truth
 from codec.codebook import Codebook, given_codebooks
 from codec.decoding import check_bound, check_limit, decode_request, engine_for, explain
 from codec.encoding import DEFAULT, check_stream, encode_request, one_codebook
@@ -12,11 +12,12 @@ from codec.engines import choose
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, CodecError, SpecError
 from codec.explain import explain as explain_encoding
+from codec.packs import Pack, decode_pack, encode_pack, is_pack
 from codec.presets import resolve
 from codec.specs import BoundSpec, Spec, SpecLike
 from codec.tensors.jax_arrays import of_kind
 from codec.tensors.overlap import check_iterated
-from codec.tensors.view import Array, mark_written, view_bytes
+from codec.tensors.view import Array, TensorView, mark_written, view_bytes
 from codec.tensors.wrapper import View
 
 Key = TypeVar("Key")
@@ -32,6 +33,7 @@ def encode_many(
     base: Any = None,
     codebook: Codebook | None = None,
     stream: int = 0,
+    pack: Literal[False] = False,
     options: CallOptions | None = None,
 ) -> dict[Key, bytes]: ...
 @overload
@@ -42,8 +44,20 @@ def encode_many(
     base: Any = None,
     codebook: Codebook | None = None,
     stream: int = 0,
+    pack: Literal[False] = False,
     options: CallOptions | None = None,
 ) -> list[bytes]: ...
+@overload
+def encode_many(
+    tensors: Mapping[str, Any] | Sequence[Any] | Iterator[Any],
+    spec: SpecLike | Sequence[SpecLike] | Mapping[str, SpecLike] = DEFAULT,
+    *,
+    base: Any = None,
+    codebook: Codebook | None = None,
+    stream: int = 0,
+    pack: Literal[True],
+    options: CallOptions | None = None,
+) -> bytes: ...
 def encode_many(
     tensors: Any,
     spec: Any = DEFAULT,
@@ -51,9 +65,10 @@ def encode_many(
     base: Any = None,
     codebook: Codebook | None = None,
     stream: int = 0,
+    pack: bool = False,
     options: CallOptions | None = None,
 ) -> Any:
-    """Encode each of many tensors as a frame, as :func:`encode` does.
+    """Encode each of many tensors as a frame, as :func:`encode` does, or all of them as one pack.
 
     Small tensors are distributed over threads. If a tensor cannot be encoded, no frame is returned.
 
@@ -72,12 +87,18 @@ def encode_many(
     stream : int
         Number of the first tensor's stream of random bits. Tensor i uses stream (`stream` + i * 2^32) mod 2^64, so put
         rank and step into the lower 32 bits.
+    pack : bool
+        True: return one bytes object, a pack, in which tensors of fewer than 4,096 values share frames. It needs fewer
+        bytes if there are many such tensors (``python bench/codec/calls.py``). The tensors lie in host memory, and the
+        keys of a mapping are str. Tensors with a base, a bound spec, segments of their own or :class:`TopK` have their
+        own frames. Frame i of the pack uses the stream of tensor i. Lossy codecs may give other values than without
+        `pack`, because tiny tensors can share scales (see :func:`view`).
     options : CallOptions, optional
         Engine and threads, made by :func:`options`.
 
     Returns
     -------
-    list of bytes, or dict of bytes with the keys of `tensors`
+    list of bytes, or dict of bytes with the keys of `tensors`; with `pack`, bytes
 
     Raises
     ------
@@ -91,6 +112,9 @@ def encode_many(
     >>> frames = codec.encode_many(parameters)
     >>> {name: x.shape for name, x in codec.decode_many(frames).items()}
     {'weight': (100, 100), 'bias': (100,)}
+    >>> pack = codec.encode_many(parameters, pack=True)
+    >>> {name: x.shape for name, x in codec.decode_many(pack).items()}
+    {'weight': (100, 100), 'bias': (100,)}
     """
     settings, stream = settings_of(options), check_stream(stream)
     keys, xs = _items("tensors", tensors)
@@ -100,6 +124,9 @@ def encode_many(
     if one:  # raise errors of the common spec and codebook without the name of a tensor
         kind, _ = resolve(spec)
         codebook = None if codebook is None else one_codebook(codebook, kind)
+    if truth("pack", pack):
+        how = {"codebook": codebook, "stream": stream, "options": options}
+        return encode_pack(keys if isinstance(tensors, Mapping) else None, encode_many, xs, specs, bases, how)
     requests: list[EncodeRequest] = []
     chosen = choose(settings.engine, "x", "cpu")
     at: int | None = 0
@@ -204,14 +231,15 @@ def decode_many(
     max_nbytes: int | None = None,
     options: CallOptions | None = None,
 ) -> Any:
-    """Decode each of many frames, as :func:`decode` does.
+    """Decode each of many frames, as :func:`decode` does, or all tensors of a pack.
 
     Small frames are distributed over threads.
 
     Parameters
     ----------
-    frames : iterable or mapping of bytes or buffers
-        Whole frames, all on one device.
+    frames : iterable or mapping of bytes or buffers; or bytes or buffer
+        Whole frames, all on one device; or a pack, which :func:`encode_many` has made. For a pack, other arguments and
+        the result have an item for each tensor of the pack, by name if tensors have names.
     spec : BoundSpec, or sequence or mapping of BoundSpec or None; optional
         As in :func:`decode`: for all frames, or for each frame.
     base : iterable or mapping of arrays or tensors, optional
@@ -224,11 +252,11 @@ def decode_many(
     codebooks, options : optional
         As in :func:`decode`, for all frames. Tensors are always validated before `out` is written.
     max_nbytes : int, optional
-        As in :func:`decode`, for each tensor.
+        As in :func:`decode`, for each tensor; for a pack, for all its tensors together.
 
     Returns
     -------
-    list of tensors, or dict of tensors with the keys of `frames`
+    list of tensors, or dict of tensors with the keys of `frames` or the names in the pack
 
     Raises
     ------
@@ -246,6 +274,9 @@ def decode_many(
     settings = settings_of(options)
     books = None if codebooks is None else given_codebooks(codebooks)
     most = None if max_nbytes is None else check_limit(max_nbytes)
+    if is_pack(frames):
+        how = {"like": like, "codebooks": codebooks, "options": options}
+        return _decode_pack(Pack(frames), view_bytes(frames), spec, base, out, most, how)
     keys, given = _items("frames", frames)
     outs = _alike("out=", out, frames, keys)
     bases = _alike("base=", base, frames, keys)
@@ -274,6 +305,23 @@ def decode_many(
         for x in outs:
             mark_written(x)
     return _like(frames, keys, tensors if like is None else [of_kind(x, like) for x in tensors])
+
+
+def _decode_pack(pack: Pack, memory: TensorView, spec: Any, base: Any, out: Any, most: int | None, how: Any) -> Any:
+    """Return the tensors of a pack. `memory`: all its bytes; `how`: keyword arguments of :func:`decode_many`."""
+    model: Any = dict.fromkeys(pack.keys) if pack.named else pack.keys
+    outs, bases = _alike("out=", out, model, pack.keys), _alike("base=", base, model, pack.keys)
+    if spec is None or isinstance(spec, BoundSpec | str) or not hasattr(spec, "__iter__"):
+        specs = [None if spec is None else check_bound(spec)] * len(pack.keys)
+    else:
+        specs = _alike("spec=", spec, model, pack.keys)
+    DecodeRequest((memory,), out, max_nbytes=most).check_limit(pack.nbytes)
+    try:
+        found = decode_pack(pack, memory, decode_many, specs, bases, outs, {"max_nbytes": most, **how})
+    finally:
+        for x in outs:
+            mark_written(x)
+    return _like(model, pack.keys, [of_kind(x, how["like"]) for x in found])
 
 
 def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -9,6 +9,7 @@ from codec.arguments import shown, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest, new_decode_request
+from codec.engines.small import decode_small
 from codec.errors import ArgumentError, SpecError, Status
 from codec.inspection import inspect
 from codec.specs import BoundSpec, Delta
@@ -127,9 +128,17 @@ def decode(
     """
     settings = settings_of(options)
     v = view_bytes(frame)
-    r = decode_request((v,), spec, settings, out, like, codebooks, max_nbytes, base)
     try:
-        result = engine_for(settings.engine, v, out, like).decode(r)
+        result = None
+        if (
+            spec is base is codebooks is max_nbytes is settings.engine is None
+            and (settings.threads or 1) == 1
+            and (like is None or device_like(like) == "cpu")
+        ):
+            result = decode_small(v, out, like, settings.verify_first is not False)
+        if result is None:
+            r = decode_request((v,), spec, settings, out, like, codebooks, max_nbytes, base)
+            result = engine_for(settings.engine, v, out, like).decode(r)
         return result if like is None else of_kind(result, like)
     except ArgumentError as e:
         explain(e, v, out)
@@ -151,16 +160,16 @@ def decode_request(
 ) -> DecodeRequest:
     """Return the checked arguments of :func:`decode` or :func:`reduce`, with the settings of the call."""
     return new_decode_request(
-        frames=frames,
-        out=out,
-        like=like,
-        codebooks=given_codebooks(codebooks) if codebooks is not None else (),
-        max_nbytes=None if max_nbytes is None else check_limit(max_nbytes),
-        threads=settings.threads,
-        bound=None if spec is None else check_bound(spec),
-        verify_first=settings.verify_first is not False,
-        nontemporal=settings.nontemporal,
-        base=base,
+        frames,
+        out,
+        like,
+        given_codebooks(codebooks) if codebooks is not None else (),
+        None if max_nbytes is None else check_limit(max_nbytes),
+        settings.threads,
+        None if spec is None else check_bound(spec),
+        settings.verify_first is not False,
+        settings.nontemporal,
+        base,
     )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, overload
 
+import numpy as np
+
 from codec import _call
 from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib
 from codec._c.spec_structs import spec_struct
@@ -12,12 +14,13 @@ from codec.arguments import shown, truth, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import choose, device_engine
 from codec.engines.request import EncodeRequest, new_encode_request
+from codec.engines.small import encode_small
 from codec.errors import ArgumentError, EngineError, SpecError
 from codec.explain import explain, explain_dtype
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
 from codec.specs import Delta, Lossless, Spec, SpecLike, Truncate
-from codec.tensors.view import TensorView, dtype_name, mark_written, view, view_base, view_output
+from codec.tensors.view import TensorView, dtype_name, is_torch, mark_written, view, view_base, view_output
 from codec.tensors.wrapper import View
 from codec.tensors.wrapper import view as make_view
 
@@ -210,8 +213,19 @@ def encode(
     ...     frame = codec.encode(grad, codec.Sign(), residual=residual, feedback=True, stream=step)
     """
     settings = settings_of(options)
+    if (
+        out is residual is codebook is base is settings.engine is None
+        and (type(x) is np.ndarray or is_torch(x))
+        and isinstance(spec, Spec)
+        and (settings.threads or 1) == 1
+        and type(stream) is int
+        and 0 <= stream < 1 << 64
+        and feedback is False
+        and (frame := encode_small(x, spec, stream)) is not None
+    ):
+        return frame
     r = encode_request(x, spec, settings, out, residual, feedback, codebook, stream, base)
-    if r.residual is not None and r.levels is not None:
+    if residual is not None and r.levels is not None:
         r.check_apart()  # the C library does not refuse a residual that is also an array of the optimizer's state
     try:
         return choose(settings.engine, "x", r.x.device).encode(r)
@@ -308,18 +322,18 @@ def encode_request(
         spec, bound = resolve(spec)
     v = view(x, dtype)
     return new_encode_request(
-        x=v,
-        spec=spec,
-        out=_view_frame(out) if out is not None else None,
-        residual=_view_residual(residual, v) if residual is not None else None,
-        codebook=one_codebook(codebook, spec) if codebook is not None else None,
-        segments=segments,
-        stream=stream if type(stream) is int and 0 <= stream < 1 << 64 else check_stream(stream),
-        levels=level_source_for(spec, bound, v) if bound is not None or type(spec) is Truncate else None,
-        threads=settings.threads,
-        feedback=feedback if feedback is False else _check_feedback(feedback, residual, spec),
-        verify_first=settings.verify_first is not False,
-        base=_view_base(base, spec, v) if base is not None or type(spec) is Delta else None,
+        v,
+        spec,
+        _view_frame(out) if out is not None else None,
+        _view_residual(residual, v) if residual is not None else None,
+        one_codebook(codebook, spec) if codebook is not None else None,
+        segments,
+        stream if type(stream) is int and 0 <= stream < 1 << 64 else check_stream(stream),
+        level_source_for(spec, bound, v) if bound is not None or type(spec) is Truncate else None,
+        settings.threads,
+        feedback if feedback is False else _check_feedback(feedback, residual, spec),
+        settings.verify_first is not False,
+        _view_base(base, spec, v) if base is not None or type(spec) is Delta else None,
     )
 
 

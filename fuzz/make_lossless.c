@@ -106,6 +106,30 @@ static void put_plane(struct maker *m, int p, uint32_t mode, size_t n)
 			m->zero_at[i] = !m->plane[i];
 }
 
+size_t put_gaps(struct maker *m, size_t n, int gaps)
+{
+	uint32_t rows = (uint32_t)((n + WIRE_ROW - 1) / WIRE_ROW), word = 0;
+	uint32_t first = (uint32_t)below(&m->s, rows), dense = 1 + (uint32_t)below(&m->s, 15);
+	uint32_t none = gaps ? (first + 1 + (uint32_t)below(&m->s, rows - 1)) % rows : 0;
+	int all = gaps && slip(m), nothing = gaps && slip(m); /* rules: some rows are left out, but not all */
+	size_t kept = 0;
+
+	for (uint32_t q = 0; q < rows; q++) {
+		int has = q == first || (q != none && noise(&m->s) % 16 < dense);
+
+		has = !gaps || all || (has && !nothing);
+		word |= (uint32_t)has << q % 32;
+		for (size_t i = (size_t)q * WIRE_ROW; has && i < n && i < ((size_t)q + 1) * WIRE_ROW; i++)
+			m->at[kept++] = (uint32_t)i;
+		if (q % 32 < 31 && q + 1 < rows)
+			continue;
+		if (gaps)
+			put(m, word, 4);
+		word = 0;
+	}
+	return kept;
+}
+
 static uint32_t pick_mode(struct maker *m, int p)
 {
 	static const uint32_t MODES[] = {WIRE_MODE_CODED, WIRE_MODE_CODED, WIRE_MODE_CODED,
@@ -118,34 +142,36 @@ static uint32_t pick_mode(struct maker *m, int p)
 static void put_region(struct maker *m, uint32_t b, const uint64_t *fixed_at)
 {
 	uint64_t first = (uint64_t)b << m->block_log2, left = m->g->n - first, block = 1ull << m->block_log2;
-	size_t n = (size_t)(left < block ? left : block), k = n, head_at = m->out.n;
+	size_t n = (size_t)(left < block ? left : block), kept, k, head_at = m->out.n;
 	uint32_t mode[WIRE_MAX_PLANES] = {0}, head = 0;
-	int pruned;
+	int pruned, gaps = !m->fixed && n > WIRE_ROW && one_in(&m->s, 3);
 
 	for (int p = 0; p < m->planes; p++)
 		if (!(m->fixed >> p & 1))
 			head |= (mode[p] = pick_mode(m, p)) << 2 * p;
 	pruned = has_top(m) && !(m->fixed & 1) && mode[0] == WIRE_MODE_CODED && below(&m->s, 2);
 	put_zeros(&m->out, 4);
+	k = kept = put_gaps(m, n, gaps);
 	memset(m->zero_at, 0, n);
 	for (int p = 0; p < m->planes; p++) {
 		if (m->fixed >> p & 1)
 			continue;
-		put_plane(m, p, mode[p], p && pruned ? k : n);
+		put_plane(m, p, mode[p], p && pruned ? k : kept);
 		if (p || !pruned)
 			continue;
 		k = 0;
-		for (size_t i = 0; i < n; i++)
+		for (size_t i = 0; i < kept; i++)
 			k += !m->zero_at[i];
 		if (!k && !one_in(&m->s, 8)) { /* a pruned block must have a value that is not pruned */
 			pruned = 0;
-			k = n;
+			k = kept;
 		}
 		m->g->planted += !k;
 	}
 	if (slip(m))
 		pruned = !pruned;
-	put_at(m, head_at, head | (pruned ? WIRE_REGION_PRUNED : 0), 4);
+	head |= (pruned ? WIRE_REGION_PRUNED : 0) | (gaps ? WIRE_REGION_GAPS : 0);
+	put_at(m, head_at, head, 4);
 	end_region(m, b);
 	for (int p = 0; p < m->planes; p++) {
 		int wrong;

@@ -183,7 +183,8 @@ static int raised(const struct maker *m, uint64_t at, int e)
 	return (zero + (e * octave - zero + m->raise[at]) % (WIRE_PATTERNS - zero)) / octave;
 }
 
-/* Write the symbols of n values from `first` on. Store the values' exponents in e, and joint levels in `level`. */
+/* Write the symbols of n values of the block that begins at value `first`. Store the values' exponents in e, and joint
+ * levels in `level`. */
 static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uint64_t first, size_t n, int *e,
 			int *level)
 {
@@ -215,14 +216,14 @@ static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uin
 		if (joint) {
 			level[i] = s & 3;
 			e[i] = s < 4 ? 0 : (s >> 2) + (escaped ? 0 : q->base);
-			if (level[i] && raised(m, first + i, e[i]) == q->last &&
+			if (level[i] && raised(m, first + m->at[i], e[i]) == q->last &&
 			    !slip(m)) { /* Inf and NaN have level 0 */
 				level[i] = 0;
 				m->symbol[i] = ESCAPE;
 				m->literal[i] = (uint16_t)(4 * e[i]);
 			}
 		}
-		e[i] = raised(m, first + i, e[i]);
+		e[i] = raised(m, first + m->at[i], e[i]);
 	}
 	if (mode == WIRE_MODE_CODED)
 		put_coded(m, m->book, n, joint ? 2 : 1);
@@ -253,7 +254,8 @@ static void put_region(struct maker *m, const struct cut *q, uint32_t b)
 	static int e[BLOCK], level[BLOCK], k[BLOCK];
 	const uint8_t *params = m->g->params;
 	uint64_t first = (uint64_t)b << m->block_log2, left = m->g->n - first, block = 1ull << m->block_log2;
-	size_t n = (size_t)(left < block ? left : block);
+	size_t n = (size_t)(left < block ? left : block), kept;
+	int gaps = n > WIRE_ROW && one_in(&m->s, 3);
 	int by_bit = params[OPTIONS] & CODEC_OPTION_BITS, sent = params[LEVELS];
 	uint32_t mode, head, rest = (uint32_t)q->p + 1, tail;
 	struct packed fields = {&m->out, 0};
@@ -261,10 +263,18 @@ static void put_region(struct maker *m, const struct cut *q, uint32_t b)
 	mode = below(&m->s, 3) ? WIRE_MODE_CODED : (uint32_t)below(&m->s, sent == CODEC_LEVEL_CODING_CODED ? 1 : 2);
 	tail = by_bit && one_in(&m->s, 2) ? (uint32_t)below(&m->s, (uint64_t)q->p + 2) : 0;
 	head = by_bit ? tail << WIRE_TAIL_AT : one_in(&m->s, 2) ? (uint32_t)below(&m->s, 16) << 8 : 0;
-	put(m, mode | head, 4);
+	put(m, mode | head | (gaps ? WIRE_REGION_GAPS : 0), 4);
 	if (sent == CODEC_LEVEL_CODING_SHARED)
 		put(m, digest(m->g->ea + first, n, 0x500) & 0xffffffff, 4);
-	put_symbols(m, q, mode, first, n, e, level);
+	kept = put_gaps(m, n, gaps);
+	put_symbols(m, q, mode, first, kept, e, level);
+	for (size_t i = n; i-- > 0;) { /* move exponents and levels to their values */
+		int has = kept && m->at[kept - 1] == i;
+
+		kept -= (size_t)has;
+		e[i] = has ? e[kept] : 0;
+		level[i] = has ? level[kept] : 0;
+	}
 	for (size_t i = 0; i < n; i++) {
 		if (sent == CODEC_LEVEL_CODING_PLANE) {
 			level[i] = e[i] == q->last ? slip(m) : (int)(noise(&m->s) & 3);

@@ -44,7 +44,8 @@ struct maker {
 	uint16_t symbol[BLOCK + WIRE_ROW], literal[BLOCK]; /* symbols and literals of the current plane; if symbol[i] is
 							      ESCAPE, literal[i] is used */
 	uint8_t plane[BLOCK], zero_at[BLOCK];
-	uint16_t *raise; /* pattern offset of each value; NULL: no scale model */
+	uint32_t at[BLOCK]; /* index in the block of each value in the region */
+	uint16_t *raise;    /* pattern offset of each value; NULL: no scale model */
 };
 
 /*
@@ -79,6 +80,12 @@ uint64_t digest(const uint8_t *p, size_t n, uint32_t seed);
 /* Return the float32 bits of a random valid scale. bad_scale returns the bits of an invalid scale, or 0. */
 uint32_t pick_scale(struct maker *m, int may_be_zero);
 uint32_t bad_scale(struct maker *m);
+
+/*
+ * If `gaps`, write the bitmap of a block of n values that leaves out some quad rows. Set m->at, and return the number
+ * of values in the region: all n without gaps.
+ */
+size_t put_gaps(struct maker *m, size_t n, int gaps);
 
 void make_lossless(struct maker *m);
 void make_rows(struct maker *m);

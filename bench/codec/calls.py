@@ -1,7 +1,8 @@
-"""Microseconds per call for small tensors, where the overhead of a call dominates. Takes 15 seconds.
+"""Microseconds per call for small tensors, where the overhead of a call dominates; bytes of a tensor. Takes 20 seconds.
 
-``1 of 200`` is the time of encode_many or decode_many for 200 tensors, divided by 200; ``alone`` is that of a single
-call for one such tensor. Calls of all kinds alternate, so that caches and branch predictors are in similar states.
+``1 of 200`` is the time of encode_many or decode_many for 200 tensors, divided by 200; ``packed``: with pack=True;
+``alone`` is that of a single call for one such tensor. Calls of all kinds alternate, so that caches and branch
+predictors are in similar states.
 """
 
 import argparse
@@ -26,7 +27,7 @@ ROUNDS = 400
 def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]]:
     """Return the calls to time, by name; each with the number of tensors that it processes."""
     frame, many = codec.encode(x), [x.copy() for _ in range(COUNT)]
-    frames = codec.encode_many(many)
+    frames, pack = codec.encode_many(many), codec.encode_many(many, pack=True)
     out, back = np.empty(codec.bound(x.shape, x.dtype), np.uint8), np.empty_like(x)
     return {
         "encode": (1, lambda: codec.encode(x)),
@@ -36,6 +37,8 @@ def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]
         f"encode_many, 1 of {COUNT}": (COUNT, lambda: codec.encode_many(many, options=codec.options(threads=1))),
         "encode, alone": (COUNT, lambda: [codec.encode(y, options=codec.options(threads=1)) for y in many]),
         f"decode_many, 1 of {COUNT}": (COUNT, lambda: codec.decode_many(frames, options=codec.options(threads=1))),
+        f"encode_many, packed, 1 of {COUNT}": (COUNT, lambda: codec.encode_many(many, pack=True)),
+        f"decode_many, packed, 1 of {COUNT}": (COUNT, lambda: codec.decode_many(pack)),
         "decode, alone": (COUNT, lambda: [codec.decode(f, options=codec.options(threads=1)) for f in frames]),
     }
 
@@ -63,12 +66,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     results = {n: measure(tensor("float32", n)) for n in args.values}
+    for n, result in results.items():
+        many = [*tensor("float32", n * COUNT, n).reshape(COUNT, n)]
+        result["bytes, frame"] = sum(map(len, codec.encode_many(many))) / COUNT
+        result["bytes, packed"] = len(codec.encode_many(many, pack=True)) / COUNT
     if args.json:
         print(json.dumps(results, indent=1))
         return
-    print(f"{'us':24}" + "".join(f"{n:>14,}" for n in results) + "  float32 values")
+    print(f"{'us':32}" + "".join(f"{n:>14,}" for n in results) + "  float32 values")
     for name in next(iter(results.values())):
-        print(f"{name:24}" + "".join(f"{r[name]:14.1f}" for r in results.values()))
+        print(f"{name:32}" + "".join(f"{r[name]:14.1f}" for r in results.values()))
 
 
 if __name__ == "__main__":

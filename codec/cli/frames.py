@@ -1,4 +1,4 @@
-"""Commands ``codec inspect`` and ``codec verify``, for frames, packed files, updates and folders of activations."""
+"""Commands ``codec inspect`` and ``codec verify``, for frames, packs and other files of codec."""
 
 import argparse
 from collections import Counter
@@ -9,6 +9,7 @@ from typing import Any
 from codec.advisor.advise import named
 from codec.cli.checkpoints import is_checkpoint, verify_folder
 from codec.cli.console import EXIT_CODES, STANDARD, add_json, print_entries, print_error
+from codec.cli.packs import is_pack_file, pack_entries, verify_pack
 from codec.cli.updates import check_signed_update, is_update, update_entries, verify_update
 from codec.errors import ArgumentError, CodecError, FrameError, StateError
 from codec.files.frames import inspect_file, verify_file
@@ -16,7 +17,7 @@ from codec.files.opening import FileKind, kind_of, opened, printable
 from codec.files.signing import SigningKey, check_file
 from codec.stateful.activation.store_info import inspect_store, is_store
 
-_ACCEPTED = "frame, - for standard input, packed model file, update of weights, or folder of activations"
+_ACCEPTED = "frame, - for standard input, pack, packed model file, update of weights, or folder of activations"
 _VERIFIED = f"{_ACCEPTED} or of a checkpoint"
 
 
@@ -49,6 +50,8 @@ def run_inspect(args: argparse.Namespace) -> int:
         entries = asdict(inspect_store(args.file))
     elif is_update(args.file):
         entries = update_entries(args.file)
+    elif is_pack_file(args.file):
+        entries = pack_entries(args.file)
     elif args.file != STANDARD and _kind(args.file) is FileKind.SAFETENSORS:
         entries = _model_entries(args.file)
     else:
@@ -139,6 +142,8 @@ def _verify(path: str) -> str:
         return verify_folder(path)
     if is_update(path):
         return verify_update(path)
+    if is_pack_file(path):
+        return verify_pack(path)
     if path != STANDARD and _kind(path) is FileKind.SAFETENSORS:
         return _verify_model(path)
     _check_frame(path)

@@ -26,6 +26,7 @@ from codec.cli.console import (
     report,
     signed_output,
 )
+from codec.cli.packs import is_pack_file, pack_rows
 from codec.errors import ArgumentError
 from codec.files.opening import HEAD, FileKind, kind_of, kind_of_head, opened, printable, standard_input
 from codec.files.signing import SigningKey
@@ -78,8 +79,8 @@ def add_commands(commands: Any) -> None:
     p = commands.add_parser(
         "ls",
         help="list the tensors of a model file or checkpoint",
-        description="List the tensors of a packed, .safetensors, .npz, .npy or .pt file, or the items of a checkpoint "
-        f"and its base. {EXIT_CODES}",
+        description="List the tensors of a pack, or of a packed, .safetensors, .npz, .npy or .pt file, or the items of "
+        f"a checkpoint and its base. {EXIT_CODES}",
     )
     p.add_argument("file", help="file of tensors, - for standard input, or folder of a checkpoint")
     p.add_argument("--key", help="key of the dict of tensors in a .pt file")
@@ -238,6 +239,8 @@ def _tensors(path: str, key: str | None) -> list[dict[str, Any]]:
     from codec.files.index import is_container
     from codec.files.sources import source_of
 
+    if is_pack_file(path):
+        return pack_rows(path)
     with source_of(path, key) as source:
         header = source.header
     packed: dict[str, tuple[float, str]] = {}

@@ -142,5 +142,6 @@ def new_decode_request(
     base: Any,
 ) -> DecodeRequest:
     """Return the request of a decoding call, in a third of the time of ``DecodeRequest(...)`` with these names."""
-    call = frames, out, like, codebooks, max_nbytes, threads, bound, verify_first
-    return _new(DecodeRequest, (*call, None, nontemporal, False, False, base, None, False))
+    request = (frames, out, like, codebooks, max_nbytes, threads, bound, verify_first)
+    request += None, nontemporal, False, False, base, None, False
+    return _new(DecodeRequest, request)

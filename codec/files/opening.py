@@ -32,6 +32,7 @@ class FileKind(Enum):
     TORCH = "a file of torch.save"
     PICKLE = "a pickle"
     FRAME = "a frame"
+    PACK = "a pack"
     UPDATE = "an update of weights"
     GGUF = "a GGUF file"
     ZIP = "a zip file"
@@ -44,7 +45,8 @@ class FileKind(Enum):
 
 HEAD = 9  # number of bytes at the beginning of a file that tell its format
 _MAGIC = (
-    (NUMPY, FileKind.NPY), (b"CODC", FileKind.FRAME), (b"\x89CWU\r\n\x1a\n", FileKind.UPDATE),
+    (NUMPY, FileKind.NPY), (b"CODC", FileKind.FRAME), (b"CODP", FileKind.PACK),
+    (b"\x89CWU\r\n\x1a\n", FileKind.UPDATE),
     (b"GGUF", FileKind.GGUF), (b"\x28\xb5\x2f\xfd", FileKind.ZSTD), (b"\x1f\x8b", FileKind.GZIP),
     (b"\x89HDF", FileKind.HDF5), (b"\x80", FileKind.PICKLE),
 )  # fmt: skip

@@ -28,6 +28,8 @@ _MAX_RANK = 8
 _UINTPTR = ffi.typeof("uintptr_t")
 _BYTES = ffi.typeof("uint8_t *")
 _CHARS = ffi.typeof("char[]")
+_from_buffer, _cast = ffi.from_buffer, ffi.cast
+_new: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class _Memory:
@@ -177,12 +179,12 @@ def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
     if len(shape) > _MAX_RANK:
         _check_rank(len(shape))
     try:
-        data = ffi.from_buffer(x)
+        data = _from_buffer(x)
     except (ValueError, BufferError, TypeError):  # not contiguous, or a dtype without a buffer format
         if not x.flags.c_contiguous:
             x = x.copy(order="C")
         data = _pointer(x.__array_interface__["data"][0])
-    return TensorView._make((name, shape, data, x.nbytes, x, "cpu", None))  # takes half the time of TensorView(...)
+    return _new(TensorView, (name, shape, data, x.nbytes, x, "cpu", None))  # a third of the time of TensorView(...)
 
 
 def is_torch(x: object) -> TypeGuard[Any]:
@@ -201,33 +203,33 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
         raise ArgumentError(f"a {kind} cannot be encoded: convert it to a dense tensor, or encode its parts")
-    device = x.device
-    check_storage(x, device.type)
-    x = x.detach()
+    check_storage(x)
+    x = x.data if type(x) is torch.Tensor else x.detach()  # .data takes a third of the time
     if x.is_neg():
         x = x.resolve_neg()
     if x.is_conj():
         x = x.resolve_conj()
     x = x.contiguous()
     shape = tuple(x.shape)
-    _check_rank(len(shape))
-    nbytes, address = x.numel() * ITEMSIZE[name], x.data_ptr()
-    if nbytes and not address and device.type != "meta":  # a subclass that wraps other tensors, such as DTensor
+    if len(shape) > _MAX_RANK:
+        _check_rank(len(shape))
+    nbytes, address = x.nbytes, x.data_ptr()
+    if nbytes and not address and not x.is_meta:  # a subclass that wraps other tensors, such as DTensor
         raise ArgumentError(
             f"a {type(x).__name__} has no memory of its own: encode the tensors that hold its values, such as "
             ".to_local() of a DTensor"
         )
-    if device.type == "cpu":
-        return TensorView._make((name, shape, _pointer(address), nbytes, x, "cpu", None))
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return TensorView._make((name, shape, _pointer(address), nbytes, x, str(device), stream))
+    if x.is_cpu:
+        return _new(TensorView, (name, shape, _cast(_BYTES, address), nbytes, x, "cpu", None))
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+    return _new(TensorView, (name, shape, _pointer(address), nbytes, x, str(x.device), stream))
 
 
-def check_storage(x: Any, device: str) -> None:
+def check_storage(x: Any) -> None:
     """Raise ArgumentError if a tensor's shape and strides exceed its storage, which torch does not check."""
     try:
         storage = x.untyped_storage()
-        there = storage.nbytes() if storage.device.type == device else -1
+        there = storage.nbytes() if storage.device == x.device else -1
     except (RuntimeError, NotImplementedError):
         there = -1
     if there < 0:
@@ -235,17 +237,13 @@ def check_storage(x: Any, device: str) -> None:
             "this tensor has no memory of its own: inside transforms of torch.func, such as vmap and grad, and in "
             "traced code, tensors cannot be encoded or decoded into"
         )
-    if not x.numel():
-        return
     if x.is_contiguous():
-        last = x.storage_offset() + x.numel() - 1
+        end = x.storage_offset() * x.itemsize + x.nbytes
     else:
-        last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    if (last + 1) * x.element_size() > there:
-        raise ArgumentError(
-            f"a tensor of shape {tuple(x.shape)} needs {(last + 1) * x.element_size()} bytes, but its storage has "
-            f"{there}"
-        )
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        end = (x.storage_offset() + last + 1) * x.itemsize
+    if end > there and x.numel():
+        raise ArgumentError(f"a tensor of shape {tuple(x.shape)} needs {end} bytes, but its storage has {there}")
 
 
 def is_cupy(x: object) -> TypeGuard[Any]:
@@ -355,9 +353,9 @@ def view_bytes(frame: Any) -> TensorView:
     elif type(frame) is not bytes:
         v = view(frame)
         return v._replace(dtype="uint8", shape=(v.nbytes,))
-    data = ffi.from_buffer(frame)
+    data = _from_buffer(frame)
     n = len(frame)
-    return TensorView._make(("uint8", (n,), data, n, frame, "cpu", None))
+    return _new(TensorView, ("uint8", (n,), data, n, frame, "cpu", None))
 
 
 def view_base(base: Any, dtype: str) -> TensorView:
@@ -433,11 +431,11 @@ def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
     name = _by_dtype.get(array.dtype)
     if name is not None and array.ndim <= _MAX_RANK:
         try:
-            data = ffi.from_buffer(_CHARS, array, True)  # fails unless the array is contiguous and writable
+            data = _from_buffer(_CHARS, array, True)  # fails unless the array is contiguous and writable
         except (ValueError, BufferError, TypeError):
             pass
         else:
-            return TensorView._make((name, array.shape, data, array.nbytes, array, "cpu", None))
+            return _new(TensorView, (name, array.shape, data, array.nbytes, array, "cpu", None))
     flags = array.flags
     if not flags.c_contiguous:
         raise ArgumentError(f"{argument} must be C-contiguous")
@@ -502,8 +500,7 @@ def device_like(like: Any) -> str:
         return "cpu"
     if not is_torch(like):
         return device_of(like)
-    device = like.device
-    return "cpu" if device.type == "cpu" else str(device)
+    return "cpu" if like.is_cpu else str(like.device)
 
 
 def _check_kind(like: Any) -> None:
@@ -522,13 +519,14 @@ def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, Te
     """
     if like is None and (known := _NUMPY.get(dtype)) is not None:
         array = np.empty(shape, known)
-        return array, TensorView._make((dtype, shape, ffi.from_buffer(array), array.nbytes, array, "cpu", None))
+        return array, _new(TensorView, (dtype, shape, _from_buffer(array), array.nbytes, array, "cpu", None))
     if is_torch(like):
         torch: Any = sys.modules["torch"]
-        t = torch.empty(
-            shape, dtype=getattr(torch, dtype), device="cpu"
-        )  # explicit, because users can change torch's default device
-        return t, _from_torch(t)
+        size = shape or ((),)  # separate numbers, which torch reads faster than a tuple
+        # explicit device, because users can change torch's default device
+        t = torch.empty(*size, dtype=getattr(torch, dtype), device="cpu")
+        check_storage(t)
+        return t, _new(TensorView, (dtype, shape, _cast(_BYTES, t.data_ptr()), t.nbytes, t, "cpu", None))
     if not isinstance(like, np.ndarray | None):
         _check_kind(like)
     if dtype in _NUMPY:

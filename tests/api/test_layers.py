@@ -19,7 +19,7 @@ LAYERS = [
     {"spec_text", "spec_config", "_call", "_options"},
     {"optimizers", "inspection"},
     {"engines"},
-    {"codebook", "explain"},
+    {"codebook", "explain", "packs"},
     {"encoding", "decoding"},
     {"reducing", "batch", "delta", "_warmup", "files"},
     {"code_sums", "advisor", "kv", "stateful", "weight_sync"},
@@ -40,7 +40,7 @@ TORCH = [  # layers within codec.torch; `__init__`, which exports the public nam
     {"local_steps", "one_bit_adam"},
     {"rounds"},
 ]
-ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # layers within codec.engines
+ENGINES = [{"request"}, {"blockwise", "small"}, {"native"}, {"numba", "cuda"}]  # layers within codec.engines
 ROOT = Path(codec.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 
@@ -128,7 +128,7 @@ def test_modules_import_each_other_without_a_cycle():
 
 
 def test_public_functions_do_not_import_the_native_engine():
-    """Public functions create requests; only codec.engines chooses the engine that runs a request."""
+    """Public functions create requests, whose engine codec.engines chooses, or call codec.engines.small."""
     for name in ("encoding", "decoding", "reducing", "batch", "advisor.advise"):
         assert not any(other.startswith("engines.native") for other in imports(FILES[name])), name
 

@@ -17,7 +17,8 @@ from reference import decoder as oracle
 from support import flatcall
 from support.cuda_calls import LOSSY_DTYPES, ROWS, both_outcomes, by_cupy, bytes_of, decode, encode, outcome
 from support.engine_comparison import sample_bits
-from support.tensors import ALL_DTYPES, KINDS, float8_tensors, random_bits
+from support.tensors import ALL_DTYPES, KINDS, float8_tensors, gap_tensors, random_bits
+from support.tiers import every
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -61,6 +62,15 @@ def test_planes_of_every_mode(monkeypatch):
         assert encode(x, codec.Lossless(), dtype) == frame
         assert decode(frame) == x.tobytes()
     assert seen >= {(way, False) for way in WAYS} | {(way, True) for way in PRUNED}
+
+
+@pytest.mark.parametrize("dtype", every(3, ALL_DTYPES))
+def test_gaps(dtype):
+    """Frames of tensors with empty quad rows equal the native engine's."""
+    for x in gap_tensors(dtype):
+        frame = codec.encode(codec.view(x, dtype))
+        assert encode(x, codec.Lossless(), dtype) == frame
+        assert decode(frame) == x.tobytes()
 
 
 @pytest.mark.parametrize("last", [17, 63])

@@ -22,7 +22,8 @@ from support.engine_comparison import (
     sample_bits,
 )
 from support.specs import SPECS, TRUNCATES
-from support.tensors import ADAMW, KINDS, NUMPY_DTYPES, gradient, optimizer_state, random_bits
+from support.tensors import ADAMW, KINDS, NUMPY_DTYPES, gap_tensors, gradient, optimizer_state, random_bits
+from support.tiers import every
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -117,6 +118,19 @@ def test_truncate_equals_the_native_engine(name, kind):
             given = how if TRUNCATES[name].level_coding == "shared" else {}
             ours, native = both_outcomes(frame, dtype, **given)
             assert ours == native, (dtype, n)
+
+
+@pytest.mark.parametrize("name", TRUNCATES)
+def test_gaps_of_truncate(name):
+    """Frames of tensors with empty quad rows equal the native engine's."""
+    for dtype in LOSSY_DTYPES:
+        for x in every(3, gap_tensors(dtype)):
+            how = level_arguments(TRUNCATES[name], x.size)
+            frame = bytes(flatcall.encode(x, TRUNCATES[name], dtype=dtype, **how))
+            assert encode(x, TRUNCATES[name], dtype, **how) == frame
+            given = how if TRUNCATES[name].level_coding == "shared" else {}
+            ours, native = both_outcomes(frame, dtype, **given)
+            assert ours == native
 
 
 @pytest.mark.parametrize("name", ["lossless", *ROWS, *TRUNCATES])

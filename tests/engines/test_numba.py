@@ -26,7 +26,16 @@ from support.engine_comparison import (
 )
 from support.philox import random_words
 from support.specs import FAMILIES, LOSSY, MORE, SPECS, TRUNCATE_LEVELS, TRUNCATES
-from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, normal_values, optimizer_state
+from support.tensors import (
+    ADAMW,
+    ALL_DTYPES,
+    KINDS,
+    NUMPY_DTYPES,
+    gap_tensors,
+    gradient,
+    normal_values,
+    optimizer_state,
+)
 from support.tiers import every
 
 F32 = np.float32
@@ -119,6 +128,15 @@ def test_lossless_of_every_dtype(dtype):
             frame = check_encode(x, codec.Lossless(), dtype, threads=n % 3 + 1)
             assert check_decode(frame, dtype, n) == x.tobytes()
             check_sums([frame], dtype, n)
+
+
+@pytest.mark.parametrize("name", ["lossless", *TRUNCATES])
+def test_gaps(name):
+    """Engines agree for tensors with empty quad rows."""
+    for dtype in every(2, ("float64", *LOSSY_DTYPES, "uint8") if name == "lossless" else LOSSY_DTYPES):
+        for x in every(2, gap_tensors(dtype)):
+            how = level_arguments(SPECS[name], x.size)
+            check_decode(check_encode(x, SPECS[name], dtype, **how), dtype, x.size, **how)
 
 
 @pytest.mark.parametrize("shape", [(1100, 64), (1030, 601), (3, 1500, 133), (300_000,)])

@@ -15,7 +15,15 @@ from codec import specs
 from reference import encoder
 from reference.decoder import DTYPES as NUMBERED
 from support.encoder_rules import NUMBER, PATTERNS, ask_of, bits_of, matrix, same
-from support.tensors import ALL_DTYPES, FLOAT8_DTYPES, KINDS, float8_tensors, random_bits
+from support.tensors import (
+    ALL_DTYPES,
+    FLOAT8_DTYPES,
+    KINDS,
+    float8_tensors,
+    gap_tensors,
+    random_bits,
+    with_empty_rows,
+)
 from support.tiers import every
 
 F32 = np.float32
@@ -33,7 +41,7 @@ def seen(frame):
     for b in range(nblocks):
         head = int.from_bytes(frame[at : at + 4], "little")
         found |= {f"mode {head >> 2 * p & 3}" for p in range(NUMBERED[frame[6]][1]) if not fixed >> p & 1}
-        found |= {"pruned" * (head >> 16)}
+        found |= {"pruned" * (head >> 16 & 1), "gaps" * (head >> 17)}
         at = 8 * int.from_bytes(frame[directory + 8 * b : directory + 8 * b + 4], "little")
     return found - {""}
 
@@ -51,7 +59,7 @@ def test_lossless_frames(dtype):
 
 
 def test_lossless_samples_use_every_feature():
-    """The tensors of these tests use every plane mode, halved planes, pruning and scale models."""
+    """The tensors of these tests use every plane mode, halved planes, gaps, pruning and scale models."""
     found = set()
     rng = np.random.default_rng(0)
     products = (rng.integers(0, 16, 20_000) * rng.integers(0, 16, 20_000)).astype(np.uint8)
@@ -71,9 +79,29 @@ def test_lossless_samples_use_every_feature():
     found |= seen(same(gradient[:400])) | seen(same(gradient, codebook=codec.Codebook.from_tensors(gradient)))
     x = rng.integers(0, 1 << 32, 40_000, np.uint32)
     x[np.arange(40_000) // 128 % 30 == 3] = 0
-    found |= seen(same(x)) | seen(same(matrix("float32", 100, 90), dtype="float32", shape=(100, 90)))
+    found |= seen(same(x)) | seen(same(x & np.uint32(0xFFFFFF00) | np.uint32(1)))
+    found |= seen(same(matrix("float32", 100, 90), dtype="float32", shape=(100, 90)))
     modes = {f"mode {mode}" for mode in range(4)}
-    assert found == {"stored", "fixed", "halved", "prior", "model", "pruned"} | modes
+    assert found == {"stored", "fixed", "halved", "prior", "model", "gaps", "pruned"} | modes
+
+
+@pytest.mark.parametrize("dtype", every(3, ALL_DTYPES))
+def test_gaps(dtype):
+    """Frames equal the reference encoder's if quad rows are empty, at all limits of the rule."""
+    for x in gap_tensors(dtype):
+        same(x, dtype=dtype)
+    # Fixed planes: the sample of planes has no empty row. Rows of -0 are not empty.
+    wide = random_bits(dtype, 128 * 2000, "normal")
+    same(with_empty_rows(wide, range(1, 2000, 40)), dtype=dtype)
+    if dtype in PATTERNS:
+        x, rows = wide[:20_000], np.arange(157)
+        minus = bits_of(np.array([-0.0]), dtype)[0]
+        same(np.where(np.arange(x.size) // 128 % 2, x, minus), dtype=dtype)
+        same(np.where(np.arange(x.size) // 128 % 3 == 1, x, with_empty_rows(0 * x + minus, rows[::3])), dtype=dtype)
+        for spec in (codec.Lossless(model="flat"), codec.Lossless(model="separable")):
+            same(with_empty_rows(x, rows[rows % 25 > 0]), spec, dtype=dtype, shape=(200, 100))
+            segments = [(70, (120, 90)), (19_000, (900,))]
+            same(with_empty_rows(x, rows[rows % 5 > 0]), spec, dtype=dtype, segments=segments)
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)

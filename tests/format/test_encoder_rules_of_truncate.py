@@ -14,7 +14,7 @@ from reference import encoder
 from support import flatcall
 from support.encoder_rules import FLOATS, NUMBER, ask_of, asked_metric, bits_of, matrix, same
 from support.specs import TRUNCATES
-from support.tensors import KINDS, optimizer_state, random_bits
+from support.tensors import KINDS, optimizer_state, random_bits, with_empty_rows
 from support.tiers import every
 
 F32 = np.float32
@@ -70,6 +70,18 @@ def test_truncate_frames(dtype, levels, granularity):
     same(matrix(dtype, 130, 70), spec, dtype=dtype, shape=(130, 70), optimizer=ADAMW, state=optimizer_state(9100))
     halves = {name: y.astype(np.float16) for name, y in state.items()}
     same(x, spec, dtype=dtype, optimizer=optimizers.SGD(1e-3), state=halves)
+
+
+@pytest.mark.parametrize(("levels", "granularity"), WAYS)
+def test_gaps_of_truncate(levels, granularity):
+    """Frames equal the reference encoder's if the truncated values of quad rows are 0."""
+    spec = codec.Truncate("optimizer", "nearest", levels, granularity)
+    for dtype, n in itertools.product(FLOATS, (20_000, 641)):
+        x = gradient(n, dtype)
+        tiny = np.where(np.arange(n) // 128 % 7 == 2, x & x.dtype.type(1), x)
+        for empty in every(2, (range(1, 157), [n // 128], range(n // 128), range(0, 157, 3), [128, 129, 130])):
+            how = {"optimizer": ADAMW, "state": optimizer_state(n)}
+            same(with_empty_rows(tiny, empty), spec, dtype=dtype, **how)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

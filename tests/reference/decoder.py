@@ -408,6 +408,15 @@ def decode(
     return name, shape, bits.astype(f"<u{nplanes}").tobytes()
 
 
+def read_bitmap(r: Reader, m: int) -> np.ndarray[Any, Any]:
+    """Read the bitmap of a block with gaps; return for each of its m values if its quad row is in the region."""
+    nrows = -(-m // 128)
+    bits = np.unpackbits(np.frombuffer(r.take(-(-nrows // 32) * 4), np.uint8), bitorder="little")
+    need(not bits[nrows:].any(), "bitmap padding")
+    need(0 < bits.sum() < nrows, "bitmap")
+    return np.repeat(bits, 128)[:m] != 0
+
+
 def decode_region(
     frame: bytes,
     at: int,
@@ -425,13 +434,15 @@ def decode_region(
     _, nplanes, _, shift = DTYPES[dtype]
     (head,) = struct.unpack_from("<I", frame, at)
     r = Reader(frame, at + 4, end)
-    need(not head & ~((1 << 2 * nplanes) - 1 | 1 << 16), "region head")
+    need(not head & ~((1 << 2 * nplanes) - 1 | 3 << 16), "region head")
     modes = [head >> 2 * p & 3 for p in range(nplanes)]
-    pruned = head >> 16 & 1
+    pruned, gaps = head >> 16 & 1, head >> 17 & 1
     need(not pruned or (shift and nplanes > 1 and modes[0] == 2), "pruned")
+    need(not gaps or not fixed, "gaps")
+    there = read_bitmap(r, m) if gaps else np.ones(m, bool)
     planes: list[Any] = [None] * nplanes
-    nonzero = np.ones(m, bool)
-    k = m
+    j = k = int(there.sum())
+    nonzero = np.ones(j, bool)
     for p, data in slices.items():
         need(modes[p] == 0, "mode of a fixed plane")
         planes[p] = np.frombuffer(data, np.uint8).astype(np.int64)
@@ -439,7 +450,7 @@ def decode_region(
     for p in range(nplanes):
         if fixed >> p & 1:
             continue
-        mode, count = modes[p], k if p else m
+        mode, count = modes[p], k if p else j
         if mode == 2:
             need(coded >> p & 1, "no codebook")
             out = np.array(decode_lanes(books[p], r, count)[0], np.int64)
@@ -462,11 +473,16 @@ def decode_region(
             k = int(nonzero.sum())
             need(k, "pruned to nothing")
         elif pruned:
-            full = np.zeros(m, np.int64)
+            full = np.zeros(j, np.int64)
             full[nonzero] = out
             out = full
         planes[p] = out
     r.zeros(8)
+    for p in range(nplanes):
+        if gaps:
+            full = np.zeros(m, np.int64)
+            full[there] = planes[p]
+            planes[p] = full
     need(all(not planes[p][~nonzero].any() for p in slices), "a pruned value's byte in a fixed plane")
     u = [x.astype(np.uint64) for x in planes]
     width = 8 * nplanes
@@ -538,24 +554,30 @@ class Truncate:
     def block(self, r: Reader, first: int, m: int, book: Codebook, off: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         (head,) = r.ints("I")
         mode = head & 3
-        need(mode < 3 and not head & ~(3 | (0x1F00 if self.options & 8 else 0xF00)), "head")
-        need(not self.options & 8 or head >> 8 <= self.p + 1, "head")
+        need(mode < 3 and not head & ~(3 | (0x1F00 if self.options & 8 else 0xF00) | 1 << 17), "head")
+        tail = head >> 8 & 0x1F
+        need(not self.options & 8 or tail <= self.p + 1, "head")
         digest32 = r.ints("I")[0] if self.sent == 2 else 0
+        there = read_bitmap(r, m) if head >> 17 else np.ones(m, bool)
+        j = int(there.sum())
         joint = self.sent == 1
         escaped: list[int] = []
         if mode == 2:
-            values, escaped = decode_lanes(book, r, m, joint)
+            values, escaped = decode_lanes(book, r, j, joint)
             s = np.array(values, np.int64)
         else:
             need(mode == 0 or not joint, "raw symbols with levels")
-            s = np.frombuffer(r.take(m), np.uint8).astype(np.int64) if mode else np.full(m, r.take(1)[0], np.int64)
-        level = np.zeros(m, np.int64)
+            s = np.frombuffer(r.take(j), np.uint8).astype(np.int64) if mode else np.full(j, r.take(1)[0], np.int64)
+        level = np.zeros(j, np.int64)
         if joint:
             base = 0 if self.last == 31 else 96
             need(((s == 0) | (s >= 4)).all(), "symbol")
-            base_of = np.where(np.isin(np.arange(m), escaped), 0, base)
+            base_of = np.where(np.isin(np.arange(j), escaped), 0, base)
             level, s = np.where(s == 0, 0, s & 3), np.where(s == 0, 0, (s >> 2) + base_of)
         need((s <= self.last).all(), "exponent")
+        full = np.zeros((2, m), np.int64)
+        full[:, there] = s, level
+        s, level = full
         e = raised(s * self.octave, off, self.octave) // self.octave
         some = e > 0
         drops = np.array(self.drops)
@@ -578,7 +600,7 @@ class Truncate:
             need(not k[e == self.last].any(), "level of Inf or NaN")
         field = np.zeros(m, np.int64)
         if self.options & 8:
-            left_out = np.maximum(k, head >> 8)
+            left_out = np.maximum(k, tail)
             field[some] = self.packed(r, (self.p + 1 - left_out)[some]) << left_out[some]
         else:
             rest = self.p + 1

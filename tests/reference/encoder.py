@@ -553,17 +553,27 @@ def uneven(c: Array, v: int) -> bool:
 
 @dataclass
 class Sample:
-    """Statistics of sampled planes, by plane: counts of bytes; all equal; one of the sampled quad rows is all zero."""
+    """Statistics of sampled planes, by plane: counts of bytes; all equal; one of the sampled quad rows is all zero.
+
+    Counts and zero runs are without empty quad rows; ``has_empty``: one of the sampled quad rows is empty.
+    """
 
     counts: list[Array]
     constant: list[bool]
     zero_run: list[bool]
+    has_empty: bool
 
 
 def quad_rows(n: int, rows: Any) -> Array:
     """Return the indices of the values in the given quad rows, which are runs of 128 values."""
-    i = (np.asarray(rows)[:, None] * 128 + np.arange(128)).ravel()
+    i = (np.asarray(rows, np.int64)[:, None] * 128 + np.arange(128)).ravel()
     return i[i < n]
+
+
+def empty(x: Array) -> Array:
+    """Return for each value if its quad row is empty: all bits of its values are 0 (section 1)."""
+    rows = np.append(x != 0, np.zeros(-len(x) % 128, bool)).reshape(-1, 128)
+    return np.repeat(~rows.any(1), 128)[: len(x)]
 
 
 def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
@@ -573,10 +583,14 @@ def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
     take = min(-(-nrows // 2), 256 if is_float8(dtype) else 64)
     rows = [i * nrows // take for i in range(take)]
     i = quad_rows(n, rows)
+    constant = [bool((p[i] == p[i[0]]).all()) for p in planes]
+    some = [r for r in rows if bits[128 * r : 128 * r + 128].any()]
+    i = quad_rows(n, some)
     sample = Sample(
         [histogram(p[i]) for p in planes],
-        [bool((p[i] == p[i[0]]).all()) for p in planes],
-        [any(not p[128 * r : 128 * r + 128].any() for r in rows) for p in planes],
+        constant,
+        [any(not p[128 * r : 128 * r + 128].any() for r in some) for p in planes],
+        len(some) < len(rows),
     )
     zero = planes[0][i] == 0
     if dtype == 2 and 64 * int(zero.sum()) >= len(i) and not any(p[i][zero].any() for p in planes):
@@ -761,18 +775,31 @@ def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: i
 
 
 def scale_model(
-    ask: Ask, how: int, pattern: Array, shape: tuple[int, ...], zero: int, octave: int, grain: int, finest: int
+    ask: Ask,
+    how: int,
+    pattern: Array,
+    bits: Array,
+    shape: tuple[int, ...],
+    zero: int,
+    octave: int,
+    grain: int,
+    finest: int,
 ) -> tuple[Model | None, Array, int, int]:
-    """Return the model of section 4 or None, counts of symbols, the number of sampled zeros, and of samples."""
+    """Return the model of section 4 or None, counts of symbols, the number of sampled zeros, and of samples.
+
+    ``bits``: bits of the values, which tell if a quad row is empty.
+    """
     n, s = len(pattern), 4 if octave == 16 else 8 if grain == 256 else 7
     stride, circle = stride_of(n), (32768 - zero) // grain
     flat, based = how == 1 or n < 4096, octave == 16
     if flat and not based:
-        plain = histogram(pattern[sampled(n, stride)] >> s & 255)
-        return None, plain, int(plain[0]), int(plain.sum())
+        i = sampled(n, stride)
+        some = i[~empty(bits)[i]]
+        plain = histogram(pattern[some] >> s & 255)
+        return None, plain, int(plain[0]) + len(i) - len(some), len(i)
     centre = 0x4800 if octave == 16 else 0x4000
     cuts = cut_parts(replace(ask, segments=None) if flat else ask, n, shape if n >= 8192 else ())
-    raw, zeros, parts, samples = np.zeros(256, np.int64), 0, [], []
+    raw, zeros, values, parts, samples = np.zeros(256, np.int64), 0, 0, [], []
     for start, count, dims in cuts:
         row = columns_of(dims, count)
         none = np.zeros(0, np.int64)
@@ -787,19 +814,22 @@ def scale_model(
         if flat:
             part.kind, part.shifts, part.rows, part.cols, part.base = 0, [0, 0], none, none, base(8)
         i = sampled(count, stride)
+        take = len(i)
+        i = i[~empty(bits[start : start + count])[i]]
         raw = histogram(p[i] >> s & 255)
         fitted = histogram(lowered(p[i], grain * part.offsets()[i], zero) >> s & 255)
-        zeros += int(fitted[0])
+        zeros += int(fitted[0]) + take - len(i)
+        values += take
         cost_of_nibbles = 4 * (len(part.rows) + len(part.cols)) + 64
-        if not flat and how != 2 and not pays(huffman(raw), huffman(fitted), len(i), count, cost_of_nibbles):
+        if not flat and how != 2 and not pays(huffman(raw), huffman(fitted), take, count, cost_of_nibbles):
             part.kind, part.shifts, part.rows, part.cols = 0, [0, 0], none, none
             part.base = base(1 if grain == 256 else 8)
         parts.append(part)
         samples.append((p[i], part.offsets()[i]))
     p, q = (np.concatenate(x) for x in zip(*samples, strict=True))
     if len(parts) == 1 and not parts[0].kind and not based:
-        return None, raw, zeros, len(p)
-    return Model(parts, grain), histogram(lowered(p, grain * q, zero) >> s & 255), zeros, len(p)
+        return None, raw, zeros, values
+    return Model(parts, grain), histogram(lowered(p, grain * q, zero) >> s & 255), zeros, values
 
 
 # ---- Lossless frames (sections 5 and 6)
@@ -876,7 +906,7 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
         pruned = has_top(dtype) and 64 * zeros >= values
         if book and 100 * bits < 98 * 8 * total:
             chosen.books[p], chosen.raw[p] = book, raw
-        elif not top and not sample.constant[p] and not sample.zero_run[p] and not pruned:
+        elif not (top or sample.constant[p] or sample.zero_run[p] or sample.has_empty or pruned):
             chosen.fixed |= {p}
     return chosen, bits
 
@@ -887,10 +917,23 @@ def has_top(dtype: int) -> bool:
     return nplanes > 1 and octave > 0
 
 
+def gaps(void: Array) -> tuple[int, bytes, Array]:
+    """Return the head's bit and the bitmap of a block, and for each value if the region has it (format.md, section 6).
+
+    ``void``: for each value of the block if its quad row may be left out.
+    """
+    if void.all() or not void.any():
+        return 0, b"", np.ones(len(void), bool)
+    bitmap = np.packbits(~void[::128], bitorder="little").tobytes()
+    return 1 << 17, bitmap + bytes(-len(bitmap) % 4), ~void
+
+
 def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
     """Encode the planes of a lossless block to its region (section 6)."""
     nplanes = DTYPES[dtype][1]
-    head, body, is_pruned, zero = 0, b"", False, planes[0] == 0
+    head, body, there = gaps(empty(np.any(planes, axis=0)) & (not chosen.fixed))
+    planes = [p[there] for p in planes]
+    is_pruned, zero = False, planes[0] == 0
     for p in range(nplanes):
         if p in chosen.fixed:
             continue
@@ -914,7 +957,7 @@ def pattern_model(ask: Ask, shape: tuple[int, ...], bits: Array, dtype: int) -> 
         plain = sample_planes(bits, dtype, 0)
         c = plain.counts[1].reshape(-1, 2 << s).sum(0)
         finest = 0 if not plain.constant[1] and not plain.zero_run[1] and not uneven(c, 2 << s) else 3
-    return scale_model(ask, ask.variant, pattern, shape, zero_of(dtype), octave, grain_of(dtype), finest)
+    return scale_model(ask, ask.variant, pattern, bits, shape, zero_of(dtype), octave, grain_of(dtype), finest)
 
 
 def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
@@ -1037,7 +1080,7 @@ def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -
     """Map truncated values to symbols (section 8.2)."""
     octave = TRUNCATED[dtype][5]
     pattern = x >> (16 if dtype == 1 else 0) & 0x7FFF
-    model = scale_model(ask, 0, pattern, shape, octave, octave, octave // 8, 3)[0]
+    model = scale_model(ask, 0, pattern, x, shape, octave, octave, octave // 8, 3)[0]
     u = lowered(c.e * octave, model.offsets if model else 0, octave) // octave
     literals, values, outside = u.astype(np.uint8), u, np.zeros(len(u), bool)
     if ask.variant == 1:
@@ -1045,8 +1088,8 @@ def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -
         outside = (u > 0) & ~((t > 0) & (t < 64))
         values = np.where(outside | (u == 0), 0, 4 * t + level)
         literals = np.where(u > 0, 4 * u + level, 0).astype("<u2")
-    n = len(u)
-    counts = histogram(values[sampled(n, stride_of(n))])
+    i = sampled(len(u), stride_of(len(u)))
+    counts = histogram(values[i[~empty(u)[i]]])
     return Symbols(np.where(outside, ESCAPE, values), literals, counts, model)
 
 
@@ -1100,19 +1143,21 @@ def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
     regions = []
     for first, m in blocks:
         i = slice(first, first + m)
-        values, body = s.values[i], b""
+        body = b""
         if ask.variant == 2:
             body += struct.pack("<I", digest(c.ea[i].astype(np.uint8).tobytes(), 0x500) & 0xFFFFFFFF)
-        mode, part = 2, coded_plane(book, values, s.literals[i])
+        flag, bitmap, there = gaps(empty(c.e[i]))
+        values = s.values[i][there]
+        mode, part = 2, coded_plane(book, values, s.literals[i][there])
         if (values == values[0]).all() and values[0] != ESCAPE:
             mode, part = 0, bytes([values[0]])
-        elif len(part) >= m and ask.variant != 1:
+        elif len(part) >= len(values) and ask.variant != 1:
             mode, part = 1, values.astype(np.uint8).tobytes()
-        body += part
+        body += bitmap + part
         if ask.variant == 0:
             body += packed(c.level(dtype)[i][c.e[i] > 0], 2)
         head, pieces = put_fields(ask, dtype, c, i)
-        regions.append(pad8(struct.pack("<I", mode | head) + body + pieces))
+        regions.append(pad8(struct.pack("<I", mode | head | flag) + body + pieces))
     built = frame.blocks(side, regions, log2, 1, (1 if ask.book else 0) | (2 if s.model else 0))
     return built if len(built) < len(stored) else stored
 

@@ -18,7 +18,7 @@ from support.frame_builder import Blocks, book, coded, region
 
 F32 = np.float32
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, E4M3, E5M2, E8M0, BOOL, UINT8 = 1, 2, 3, 4, 5, 6, 9, 16, 21
-CONSTANT, RAW, CODED, ROWS, PRUNED = 0, 1, 2, 3, 1 << 16
+CONSTANT, RAW, CODED, ROWS, PRUNED, GAPS = 0, 1, 2, 3, 1 << 16, 1 << 17
 SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE, TRUNCATE = range(2, 8)
 
 
@@ -102,10 +102,20 @@ def model8(kind, shifts, base, nibbles, dtype=E4M3):
     return Blocks(dtype, 4096, [region(head(CONSTANT) + b"\0")] * 8, side=side, coded=1, flags=2)
 
 
-def pruned(symbols, rest, literals=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT, CONSTANT), **more):
-    """Return a frame of float32 in which plane 0 is coded, and zero values are pruned from the other planes."""
-    body = head(*modes, flags=PRUNED) + coded(symbols, lengths, literals) + rest
-    return Blocks(FLOAT32, len(symbols), [region(body)], side=book(lengths), coded=1, **more)
+def pruned(symbols, rest, literals=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT, CONSTANT), gaps=None, n=None, **more):
+    """Return a frame of float32 in which plane 0 is coded, and zero values are pruned from the other planes.
+
+    ``gaps``: bitmap of a block with gaps, which has ``n`` values.
+    """
+    flags = PRUNED | (GAPS if gaps else 0)
+    body = head(*modes, flags=flags) + (u32(gaps) if gaps else b"") + coded(symbols, lengths, literals) + rest
+    return Blocks(FLOAT32, n or len(symbols), [region(body)], side=book(lengths), coded=1, **more)
+
+
+def gaps(n, bitmap, body, mode=RAW, lengths=SEVEN, **more):
+    """Return a frame of n uint8 values whose block has gaps; ``bitmap``: its words."""
+    coded_plane = {"side": book(lengths), "coded": 1} if mode == CODED else {}
+    return Blocks(UINT8, n, [region(head(mode, flags=GAPS) + u32(*bitmap) + body)], **coded_plane, **more)
 
 
 def wide(plane0, plane1, modes=(RAW, RAW), **more):
@@ -246,6 +256,65 @@ LOSSLESS_CASES = {
         wide(coded([ESCAPE, ESCAPE], SEVEN, b"\0\0"), b"\x80", (CODED, RAW), flags=PRUNED),
         "pruned to nothing",
     ),
+    "gaps": (gaps(130, [2], b"\5\6"), bytes(128) + b"\5\6"),
+    "gaps, the last quad row": (gaps(130, [1], bytes(range(128))), bytes(range(128)) + bytes(2)),
+    "gaps, a quad row of zeros whose bit is 1": (gaps(130, [2], b"\0\0"), bytes(130)),
+    "gaps, constant": (gaps(300, [5], b"\7", CONSTANT), b"\7" * 128 + bytes(128) + b"\7" * 44),
+    "gaps, coded": (gaps(130, [2], coded([7, ESCAPE], SEVEN, b"\5"), CODED), bytes(128) + b"\7\5"),
+    "gaps, coded, more than a quad row": (
+        gaps(300, [6], coded([7, ESCAPE] * 86, SEVEN, bytes(range(86))), CODED),
+        bytes(128) + b"".join(bytes([7, i]) for i in range(86)),
+    ),
+    "gaps, coded, symbols of all values": (gaps(130, [2], coded([7] * 130, SEVEN), CODED), "lanes do not end on 32 .*"),
+    "gaps, halved": (
+        gaps(130, [2], coded([7, ESCAPE], SEVEN, b"\x0f") + b"\x21", CODED, halved=1),
+        bytes(128) + b"\x17\x2f",
+    ),
+    "gaps, rows": (gaps(300, [5], b"\2" + b"\5" * 44, ROWS), bytes(256) + b"\5" * 44),
+    "gaps, rows, a bit for no run": (gaps(300, [5], b"\4" + b"\5" * 44, ROWS), "bitmap padding"),
+    "gaps, no quad row": (gaps(130, [0], b""), "bitmap"),
+    "gaps, every quad row": (gaps(130, [3], bytes(130)), "bitmap"),
+    "gaps, one quad row": (gaps(2, [1], b"\5\6"), "bitmap"),
+    "gaps, a bit for no quad row": (gaps(130, [6], b"\5\6"), "bitmap padding"),
+    "gaps, a byte for no quad row": (gaps(130, [0x102], b"\5\6"), "bitmap padding"),
+    "gaps, the last bit of the bitmap": (gaps(130, [0x80000002], b"\5\6"), "bitmap padding"),
+    "gaps, all bits": (gaps(130, [0xFFFFFFFF], bytes(130)), "bitmap padding"),
+    "gaps, a bitmap of two words": (gaps(4100, [0, 1], b"\5\6\7\x08", log2=13), bytes(4096) + b"\5\6\7\x08"),
+    "gaps, two full words": (gaps(8192, [0xFFFFFFFF] * 2, b"\5", CONSTANT, log2=13), "bitmap"),
+    "gaps, half a bitmap": (
+        Blocks(UINT8, 4100, [region(head(RAW, flags=GAPS) + u32(1))], log2=13),
+        "section is too short",
+    ),
+    "gaps, too few bytes": (gaps(300, [1], bytes(100)), "section is too short"),
+    "gaps, bytes of all values": (gaps(300, [1], b"\5" * 300), "padding"),
+    "gaps, several planes": (
+        Blocks(
+            FLOAT32,
+            130,
+            [
+                region(
+                    head(RAW, CODED, CONSTANT, RAW, flags=GAPS)
+                    + u32(2)
+                    + b"\x7f\x7e"
+                    + coded([7, 7], SEVEN)
+                    + b"\1\2\3"
+                )
+            ],
+            side=book(SEVEN),
+            coded=2,
+        ),
+        bytes(512) + u32(0x3F870102, 0x3F070103),
+    ),
+    "gaps, pruned": (
+        pruned([127, 0, 127], b"\x11\x22\0\0", gaps=2, n=131),
+        bytes(512) + u32(0x3F910000, 0, 0x3FA20000),
+    ),
+    "gaps, pruned to nothing": (pruned([0, 0], bytes(3), gaps=2, n=130, modes=(CODED,)), "pruned to nothing"),
+    "gaps, fixed plane": (
+        pruned([127, 0], b"\x11\0", gaps=2, n=130, modes=(CODED, RAW), fixed={3: bytes(130)}),
+        "gaps",
+    ),
+    "a flag after gaps": (Blocks(UINT8, 1, [region(head(RAW, flags=1 << 18) + b"\5")]), "region head"),
     # cases for format.md, section 7
     "more than a quad row": (
         u8([7, ESCAPE] * 100, SEVEN, bytes(range(100))),
@@ -316,6 +385,7 @@ def behind(lead, blocks, values):
 def check_lossless(decode, name, lead):
     """Check a case of sections 2 to 7. `lead`: after an inserted block of zeros; decoders process blocks in pairs."""
     blocks, values = LOSSLESS_CASES[name]
+    lead = lead and blocks.log2 == 9  # the leading block has 512 values
     lead = lead and not blocks.flags & 2  # a scale model fixes the number of values, so no block can be added
     check_case(decode, blocks.frame(lead), behind(lead, blocks, values))
 
@@ -687,6 +757,24 @@ TRUNCATE_CASES = {
         u32(0x3F800000, 0x7F800000 | 5 << 6),
     ),
     # cases for format.md, section 9.4
+    "gaps": (cut(FLOAT32, 130, u32(0xF01 | GAPS, 2) + b"\x7f\0", FIXED), bytes(512) + u32(0x3F800000, 0)),
+    "gaps, the last quad row": (cut(FLOAT16, 130, u32(0xF00 | GAPS, 1) + b"\7", FIXED), halves(*[7 << 10] * 128, 0, 0)),
+    "gaps, coded": (
+        cut(BFLOAT16, 130, u32(0xF02 | GAPS, 2) + coded([7, ESCAPE], SEVEN, b"\x7f"), FIXED),
+        bytes(256) + halves(7 << 7, 127 << 7),
+    ),
+    "gaps, levels in symbols": (
+        cut(FLOAT32, 130, u32(0xF02 | GAPS, 2) + coded([28, ESCAPE], FOUR, b"\xfc\1"), JOINT, lengths=FOUR),
+        bytes(512) + u32(103 << 23, 127 << 23),
+    ),
+    "gaps, levels in a plane": (
+        cut(FLOAT32, 130, u32(0xE01 | GAPS, 2) + b"\x7f\x7f" + b"\x0c" + b"\x20\x08", PLANE),
+        bytes(512) + u32(0xBF800000, 0xBF800000),
+    ),
+    "gaps, no quad row": (cut(FLOAT32, 130, u32(0xF01 | GAPS, 0), FIXED), "bitmap"),
+    "gaps, every quad row": (cut(FLOAT32, 130, u32(0xF01 | GAPS, 3) + bytes(130), FIXED), "bitmap"),
+    "gaps, a bit for no quad row": (cut(FLOAT32, 130, u32(0xF01 | GAPS, 6) + b"\x7f\0", FIXED), "bitmap padding"),
+    "gaps, exponent too large": (cut(FLOAT16, 130, u32(0xF01 | GAPS, 2) + b"\x7f\0", FIXED), "exponent"),
     "a piece of zeros that is kept": (cut(FLOAT32, 1, u32(0xE00) + b"\x7f\0", FIXED), u32(0x3F800000)),
     "symbols of mode 3": (cut(FLOAT32, 1, u32(0xF03) + b"\0", FIXED), "head"),
     "a reserved bit of the head": (cut(FLOAT32, 1, u32(0x1F00) + b"\0", FIXED), "head"),

@@ -60,6 +60,12 @@ def floats(dtype, n, salt, wide=0):
     return bits.astype(f"u{size}")
 
 
+def only_rows(x, step):
+    """Return x with zeros in all quad rows but each `step`th; 1 value in 16 of these rows is 0, too."""
+    zero = (np.arange(len(x)) // 128 % step != 1) | (hashed(len(x), 28) % np.uint64(16) == 0)
+    return np.where(zero, 0, x).astype(x.dtype)
+
+
 def golden_tensor(name):
     """Return the bits, the dtype and the other arguments of encode for a golden frame."""
     dtype, kind, *more = name.split("-")
@@ -105,6 +111,13 @@ def golden_tensor(name):
         x = floats(dtype, 4000, 12)
         x[: 4000 - 600] &= u.type(0xFFFF0000)
         return x, dtype, {}
+    if kind == "gaps":
+        x = (
+            floats(dtype, 3000, 27)
+            if dtype in ("float32", "float64", "bfloat16", "float16")
+            else hashed(3000, 27) >> 58
+        )
+        return only_rows(x.astype(u), 5), dtype, {}
     if kind == "constant":
         return np.full(1000, 0x40490FDB, u), dtype, {}
     if kind == "cap":
@@ -126,6 +139,7 @@ def golden_tensor(name):
         how = {"optimizer": metric, "state": state} if metric else {}
         x = floats(dtype, 3000, 19)
         x &= ~u.type(0xFFFF if "narrow" in more else 0)  # float32 values that bfloat16 can represent
+        x = only_rows(x, 5) if "gaps" in more else x
         return x.reshape(30, 100), dtype, {"spec": TRUNCATES[kind], **how}
     if kind == "parts":
         segments = [(0, (50, 100)), (5000, (700,)), (6000, (70, 80))]
@@ -194,6 +208,8 @@ NAMES = [
     "bool-delta_same",
     "float32-truncate_bit-narrow",
     "float32-truncate_coded-narrow",
+    *(f"{d}-gaps" for d in ("float32", "float64", "bfloat16", "float16", "int32", "uint8")),
+    *(f"{d}-gaps" for d in ("float32-truncate_bit", "bfloat16-truncate_coded", "float16-truncate_plane")),
     *(f"{d}-quantize_4_zero" for d in ("bfloat16", "float16")),
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Tensors that tests encode: bits of every dtype and distribution, normal values, gradients with optimizer state."""
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -68,6 +69,22 @@ def float8_tensors(dtype):
     ]
     for x in tensors:
         yield x.astype(F32).astype(getattr(ml_dtypes, dtype)).view(np.uint8)
+
+
+def with_empty_rows(x, rows):
+    """Return x with 0 in the quad rows (128 values) whose numbers are in `rows`."""
+    return np.where(np.isin(np.arange(x.size) // 128, rows), 0, x).astype(x.dtype)
+
+
+def gap_tensors(dtype):
+    """Yield bits of tensors in which some quad rows are empty: the first, the last, all but one, whole blocks."""
+    x = random_bits(dtype, 20_000, "normal")
+    x |= x.dtype.type(1)
+    rows = np.arange(157)
+    for empty in (rows[1:], rows[:-1], rows[rows != 100], rows[rows % 25 > 0], rows[:128], [5], [128], [156], rows):
+        yield with_empty_rows(x, empty)
+    for n, empty in itertools.product((513, 640, 4097), (0, 1, 2)):
+        yield with_empty_rows(x[:n], ([n // 128], range(n // 128), [0, 3])[empty])
 
 
 def normal_values(shape, seed=0, scale=0.01):

@@ -7,6 +7,7 @@ import numpy as np
 
 from codec.engines.numba.checksum import PLANE, digest
 from codec.engines.numba.floats import NOWHERE, STORE, put, to_floats
+from codec.engines.numba.gaps import GAPS, MOST_ROWS, expand_rows, find_gaps, get_bitmap, pack_rows, put_bitmap
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.lanes import ROW
 from codec.engines.numba.model import fill_offsets, fill_row_offsets
@@ -48,8 +49,6 @@ from codec.engines.numba.scans import compact, count_from, expand, is_constant, 
 from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy
 
 PRUNED = 1 << 16  # flag in a region's head: planes other than plane 0 do not contain the bytes of +0 values
-
-
 MANY = 64  # +0 values of a block are pruned if at least one value in 64 is +0
 
 
@@ -173,9 +172,15 @@ def _prune(job, planes, m):
 
 
 @jit
-def _put_block(job, planes, m, room, low, region):
+def _put_block(job, values, planes, rows, m, room, low, region):
     """Write the planes of a block to its region, and return the region's size in bytes."""
-    head, at, k = 0, 4, m
+    kept = m if job.fixed else find_gaps(values, m, job.size, rows)
+    head, at = 0, 4
+    if kept < m:
+        head, at = GAPS, put_bitmap(rows, m, region, at)
+        for p in range(job.size):
+            pack_rows(rows, m, planes[p])
+    m = k = kept
     for p in range(job.size):
         if job.fixed >> p & 1:
             continue
@@ -195,6 +200,7 @@ class LosslessWork(NamedTuple):
     flat: Any  # `planes` as one dimension
     low: Any  # symbols of a plane, followed by raw bits
     region: Any
+    rows: Any  # by quad row: 1 if the region has its values
     offset: Any
     upper: Any  # upper 16 bits of each value; `half` has 32 bits of each 8-byte value
     half: Any
@@ -214,6 +220,7 @@ def work_of(job):
         planes.reshape(-1),
         np.empty(2 * PLANE_ROOM, U8),
         np.empty(8 * BLOCK + 64, U8),
+        np.empty(MOST_ROWS, U8),
         np.empty(BLOCK, U16),
         np.empty(BLOCK, U16),
         np.empty(BLOCK, U32),
@@ -242,9 +249,9 @@ def encode_blocks(job, work, data, frame, limit, first, count, result):
         values = data[job.size * start : job.size * (start + m)]
         split_values(job, values, work.offset, work.upper, work.half, work.planes)
         fixed = _put_fixed(job, frame, work.planes, start, m)
-        fits = limit - at >= m * job.size + 8
+        fits = limit - at >= m * job.size + 8 + MOST_ROWS // 8
         region = frame[at:limit] if fits else work.region
-        size = _put_block(job, work.planes, m, work.coder, work.low, region)
+        size = _put_block(job, values, work.planes, work.rows, m, work.coder, work.low, region)
         status = close_block(frame, job, b, region, size, fits, limit, fixed, result)
         if status:
             return status
@@ -254,7 +261,7 @@ def encode_blocks(job, work, data, frame, limit, first, count, result):
 @jit
 def _read_head(job, head, at, mode, fault):
     """Read the modes of a region's planes, and check that they are valid."""
-    known = PRUNED | ((1 << 2 * job.size) - 1)
+    known = PRUNED | (0 if job.fixed else GAPS) | ((1 << 2 * job.size) - 1)
     if head & ~known:
         return bad(fault, BAD_REGION, at, head, known)
     for p in range(job.size):
@@ -362,6 +369,9 @@ def _get_block(frame, job, work, first, m, merges, fault):
     status = _read_head(job, head, c[0], mode, fault)
     c[0] += 4
     wanted = merges or head & PRUNED != 0
+    whole = m
+    if not status and head & GAPS:
+        status, m = get_bitmap(frame, m, work.rows, c, fault)
     k = m
     for p in range(job.size):
         if status or job.fixed >> p & 1:
@@ -375,6 +385,9 @@ def _get_block(frame, job, work, first, m, merges, fault):
         if not status and p == 0 and head & PRUNED:
             k = count_from(planes[0][:m], 1)
             status = _check_pruned(frame, job, first, m, planes, fault) if k else bad(fault, BAD_REGION, c[0], 0, 1)
+    if not status and merges and head & GAPS:
+        for p in range(job.size):
+            expand_rows(work.rows, whole, m, planes[p])
     return status if status else end_region(frame, c, fault)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from codec._c.library import DTYPE_NAMES, DTYPES, LEVEL_BITS, MANTISSA_BITS, lib
 from codec.engines.numba.checksum import STATE, digest
 from codec.engines.numba.floats import NOWHERE, STORE, load_native, put, to_floats
+from codec.engines.numba.gaps import GAPS, MOST_ROWS, expand_rows, find_gaps, get_bitmap, pack_rows, put_bitmap
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.model import fill_offsets, fill_row_offsets
 from codec.engines.numba.packing import pack, unpack
@@ -72,6 +73,7 @@ class TruncateWork(NamedTuple):
     coder: Any
     kind: TruncateDtype
     region: Any
+    rows: Any  # by quad row: 1 if the region has its symbols
     native: Any
     x: Any
     offset: Any
@@ -100,6 +102,7 @@ def work_of(job):
         coder_room(job, BLOCK),
         TruncateDtype(mbits, bits - 1, last // 2, last, base, np.array(LEVEL_BITS[name], I64), pieces),
         np.empty((job.size + 3) * BLOCK + 1024, U8),
+        np.empty(MOST_ROWS, U8),
         np.empty(4 * BLOCK, U8),
         np.empty(BLOCK, F32),
         np.empty(BLOCK, U16),
@@ -137,9 +140,12 @@ def _load_patterns(job, work, data, feedback, first, x):
 
 @jit
 def _put_symbols(job, work, m, out, at):
-    """Encode the symbols of a block in the mode that takes the fewest bytes; return mode, and end in ``out``."""
+    """Encode the symbols of a block in the mode that takes the fewest bytes.
+
+    Return mode and gaps as bits of the region's head, and the end in ``out``.
+    """
     kind, joint = work.kind, job.variant == CODED_LEVELS
-    symbol, e = work.symbol[:m], work.e[:m]
+    symbol, e, flag = work.symbol[:m], work.e[:m], 0
     lowered, outside = work.kept[:m] if joint else symbol, 0
     if len(job.parts):
         move_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, False, lowered)
@@ -148,9 +154,16 @@ def _put_symbols(job, work, m, out, at):
     if joint:
         levels_of(kind, work.drop[:m], work.level[:m])
         outside = join(lowered, work.level[:m], kind.base, work.pair[:m], symbol)
+    kept = find_gaps(e, m, 1, work.rows)
+    if kept < m:
+        flag, at = GAPS, put_bitmap(work.rows, m, out, at)
+        pack_rows(work.rows, m, symbol)
+        if joint:
+            pack_rows(work.rows, m, work.pair)
+        m, symbol = kept, symbol[:kept]
     if not outside and is_constant(symbol):
         out[at] = symbol[0]
-        return CONSTANT, at + 1
+        return flag | CONSTANT, at + 1
     if outside:
         for i in range(m):
             if work.pair[i] and symbol[i] == 0:
@@ -158,9 +171,9 @@ def _put_symbols(job, work, m, out, at):
     wide = work.pair if joint else work.coder.none
     end = put_coded(job, 0, work.symbol, m, wide, 1 << 40 if joint else m - 1, work.coder, out, at)
     if end:
-        return CODED, end
+        return flag | CODED, end
     copy(out[at:], symbol)
-    return RAW, at + m
+    return flag | RAW, at + m
 
 
 @jit
@@ -349,7 +362,7 @@ def _get_pieces(frame, job, work, head, m, checking, c, fault):
     """Decode fields to ``work.pattern``; with ``checking``, only validate them."""
     kind, f, width = work.kind, work.pattern[:m], work.width[:m]
     total = kind.mbits + 1
-    tail = head >> 8 if job.options & BITS else 0
+    tail = head >> 8 & 31 if job.options & BITS else 0
     widths_of(work.e[:m], work.drop[:m], total, total - tail, width)
     if job.options & BITS:
         nbits = 0
@@ -390,17 +403,25 @@ def _get_block(frame, job, work, ea, none, first, m, checking, fault):
     at = c[0]
     head = I64(load32(frame, at))
     by_bit = job.options & BITS != 0
-    known = 3 | (31 << 8 if by_bit else 15 << 8)
-    if head & ~known or head & 3 == ROWS or (by_bit and head >> 8 > kind.mbits + 1):
+    known = GAPS | 3 | (31 << 8 if by_bit else 15 << 8)
+    if head & ~known or head & 3 == ROWS or (by_bit and head >> 8 & 31 > kind.mbits + 1):
         return bad(fault, BAD_REGION, at, head, known)
     c[0] += 4
     found = U32(0)
     if job.variant == SHARED:
         found = load32(frame, c[0])
         c[0] += 4
-    status = _get_symbols(frame, job, work, head & 3, m, c, fault)
+    status, kept = OK, m
+    if head & GAPS:
+        status, kept = get_bitmap(frame, m, work.rows, c, fault)
+    if not status:
+        status = _get_symbols(frame, job, work, head & 3, kept, c, fault)
     if status:
         return status
+    if head & GAPS:
+        expand_rows(work.rows, m, kept, work.e)
+        if job.variant == CODED_LEVELS:
+            expand_rows(work.rows, m, kept, work.level)
     if len(job.parts):
         fill_offsets(job, first, work.offset[:m])
         e = work.e[:m]

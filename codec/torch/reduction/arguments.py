@@ -240,7 +240,7 @@ def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") 
         raise ArgumentError(
             f"{name} must have {n} values of {dtype} for this tensor, got {tensor.numel()} of {tensor.dtype}"
         )
-    check_storage(tensor, tensor.device.type)
+    check_storage(tensor)
     if n and not tensor.data_ptr():
         raise ArgumentError(
             f"{name} is a {type(tensor).__name__} without memory of its own: pass the tensor that holds its values"

@@ -42,8 +42,10 @@ DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kin
 	if (threadIdx.x == 0) {
 		v->model_parts.count = used;
 		if (!nparts) { /* if there are parts, decide_part has already counted zeros and values */
-			c->nzeros = c->counts[0][0];
-			c->nvalues = total;
+			const uint32_t empty = *(const volatile uint32_t *)&found->empty;
+
+			c->nzeros = c->counts[0][0] + empty;
+			c->nvalues = total + empty;
 		}
 	}
 	__threadfence();

@@ -20,6 +20,7 @@ struct codec_part_found {
 	uint32_t rows, cols, counts; /* number of finished tasks of each step */
 	/* flags: rows_ready is set once the row offsets are computed, cols_ready once the column offsets are */
 	uint32_t rows_ready, cols_ready;
+	uint32_t empty; /* number of values in empty quad rows, which the counts do not have */
 	int16_t mean[CHOOSE_ROWS];
 	uint64_t side_nibbles; /* size in bytes of the nibbles of all earlier parts in the side section */
 	/* symbol counts: without offsets (raw), with offsets (lowered), with the base only (based; float64) */
@@ -38,12 +39,18 @@ struct codec_choice {
 	 * PLANES or PARTS is available
 	 */
 	uint32_t done[3], ready[2];
-	/* masks of planes: zero_runs: a sampled row of 128 bytes is all 0; varied: not all sampled bytes are equal */
+	/*
+	 * masks of planes: zero_runs: a sampled row of 128 bytes is all 0, but not all planes of the row are; varied:
+	 * not all sampled bytes are equal
+	 */
 	uint32_t zero_runs, varied;
-	uint32_t under;                     /* not 0 if another plane has a nonzero byte where plane 0 is 0 */
-	int32_t finest;                     /* finest shift of offsets */
-	unsigned long long zeros, sampled;  /* sample of planes: number of 0 bytes, and of all bytes, of plane 0 */
-	unsigned long long nzeros, nvalues; /* sample of symbols: number of 0 symbols, and of all symbols */
+	uint32_t has_empty_row; /* not 0 if all bits of a sampled quad row are 0 */
+	uint32_t under;         /* not 0 if another plane has a nonzero byte where plane 0 is 0 */
+	int32_t finest;         /* finest shift of offsets */
+	/* sample of planes without empty quad rows: number of 0 bytes, and of all bytes, of plane 0 */
+	unsigned long long zeros, sampled;
+	/* sample of symbols with empty quad rows: number of 0 symbols, and of all symbols */
+	unsigned long long nzeros, nvalues;
 	/* size in bytes of `lead`, the first bytes of the side section: codebooks and number of parts */
 	uint32_t lead_nbytes;
 	uint8_t lead[8 + WIRE_MAX_PLANES * BOOK_MAX_NBYTES + 4];
@@ -169,6 +176,8 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 #pragma unroll
 		for (uint32_t k = 0; k < 4; k++)
 			offset[k] = j && lane + 32 * k < n ? offset_of(j, q, first + lane + 32 * k) : 0;
+		const bool empty = !__any_sync(FULL, (word[0] | word[1] | word[2] | word[3]) != 0);
+
 		for (uint32_t p = first_plane; p < q.size; p++) {
 			uint32_t value = plane_byte(q, head, p, head_offset), any = 0, differ = 0;
 
@@ -179,22 +188,26 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 				uint32_t byte = plane_byte(q, word[k], p, offset[k]);
 				bool zero = q.octave && !plane_byte(q, word[k], 0, offset[k]);
 
+				differ |= byte ^ value;
+				if (empty)
+					continue;
 				atomicAdd(bins + 256 * p + byte, 1u);
 				any |= byte;
-				differ |= byte ^ value;
 				zeros += zero && p == first_plane;
 				under |= zero && byte;
 			}
 			bool run = !__any_sync(FULL, any != 0), varies = __any_sync(FULL, differ != 0);
 
-			if (lane == 0 && run)
+			if (lane == 0 && run && !empty)
 				atomicOr(&c->zero_runs, 1u << p);
 			if (lane == 0 && varies)
 				atomicOr(&c->varied, 1u << p);
 		}
 		zeros = (uint32_t)warp_sum(zeros);
 		under = __any_sync(FULL, under != 0);
-		if (lane == 0) {
+		if (lane == 0 && empty)
+			atomicOr(&c->has_empty_row, 1u);
+		if (lane == 0 && !empty) {
 			atomicAdd(&c->zeros, (unsigned long long)zeros);
 			atomicAdd(&c->sampled, (unsigned long long)n);
 			if (under)

@@ -18,9 +18,13 @@ struct symbol_share {
 	uint32_t share, shares;
 };
 
-/* Patterns of a row of 128 values, four of each lane, and the offsets to lower them by. */
+/*
+ * Patterns of a row of 128 values, four of each lane, and the offsets to lower them by. empty: true if all bits of the
+ * row's values are 0.
+ */
 struct sampled_row {
 	uint32_t pattern[4], by[4];
+	bool empty;
 };
 #define NO_PATTERN ~0u /* behind the part's last value; patterns have at most 16 bits */
 
@@ -37,13 +41,17 @@ DEVICE sampled_row load_row(const codec_view *v, uint8_t *memory, const sample_k
 		       first = at - r * row;
 	/* offsets of the up to three rows in which a run of 128 values lies, since rows have at least 64 values */
 	uint32_t offset[3] = {0}, in_row[4];
+	uint64_t some = 0;
 	sampled_row x;
 
 #pragma unroll
 	for (uint32_t k = 0; k < 4; k++) { /* issue all loads before their results are used */
 		uint64_t e = lane + 32 * k, col = first + e;
+		const bool exists = at + e < part->count;
+		const uint64_t word = exists ? word_of(values, q.size, part->start + at + e) : 0;
 
-		x.pattern[k] = at + e < part->count ? pattern_at(values, q.size, part->start + at + e) : NO_PATTERN;
+		some |= word;
+		x.pattern[k] = exists ? (uint32_t)(word >> (8 * q.size - 16)) & 0x7fff : NO_PATTERN;
 		in_row[k] = 0;
 		for (uint32_t next = 0; next < 2; next++)
 			if (row && col >= row) {
@@ -62,6 +70,7 @@ DEVICE sampled_row load_row(const codec_view *v, uint8_t *memory, const sample_k
 		x.by[k] += in_row[k] == 0 ? offset[0] : in_row[k] == 1 ? offset[1] : offset[2];
 		x.by[k] = once_round(x.by[k], circle);
 	}
+	x.empty = !__any_sync(FULL, some != 0);
 	return x;
 }
 
@@ -94,6 +103,10 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 		for (uint32_t k = 0; k < 4; k++) {
 			if (x.pattern[k] == NO_PATTERN)
 				continue;
+			if (x.empty) {
+				atomicAdd(&f->empty, 1u);
+				continue;
+			}
 			atomicAdd(room->raw + (x.pattern[k] >> q.shift & 255), 1u);
 			if (!model)
 				continue;
@@ -150,12 +163,13 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 			room->bits[warp] = bits;
 	}
 	/* the barriers in cta_sum also order accesses to room->bits */
-	uint64_t samples = cta_sum(room->raw[threadIdx.x]);
+	const uint32_t empty = *(const volatile uint32_t *)&f->empty;
+	uint64_t samples = cta_sum(room->raw[threadIdx.x]) + empty;
 
 	pays |= choose_offsets_pay(room->bits[0], room->bits[1], samples, part->count,
 				   part_rows(part) + part_cols(part));
 	if (threadIdx.x == 0) {
-		atomicAdd(&c->nzeros, (unsigned long long)room->lowered[0]);
+		atomicAdd(&c->nzeros, (unsigned long long)room->lowered[0] + empty);
 		atomicAdd(&c->nvalues, (unsigned long long)samples);
 	}
 	if (pays)

@@ -157,7 +157,7 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 
 	if (q.based || (q.octave && !q.top && nparts))
 		sample_moved(v, memory, values, q.size, c, room->bins);
-	zeros = q.top && choose_prunes(seen->nzeros, seen->nvalues);
+	zeros = seen->has_empty_row || (q.top && choose_prunes(seen->nzeros, seen->nvalues));
 	for (uint32_t p = 0; p < q.size; p++) {
 		uint8_t *lengths = memory + v->lengths.at + LEAVES * p;
 		const choose_result got = q.octave && !q.top && nparts

@@ -253,14 +253,16 @@ DEVICE void spread_quads(const bit_source &s, const plane_places<SIZE> &from, ui
 
 /*
  * Merge all planes of a block, and store the values. Add the checksums of fixed planes to *checksum. k: see
- * find_planes.
+ * find_planes. present: quad rows in the region; the others are 0.
  */
 template <int SIZE>
 DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit_source &source, uint64_t first,
-			 uint32_t m, uint32_t k, const codec_sink *sink, uint64_t *checksum, uint32_t lane)
+			 uint32_t m, uint32_t k, const quad_rows &present, const codec_sink *sink, uint64_t *checksum,
+			 uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, *top = (const uint32_t *)from.at[0];
+	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, kept = (present.kept + WIRE_ROW - 1) / WIRE_ROW;
+	const uint32_t *top = (const uint32_t *)from.at[0];
 	digest sums[SIZE] = {};
 	run_place run = {0, 0, 0};
 	place o = {};
@@ -269,23 +271,28 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	uint32_t seen = 0, next = from.pruned ? top[lane] : 0; /* next: the lane's word of plane 0 in the next row */
 
-	for (uint32_t r = 0; r < rows; r++) {
-		uint32_t n = there(r, lane, m), word[SIZE];
+	/* r: row of the block; i: the row's number among those in the region */
+	for (uint32_t r = 0, i = 0; r < rows; r++) {
+		uint32_t n = there(r, lane, m), word[SIZE] = {};
 
+		if (!has_row(present, r)) {
+			put_row<SIZE>(j, first, r, n, word, &o, sink, lane);
+			continue;
+		}
 		if (from.runs)
-			move_to_run(&run, from, from.pruned ? seen / WIRE_ROW : r, k, lane);
+			move_to_run(&run, from, from.pruned ? seen / WIRE_ROW : i, k, lane);
 		if (from.pruned) {
 			const live_values l = live_of(word[0] = next, &seen, lane);
 
-			if (r + 1 < rows)
-				next = top[32 * (r + 1) + lane];
+			if (i + 1 < kept)
+				next = top[32 * (i + 1) + lane];
 			spread_quads<SIZE>(source, from, v.fixed, run, l, word);
 		}
 		for (int p = 0; p < SIZE; p++) {
 			const bool fixed = v.fixed >> p & 1;
 
 			if (fixed || !from.pruned)
-				word[p] = whole_quad<SIZE>(from, p, run, r, n, lane);
+				word[p] = whole_quad<SIZE>(from, p, run, i, n, lane);
 			if (!fixed)
 				continue;
 			digest_word(&sums[p], word[p], r, lane);
@@ -293,6 +300,7 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 				digest_end_chunk(&sums[p], r / CHUNK_ROWS, lane);
 		}
 		put_row<SIZE>(j, first, r, n, word, &o, sink, lane);
+		i++;
 	}
 	for (int p = 0; p < SIZE; p++)
 		if (v.fixed >> p & 1)
@@ -309,12 +317,15 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 	const uint32_t m = (uint32_t)block_values(&j->v, b);
 	const bit_source source = bits_from(&c);
 	plane_places<SIZE> from;
+	quad_rows present;
 	uint32_t k;
-	codec_status status = find_planes<SIZE>(j, first, m, head, &c, by, scratch, &from, &k, lane);
+	codec_status status = read_gaps(&c, head, m, &present, lane);
 
+	if (status == CODEC_OK)
+		status = find_planes<SIZE>(j, first, present.kept, head, &c, by, scratch, &from, &k, lane);
 	if (status != CODEC_OK)
 		return status;
-	merge_planes<SIZE>(j, from, source, first, m, k, sink, checksum, lane);
+	merge_planes<SIZE>(j, from, source, first, m, k, present, sink, checksum, lane);
 	return close_region(&c, lane);
 }
 

@@ -18,13 +18,15 @@ struct region_plan {
 	uint64_t checksum; /* checksum of the block's parts of fixed planes */
 	uint64_t first;    /* index of the block's first value */
 	uint32_t m, k;     /* number of values; number of bytes of each plane from plane 1 on that is not fixed */
+	uint32_t top;      /* number of bytes of plane 0: of values in quad rows that are not left out */
+	uint32_t rows;     /* if the block has gaps: quad rows in the region, see quad_rows */
 	uint32_t head;     /* head of the region */
-	uint32_t constant; /* mask of planes whose bytes are all equal */
+	uint16_t constant; /* mask of planes whose bytes are all equal */
 	/* mask of planes that must still be searched for runs of zeros, or for bytes that are not all equal */
-	uint32_t unknown;
+	uint16_t unknown;
 	/* mask of planes to encode if that saves bytes, except plane 0 of floats */
-	uint32_t coded;
-	uint32_t value;  /* lane p: OR of all bytes of plane p */
+	uint16_t coded;
+	uint16_t value;  /* lane p: OR of all bytes of plane p */
 	uint32_t nbytes; /* lane p: bytes of plane p */
 	/* lanes 4 p to 4 p + 3: bitmap of the runs that are not all zero, if plane p has mode ROWS */
 	uint32_t kept;
@@ -52,6 +54,11 @@ static_assert(LINE_WORDS % 2 == 0 && sizeof(region_plan) % 8 == 0, "alignment of
 template <int SIZE> DEVICE region_plan *plan_of(uint32_t *room, uint32_t lane)
 {
 	return (region_plan *)(room + LINES_WORDS(SIZE)) + lane;
+}
+
+DEVICE bool has_gaps(const region_plan *o)
+{
+	return o->head & WIRE_REGION_GAPS;
 }
 
 /*
@@ -125,8 +132,8 @@ DEVICE_CALL void put_raw(const job *j, const uint8_t *values, uint32_t planes, u
 	__syncwarp();
 	for (int p = 0; p < SIZE; p++)
 		skew |= ((uint32_t)(uint64_t)plan[p].to & 3) << 2 * p;
-	split_rows<SIZE>(j, values + SIZE * plan[lane].first, plan[lane].m, to_first(j, plan + lane, lane), lane,
-			 [&](uint32_t n, const uint32_t *word) {
+	split_rows<SIZE>(j, values + SIZE * plan[lane].first, plan[lane].m, to_first(j, plan + lane, lane),
+			 has_gaps(plan + lane), lane, [&](uint32_t n, const uint32_t *word) {
 				 const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
 
 				 for (int p = 0; p < SIZE; p++) {
@@ -193,7 +200,7 @@ template <int SIZE> DEVICE_CALL void find_runs(const job *j, const uint8_t *valu
 	const bool pruned = plan->head & WIRE_REGION_PRUNED;
 	uint32_t seen = 0, kept = 0, varied = 0;
 
-	split_rows<SIZE>(j, values + SIZE * plan->first, plan->m, to_first(j, plan, lane), lane,
+	split_rows<SIZE>(j, values + SIZE * plan->first, plan->m, to_first(j, plan, lane), has_gaps(plan), lane,
 			 [&](uint32_t n, const uint32_t *word) {
 				 const uint32_t run = seen / WIRE_ROW;
 				 const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
@@ -226,7 +233,7 @@ template <int SIZE>
 DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, uint32_t *room, uint32_t lane)
 {
 	region_plan *plan = plan_of<SIZE>(shared(room), 0);
-	const uint32_t kept = plan[lane].kept, k = plan[lane].k, m = plan[lane].m;
+	const uint32_t kept = plan[lane].kept, k = plan[lane].k, top = plan[lane].top;
 	const bool pruned = plan[lane].head & WIRE_REGION_PRUNED;
 	uint32_t seen = 0;
 
@@ -235,12 +242,12 @@ DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, 
 		const uint32_t bits = __shfl_sync(FULL, kept, (int)(4 * p + lane / 4) % 32);
 		uint8_t *out = plan[p].to;
 
-		if (planes >> p & 1 && lane < bitmap_nbytes(p ? k : m))
+		if (planes >> p & 1 && lane < bitmap_nbytes(p ? k : top))
 			out[lane] = (uint8_t)(bits >> 8 * (lane % 4));
 	}
 	split_rows<SIZE>(
-		j, values + SIZE * plan[lane].first, m, to_first(j, plan + lane, lane), lane,
-		[&](uint32_t n, const uint32_t *word) {
+		j, values + SIZE * plan[lane].first, plan[lane].m, to_first(j, plan + lane, lane),
+		has_gaps(plan + lane), lane, [&](uint32_t n, const uint32_t *word) {
 			const uint32_t run = seen / WIRE_ROW, next = run + 1, word_at = lane % 4;
 			const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
 			/*
@@ -263,7 +270,7 @@ DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, 
 
 				if (!(planes >> p & 1))
 					continue;
-				out += bitmap_nbytes(p ? k : m);
+				out += bitmap_nbytes(p ? k : top);
 				for (uint32_t i = 0; i < q.count; i++) {
 					const uint32_t at = q.at + i;
 					const bool second = at / WIRE_ROW > run;

@@ -72,13 +72,14 @@ template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t l
 
 /*
  * Return the mask of planes that may end with a run of fewer than 128 zeros: planes in which the byte of the block's
- * last value is 0; all planes if that value is not live. i: index of the lane's first value. live: see note_live_bytes.
+ * last value is 0; all planes if that value is not live. n: number of the lane's values in the last row of the region,
+ * which has m values. live: see note_live_bytes.
  */
 template <int SIZE>
-DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i, uint32_t n, uint32_t m)
+DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t n, uint32_t m, uint32_t lane)
 {
 	/* mask of the byte that belongs to the block's last value */
-	const uint32_t last = n && i + n == m ? 255u << 8 * (n - 1) : 0;
+	const uint32_t last = n && 4 * lane + n == m ? 255u << 8 * (n - 1) : 0;
 	uint32_t planes = 0;
 
 	for (int p = 0; p < SIZE; p++)
@@ -86,8 +87,9 @@ DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i
 	return __reduce_or_sync(FULL, planes);
 }
 
-/* Properties of a block's planes, which split_values computes. */
+/* Properties of a block's planes without empty quad rows, which split_values computes. */
 template <int SIZE> struct split_block {
+	quad_rows present; /* quad rows in the region */
 	common same[SIZE]; /* OR and AND of the bytes of live values; for plane 0, of all values */
 	uint32_t runs;     /* mask of planes that may have a run of 128 zeros, or a shorter run at the end */
 	uint32_t zeros;    /* number of values whose byte in plane 0 is 0 */
@@ -96,7 +98,8 @@ template <int SIZE> struct split_block {
 
 /*
  * Split m values from value `first` on into planes, from the last row of 128 to the first. Fixed planes are written to
- * their sections of the frame. If plane 0 is coded (`top`), its symbols are passed to the coder. chunks: memory for the
+ * their sections of the frame. If plane 0 is coded (`top`), its symbols are passed to the coder. Empty quad rows are
+ * left out, unless there are fixed planes or all quad rows are empty. chunks: memory for the
  * checksums of chunks of fixed planes, 32 per plane; lane i holds the checksum of chunk i. at: position in the scale
  * model of the lane's last four values, see offsets_back; NULL: there are no offsets.
  */
@@ -109,7 +112,9 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 	const uint32_t zero = zero_of(&v);
 	const uint8_t *values = e.source.values + SIZE * first;
 	digest sums[SIZE];
+	uint32_t seen = 0; /* number of quad rows that are not empty */
 
+	o->present = {0, 0, false};
 	o->runs = o->zeros = 0;
 	for (int p = 0; p < SIZE; p++) {
 		sums[p] = {0, 0};
@@ -126,6 +131,11 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 		if (at && n)
 			offsets = offsets_back(j, at, n, r, circle_for<SIZE>(&v));
 		split_row<SIZE>(values, r, n, zero, offsets, lane, word);
+		if (!v.fixed && !any_bit<SIZE>(word))
+			continue;
+		if (lane == r / 32)
+			o->present.rows |= 1u << r % 32;
+		o->present.kept += m - WIRE_ROW * r < WIRE_ROW ? m - WIRE_ROW * r : WIRE_ROW;
 		for (int p = 0; p < SIZE; p++) {
 			others |= p ? word[p] : 0;
 			if (!(v.fixed >> p & 1))
@@ -144,8 +154,8 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 
 		note_live_bytes<SIZE>(word, live, o->same, &o->runs);
 		o->same[0].all &= word[0] | ~some;
-		if (WIRE_ROW * (r + 1) >= m)
-			o->runs |= may_end_in_zeros<SIZE>(word, live, i, n, m);
+		if (!seen++)
+			o->runs |= may_end_in_zeros<SIZE>(word, live, n, o->present.kept, lane);
 		o->zeros += __popc(none);
 		o->runs |= (none & ~equal_bytes(others, 0)) << 8; /* bits 8 and up temporarily hold `under` */
 		if (top)
@@ -153,6 +163,8 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 				  lane);
 	}
 	__syncwarp();
+	o->present.any = o->present.kept && o->present.kept < m;
+	o->present.kept = o->present.kept ? o->present.kept : m;
 	o->zeros = (uint32_t)warp_sum(o->zeros);
 	o->under = __any_sync(FULL, o->runs >> 8 != 0);
 }
@@ -183,7 +195,7 @@ DEVICE void end_coded(region_plan *o, uint32_t p, const coding &s, uint32_t most
 DEVICE_CALL void put_coded(const job *j, const region_plan *o, uint8_t *scratch, uint8_t *out, uint32_t lane)
 {
 	const uint8_t *symbols = scratch + CODER_NBYTES;
-	const uint32_t k = o->p ? o->k : o->m, half = (k + 1) / 2, at = o->sizes.nbytes;
+	const uint32_t k = o->p ? o->k : o->top, half = (k + 1) / 2, at = o->sizes.nbytes;
 	const int raw = raw_bits_of(&j->v, o->p);
 	coding s = begin_plane(j, o->p, (uint32_t *)(scratch + PLANE_ROOM), scratch, false);
 
@@ -226,6 +238,12 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 	if (v.model_parts.count)
 		o->at = last_place(j, o->first, m, lane);
 	split_values<SIZE>(e, j, o->first, m, top, &s, sums, v.model_parts.count ? &o->at : NULL, &q, lane);
+	const uint32_t kept = q.present.kept;
+
+	o->rows = q.present.rows;
+	o->top = kept;
+	o->head |= q.present.any ? WIRE_REGION_GAPS : 0;
+	o->k = kept;
 	for (uint32_t p = 0; p < SIZE; p++) {
 		const uint32_t value = any_byte(q.same[p].some);
 
@@ -239,10 +257,10 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 					      : (uint64_t)0);
 	}
 	if (top && !(equal & 1))
-		end_coded(o, 0, s, (uint32_t)choose_coded_most(m, 0), 0, lane);
-	if (o->coded_nbytes && !q.under && planes & ~1u && choose_prunes(q.zeros, m)) {
+		end_coded(o, 0, s, (uint32_t)choose_coded_most(kept, 0), 0, lane);
+	if (o->coded_nbytes && !q.under && planes & ~1u && choose_prunes(q.zeros, kept)) {
 		o->head |= WIRE_REGION_PRUNED;
-		o->k = m - q.zeros;
+		o->k = kept - q.zeros;
 	}
 	/*
 	 * constant: planes whose bytes are all equal; unknown: planes that may be constant or may have runs of zeros,
@@ -250,7 +268,7 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 	 */
 	uint32_t constant = equal, unknown = q.runs | (prunable ? 1 : 0);
 
-	if (prunable && q.zeros && o->k == m) { /* the planes also contain bytes of values that are not live */
+	if (prunable && q.zeros && o->k == kept) { /* the planes also contain bytes of values that are not live */
 		constant &= q.under ? 1 : zero | 1;
 		unknown |= q.under ? equal : 0;
 	}
@@ -267,7 +285,7 @@ template <int SIZE> DEVICE void choose_modes(const job *j, region_plan *o, uint3
 	for (uint32_t p = 0; p < SIZE; p++) {
 		if (!(planes >> p & 1))
 			continue;
-		const uint32_t k = p ? o->k : o->m, nbitmap = bitmap_nbytes(k);
+		const uint32_t k = p ? o->k : o->top, nbitmap = bitmap_nbytes(k);
 		const uint32_t kept = o->unknown >> p & 1 ? kept_nbytes(o->kept, p, k, lane) : k;
 		const uint32_t mode = choose_mode(k, (int)(o->constant >> p & 1), 0, nbitmap, kept);
 
@@ -283,7 +301,7 @@ template <int SIZE> DEVICE void choose_modes(const job *j, region_plan *o, uint3
 /* Encode plane p, whose symbols are in scratch memory, if a sample of the symbols predicts that this saves bytes. */
 DEVICE_CALL void code_plane(const job *j, uint32_t p, uint8_t *scratch, region_plan *o, uint32_t lane)
 {
-	const uint32_t k = p ? o->k : o->m;
+	const uint32_t k = p ? o->k : o->top;
 	const uint32_t *symbols = (const uint32_t *)(scratch + CODER_NBYTES);
 	const int raw = raw_bits_of(&j->v, p);
 	uint32_t *kept = (uint32_t *)scratch;
@@ -324,15 +342,23 @@ DEVICE void code_others(const codec_encoding &e, const job *j, uint8_t *scratch,
 	}
 }
 
-/* Write a planned region's head, padding, and constant and coded planes to `out` in the frame. */
+/* Return the bytes of a region before its planes: the head, and the bitmap if the block has gaps. */
+DEVICE uint32_t lead_of(const region_plan *o)
+{
+	return 4 + (has_gaps(o) ? WIRE_GAPS_NBYTES(o->m) : 0);
+}
+
+/* Write a planned region's head, bitmap, padding, and constant and coded planes to `out` in the frame. */
 template <int SIZE> DEVICE void put_planes(const job *j, uint8_t *scratch, region_plan *o, uint8_t *out, uint32_t lane)
 {
 	const uint8_t *waiting = scratch + CODER_NBYTES + PLANE_ROOM;
 	uint32_t total;
 
-	o->to = out + 4 + warp_scan(o->nbytes, lane, &total);
+	o->to = out + lead_of(o) + warp_scan(o->nbytes, lane, &total);
 	put32(out, o->head, lane);
-	end_region(out, 4 + total, lane);
+	if (has_gaps(o))
+		put_gaps(o->rows, o->m, out + 4, lane);
+	end_region(out, lead_of(o) + total, lane);
 #pragma unroll 1
 	for (uint32_t p = 0; p < SIZE; p++) {
 		const uint32_t mode = o->head >> 2 * p & 3, nbytes = __shfl_sync(FULL, o->nbytes, (int)p);
@@ -380,7 +406,7 @@ DEVICE void write_block(const codec_encoding &e, const job *j, uint64_t b, uint3
 	choose_modes<SIZE>(j, o, lane);
 	code_others<SIZE>(e, j, scratch, room, o, lane);
 
-	const uint32_t size = (4 + warp_sum(o->nbytes) + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+	const uint32_t size = (lead_of(o) + warp_sum(o->nbytes) + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
 	const uint64_t at = v.regions_offset + look_back(e.places, b, size, lane);
 
 	if (at + size <= e.capacity) {

@@ -4,14 +4,15 @@
 #ifndef CODEC_CUDA_LOSSLESS_SINGLE_CUH
 #define CODEC_CUDA_LOSSLESS_SINGLE_CUH
 
+#include "coder/gaps.cuh"
 #include "coder/plane.cuh"
 #include "common/checksum.cuh"
 #include "lossless/merge.cuh"
 
-/* Check the head of a region: the modes of planes, and the flag WIRE_REGION_PRUNED. size: bytes per value. */
+/* Check the head of a region: the modes of planes, and flags. size: bytes per value. */
 DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 {
-	if (head & ~(WIRE_REGION_PRUNED | ((1u << 2 * size) - 1)))
+	if (head & ~(WIRE_REGION_PRUNED | (v->fixed ? 0 : WIRE_REGION_GAPS) | ((1u << 2 * size) - 1)))
 		return CODEC_BAD_REGION;
 	for (int p = 0; p < size; p++) {
 		uint32_t mode = head >> 2 * p & 3;
@@ -42,10 +43,16 @@ DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t head, c
 	const bool pruned = head & WIRE_REGION_PRUNED;
 	bool live = !pruned;
 	digest sums[SIZE] = {};
+	quad_rows present = {0, m, false};
+	uint32_t next = 0; /* number of the row among those in the region */
 	place o = {};
 	plane top;
-	codec_status status = plane_open(&top, j, 0, head & 3, by, m, &c, lane);
+	codec_status status = CODEC_OK;
 
+	if (SIZE == 1) /* with more planes, the others are fixed, and there are no gaps */
+		status = read_gaps(&c, head, m, &present, lane);
+	if (status == CODEC_OK)
+		status = plane_open(&top, j, 0, head & 3, by, present.kept, &c, lane);
 	if (status != CODEC_OK)
 		return status;
 	if (v.model_parts.count)
@@ -59,7 +66,10 @@ DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t head, c
 		}
 		uint32_t n = there(r, lane, m), word[SIZE], others = 0;
 
-		word[0] = plane_row(&top, r, &c, lane);
+		if (SIZE > 1)
+			word[0] = plane_row(&top, r, &c, lane);
+		else
+			word[0] = has_row(present, r) ? plane_row(&top, next++, &c, lane) : 0;
 		for (int p = 1; p < SIZE; p++) {
 			word[p] = load_bytes(fixed + (p - 1) * v.plane_stride + WIRE_ROW * r + 4 * lane, n);
 			digest_word(&sums[p], word[p], r, lane);

@@ -2,7 +2,7 @@
 #ifndef CODEC_CUDA_LOSSLESS_SPLIT_CUH
 #define CODEC_CUDA_LOSSLESS_SPLIT_CUH
 
-#include "coder/decode.cuh"
+#include "coder/gaps.cuh"
 #include "coder/model.cuh"
 #include "common/checksum.cuh"
 
@@ -138,10 +138,10 @@ DEVICE place last_place(const job *j, uint64_t first, uint32_t m, uint32_t lane)
 /*
  * Split the m values of a block, which begin at `values`, into planes, from the first row of 128 to the last. For each
  * row, call use(n, words), where words[p] has the bytes of plane p of the lane's n values. at: position in the scale
- * model of the lane's first value, see offsets_back; NULL: there are no offsets.
+ * model of the lane's first value, see offsets_back; NULL: there are no offsets. gaps: leave out empty quad rows.
  */
 template <int SIZE, class F>
-DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *at, uint32_t lane, F use)
+DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *at, bool gaps, uint32_t lane, F use)
 {
 	const uint32_t zero = zero_of(&j->v);
 
@@ -156,7 +156,8 @@ DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *a
 		if (at && n)
 			offsets = offsets_on(j, at, n, circle_for<SIZE>(&j->v));
 		split_row<SIZE>(values, r, n, zero, offsets, lane, word);
-		use(n, word);
+		if (!gaps || any_bit<SIZE>(word))
+			use(n, word);
 	}
 }
 

@@ -49,7 +49,9 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_so
 		}
 		uint32_t quad = symbols_of(&j, c, &o, n, cut).quad;
 
-		for (uint32_t k = 0; k < n; k++)
+		const bool empty = !any_bit<4>(cut.e);
+
+		for (uint32_t k = 0; k < n && !empty; k++)
 			atomicAdd(room->sample.counts + (quad >> 8 * k & 255), 1u);
 		__syncwarp();
 	}

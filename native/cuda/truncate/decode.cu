@@ -1,4 +1,5 @@
 /* truncate/decode.cu - kernel that decodes Truncate frames, one block per warp. docs/spec/format.md, section 9. */
+#include "coder/gaps.cuh"
 #include "frame/decode.cuh"
 #include "truncate/fields.cuh"
 
@@ -147,7 +148,7 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 {
 	const cut_kind q = cut_kind_of(DTYPE);
 	const bool by_bit = (v.options & CODEC_OPTION_BITS) != 0, coded = v.variant == CODEC_LEVEL_CODING_CODED;
-	const uint32_t total = q.mbits + 1, tail = by_bit ? head >> WIRE_TAIL_AT & 31 : 0;
+	const uint32_t total = q.mbits + 1, tail = by_bit ? head >> WIRE_TAIL_AT & WIRE_TAIL : 0;
 
 	*o = {q,
 	      {exponents, guard_of(q, v), v.bits & 3, by_bit},
@@ -155,13 +156,13 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 	      (m + WIRE_ROW - 1) / WIRE_ROW,
 	      total - tail,
 	      head & 3,
-	      by_bit ? 0 : head / WIRE_PIECE_ZERO,
+	      by_bit ? 0 : head / WIRE_PIECE_ZERO & 15,
 	      coded || v.variant == CODEC_LEVEL_CODING_PLANE,
 	      v.variant == CODEC_LEVEL_CODING_PLANE,
 	      global((uint32_t *)scratch),
 	      global((uint32_t *)(scratch + PLANE_ROOM))};
-	return !(head & ~(3 | (by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || o->mode == WIRE_MODE_ROWS ||
-		 tail > total || (coded && o->mode == WIRE_MODE_RAW));
+	return !(head & ~(WIRE_REGION_GAPS | 3 | (by_bit ? WIRE_TAIL << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) ||
+		 o->mode == WIRE_MODE_ROWS || tail > total || (coded && o->mode == WIRE_MODE_RAW));
 }
 
 /* Totals over a block's values. */
@@ -172,25 +173,27 @@ struct cut_totals {
 
 /*
  * Read the symbols of a block: write exponents, and levels if they are coded together with exponents, to scratch
- * memory.
+ * memory. present: quad rows in the region; the exponents of the others are 0.
  */
-DEVICE codec_status read_symbols(const job *j, const cut_block &o, uint64_t first, cursor *c, const pairs &by,
-				 cut_totals *totals, bool *bad, uint32_t lane)
+DEVICE codec_status read_symbols(const job *j, const cut_block &o, const quad_rows &present, uint64_t first, cursor *c,
+				 const pairs &by, cut_totals *totals, bool *bad, uint32_t lane)
 {
 	const bool model = j->v.model_parts.count > 0;
+	uint32_t next = 0; /* number of the row among those in the region */
 	place at = {};
 	plane symbols;
 
 	if (model)
 		at = place_at(j, first + (4 * lane < o.m ? 4 * lane : 0));
-	codec_status status = plane_open(&symbols, j, 0, o.mode, by, o.m, c, lane);
+	codec_status status = plane_open(&symbols, j, 0, o.mode, by, present.kept, c, lane);
 
 	if (status != CODEC_OK)
 		return status;
 	for (uint32_t r = 0; r < o.rows; r++) {
-		uint32_t exponents[4], levels[4];
+		uint32_t exponents[4] = {0}, levels[4] = {0};
 
-		symbol_row(j, o.q, &symbols, r, o.m, c, exponents, levels, lane);
+		if (has_row(present, r))
+			symbol_row(j, o.q, &symbols, next++, present.kept, c, exponents, levels, lane);
 		if (model)
 			raise_exponents(j, o.q, &at, exponents, there(r, lane, o.m));
 		o.e[32 * r + lane] = pack(exponents);
@@ -299,6 +302,7 @@ DEVICE codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by
 	cut_totals totals = {{0, 0}, 0};
 	uint32_t sent = 0;
 	bool bad = false;
+	quad_rows present;
 	cut_block o;
 	pieces p;
 
@@ -306,6 +310,7 @@ DEVICE codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by
 			     scratch, &o))
 		return CODEC_BAD_REGION;
 	const bit_source source = bits_from(&c);
+	const uint32_t head = load32(here(&c));
 
 	c.at += 4;
 	if (shares) {
@@ -314,8 +319,10 @@ DEVICE codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by
 		sent = load32(here(&c));
 		c.at += 4;
 	}
-	codec_status status = read_symbols(j, o, first, &c, by, &totals, &bad, lane);
+	codec_status status = read_gaps(&c, head, o.m, &present, lane);
 
+	if (status == CODEC_OK)
+		status = read_symbols(j, o, present, first, &c, by, &totals, &bad, lane);
 	if (status != CODEC_OK)
 		return status;
 	if (shares && sent != (uint32_t)digest_bytes(o.cut.exponents, o.m, WIRE_SEED_STATE, lane))

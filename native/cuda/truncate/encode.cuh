@@ -3,6 +3,7 @@
 #define CODEC_CUDA_TRUNCATE_ENCODE_CUH
 
 #include "coder/encode.cuh"
+#include "coder/gaps.cuh"
 #include "frame/encode.cuh"
 #include "coder/fit.cuh"
 #include "truncate/cut.cuh"
@@ -103,18 +104,21 @@ DEVICE uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_m
 }
 
 /*
- * Drop bits of the m values of a block. Write symbols to scratch memory, and write residuals. Set *constant to true if
- * all symbols are equal.
+ * Drop bits of the m values of a block. Write symbols to scratch memory, and write residuals. Set *present to the quad
+ * rows whose symbols are written: if some quad rows are not empty, those. Set *constant to true if all these symbols
+ * are equal.
  */
 DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *source, uint64_t first, uint32_t m,
-			 const cut_memory &to, bool *constant, uint32_t lane)
+			 const cut_memory &to, quad_rows *present, bool *constant, uint32_t lane)
 {
 	const uint32_t escape = c.joint ? table_of(j, 0)[TABLE_ESCAPE] : 0;
 	uint2 *pairs = global((uint2 *)to.pairs);
 	uint32_t *symbol = global(to.symbol), differ = 0, first4 = 0;
 	cut_sums sums = {{0, 0}, 0, 0};
+	uint32_t written = 0; /* number of quad rows */
 	place o = {};
 
+	*present = {0, 0, false};
 	if (c.model)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
@@ -129,6 +133,11 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 				if (k < n)
 					source->residual[i + k] = round_minus(value_at(c.dtype, source, i + k),
 									      float_of(c.dtype, cut.x[k]));
+		if (!any_bit<4>(cut.e))
+			continue;
+		if (lane == r / 32)
+			present->rows |= 1u << r % 32;
+		present->kept += m - WIRE_ROW * r < WIRE_ROW ? m - WIRE_ROW * r : WIRE_ROW;
 		for (uint32_t k = 0; k < 4; k++)
 			sums.any |= kept_field(c, cut, k);
 		if (c.by_bit)
@@ -137,14 +146,19 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 		else
 			add_kept(&sums.kept, kept_by(cut.e, cut.cuts));
 		if (c.joint)
-			pairs[32 * r + lane] = {s.pair[0], s.pair[1]};
+			pairs[32 * written + lane] = {s.pair[0], s.pair[1]};
 		if (s.outside)
 			for (uint32_t k = 0; k < 4; k++)
 				quad |= s.outside >> k & 1 ? escape << 8 * k : 0;
-		symbol[32 * r + lane] = quad;
-		first4 = r ? first4 : __shfl_sync(FULL, quad & 255, 0) * ONES;
+		symbol[32 * written + lane] = quad;
+		first4 = written ? first4 : __shfl_sync(FULL, quad & 255, 0) * ONES;
 		differ |= s.outside | keep_bytes(quad ^ first4, n);
+		written++;
 	}
+	if (!written)
+		symbol[lane] = 0;
+	present->any = written && present->kept < m;
+	present->kept = written ? present->kept : m;
 	*constant = !__any_sync(FULL, differ != 0);
 	__syncwarp();
 	return sums;
@@ -315,17 +329,19 @@ DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_so
 	const cut_memory to = cut_memory_of(scratch, v.variant == CODEC_LEVEL_CODING_CODED);
 	const bool levels = v.variant == CODEC_LEVEL_CODING_PLANE;
 	const uint64_t first = b * v.block_nvalues;
-	/* start: byte offset in the region at which symbols begin */
-	const uint32_t m = (uint32_t)block_values(&v, b), start = c.shares ? 8 : 4;
+	const uint32_t m = (uint32_t)block_values(&v, b);
+	const uint32_t start = c.shares ? 8 : 4; /* byte offset in the region at which the bitmap or symbols begin */
 	uint32_t end = 0, size = 0; /* end: bytes of the symbols; size: bytes of the region, 0 until it is known */
 	uint64_t at = 0, checksum = 0;
 	cut_layout l = {};
+	quad_rows present;
 	bool constant;
 
 	if (v.model_parts.count)
 		fit_rows(j, e.memory, c.values, c.dtype == CODEC_FLOAT32 ? 4 : 2, 1 << c.q.octave_log2,
 			 1u << c.q.octave_log2, first, m, lane);
-	cut_sums sums = cut_rows(j, c, source, first, m, to, &constant, lane);
+	cut_sums sums = cut_rows(j, c, source, first, m, to, &present, &constant, lane);
+	const uint32_t nbitmap = present.any ? WIRE_GAPS_NBYTES(m) : 0;
 
 	sums.any = __reduce_or_sync(FULL, sums.any);
 	if (c.by_bit)
@@ -333,17 +349,20 @@ DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_so
 	else
 		lay_out_pieces(c, levels, sums, &l);
 	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
-		end = start + nbytes;
+		end = start + nbitmap + nbytes;
 		size = (end + l.bytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
 		at = v.regions_offset + look_back(e.places, b, size, lane);
-		return at + size <= e.capacity ? e.frame + at + start : NULL;
+		return at + size <= e.capacity ? e.frame + at + start + nbitmap : NULL;
 	};
-	l.head |= put_symbols(j, m, constant, to, place_for, lane);
+	l.head |= put_symbols(j, present.kept, constant, to, place_for, lane);
+	l.head |= present.any ? WIRE_REGION_GAPS : 0;
 	if (at + size <= e.capacity) {
 		uint8_t *region = e.frame + at;
 
 		__syncwarp();
 		put32(region, l.head, lane);
+		if (present.any)
+			put_gaps(present.rows, m, region + start, lane);
 		if (c.shares)
 			put32(region + 4, (uint32_t)digest_bytes(c.exponents + first, m, WIRE_SEED_STATE, lane), lane);
 		if (c.by_bit) {

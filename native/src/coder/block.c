@@ -13,13 +13,13 @@ void block_begin(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t
 void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, size_t count,
 		      const struct ahead *ahead)
 {
-	if (count == 2 && o[0].coded && o[1].coded && padded(o[0].m) == padded(o[1].m)) {
-		k->decode_lanes(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, ahead);
+	if (count == 2 && o[0].coded && o[1].coded && padded(o[0].present) == padded(o[1].present)) {
+		k->decode_lanes(j->lookup, &o[0].top, &o[1].top, padded(o->present) / WIRE_ROW, ahead);
 		return;
 	}
 	for (size_t i = 0; i < count; i++)
 		if (o[i].coded)
-			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, ahead);
+			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].present) / WIRE_ROW, ahead);
 }
 
 /*

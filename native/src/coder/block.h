@@ -4,12 +4,17 @@
 
 #include "plane.h"
 
+#define GAPS_NBYTES WIRE_GAPS_NBYTES(1 << WIRE_MAX_BLOCK_LOG2) /* size of the bitmap of the largest block */
+
 /* State of a block while it is decoded. */
 struct block {
 	struct cursor c;
 	struct stream top; /* if `coded`: plane that the lane decoder decodes together with one of another block */
 	uint64_t b, m, at; /* block index, number of values, offset of the region in the frame */
+	uint64_t present;  /* number of values whose bytes are in the region; m without gaps */
 	uint32_t head;
+	int gaps; /* 1: the block has gaps; `bitmap` tells which quad rows are in the region */
+	uint8_t bitmap[GAPS_NBYTES];
 	uint8_t mode[WIRE_MAX_PLANES];
 	int coded;
 	int checks; /* 1: the block is only checked */

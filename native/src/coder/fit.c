@@ -8,6 +8,7 @@
  *
  * One file: choosing a scale model from samples uses the same functions as fitting it to all values.
  */
+#include "gaps.h"
 #include "model.h"
 
 #define NEAR_NBYTES (1u << 20) /* tensors up to this size fit a cache, where prefetching costs more than it saves */
@@ -77,13 +78,15 @@ void model_cut(struct job *j, const codec_context *with)
 	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 }
 
-/* Load the patterns of values [first, first + n), n <= COLUMNS. */
-static void patterns(const struct source *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
+/* Load the patterns of values [first, first + n), n <= COLUMNS. Return 0 if all these values are 0, else 1. */
+static int patterns(const struct source *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	uint8_t sums[4 * COLUMNS];
+	const void *values = load_native(k, src, first, n, sums);
 
-	k->patterns[d->form](load_native(k, src, first, n, sums), n, p);
+	k->patterns[d->form](values, n, p);
+	return !is_zero(values, n * d->nbytes);
 }
 
 /* Prefetch values [first, first + n), because samples lie too far apart for the CPU's prefetcher. */
@@ -305,13 +308,14 @@ static void close_bins(uint32_t bins[512])
 
 /*
  * Add the symbols of a segment to two histograms: of raw patterns, and (unless NULL) of patterns lowered by their
- * offsets. Reads 128 values of every `stride` * 128.
+ * offsets. Reads 128 values of every `stride` * 128. Empty quad rows are not counted; return the number of their
+ * values.
  */
-static void count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
-			  uint64_t stride, uint32_t raw[512], uint32_t lowered[512])
+static uint64_t count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
+			      uint64_t stride, uint32_t raw[512], uint32_t lowered[512])
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = (nrows + stride - 1) / stride;
+	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = (nrows + stride - 1) / stride, empty = 0;
 
 	memset(raw, 0, 512 * sizeof *raw);
 	if (lowered)
@@ -323,7 +327,10 @@ static void count_segment(const struct source *src, const struct kernels *k, str
 		struct fitted f;
 
 		prefetch_values(src, d, s->start + next, WIRE_ROW);
-		patterns(src, k, s->start + at, n, p);
+		if (!patterns(src, k, s->start + at, n, p)) {
+			empty += n;
+			continue;
+		}
 		count_bins(d, p, n, raw);
 		if (!lowered)
 			continue;
@@ -337,6 +344,7 @@ static void count_segment(const struct source *src, const struct kernels *k, str
 	close_bins(raw);
 	if (lowered)
 		close_bins(lowered);
+	return empty;
 }
 
 /* Sample the planes other than the exponent, to find planes that are worth coding, constant or mostly zero. */
@@ -356,6 +364,7 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 	memset(s->counts + first_plane, 0, ((size_t)d->nbytes - (size_t)first_plane) * sizeof *s->counts);
 	for (uint64_t i = 0; i < take; i++) {
 		uint64_t first = WIRE_ROW * choose_even(i, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
+		int is_empty = is_zero((const char *)src->data + first * d->nbytes, n * d->nbytes);
 		uint16_t offset[WIRE_ROW];
 		struct fitted f;
 
@@ -371,8 +380,10 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 				any |= plane[p][v];
 				differ |= plane[p][v] ^ value[p];
 			}
-			s->has_zero_run |= (uint8_t)(!any << p);
 			s->is_constant &= (uint8_t)~(!!differ << p);
+			if (is_empty)
+				continue;
+			s->has_zero_run |= (uint8_t)(!any << p);
 			if (differ)
 				count_bytes(plane[p], n, s->counts[p]);
 			else
@@ -380,8 +391,9 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 			if (d->form == FORM_FLOAT8)
 				other_zeros |= k->under_zeros(plane[0], plane[p], n);
 		}
-		zeros += (uint32_t)(n - k->count(plane[0], 1, n));
-		sampled += (uint32_t)n;
+		s->has_empty_row |= (uint8_t)is_empty;
+		zeros += is_empty ? 0 : (uint32_t)(n - k->count(plane[0], 1, n));
+		sampled += is_empty ? 0 : (uint32_t)n;
 	}
 	/* Only zeros have byte 0 in plane 1. If zeros are frequent and all +0, blocks omit them from the plane. */
 	if (d->form == FORM_FLOAT8 && choose_prunes(zeros, sampled) && !other_zeros)
@@ -411,7 +423,7 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	int eighth = eighth_log2(d), zero = model_zero(&j->h, d);
-	uint64_t samples;
+	uint64_t samples, empty;
 	uint16_t centre;
 
 	fit_rows(src, k, j, g, finest);
@@ -423,9 +435,9 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 		if (g->kind & WIRE_SEGMENT_COLS)
 			fit_cols(src, k, j, g, finest);
 	}
-	count_segment(src, k, j, g, stride, s->raw, s->lowered);
-	samples = choose_total(s->raw);
-	s->nzeros += s->lowered[0];
+	empty = count_segment(src, k, j, g, stride, s->raw, s->lowered);
+	samples = choose_total(s->raw) + empty;
+	s->nzeros += s->lowered[0] + empty;
 	s->nvalues += samples;
 	if (flat || model_asked(&j->h) == CODEC_MODEL_SEPARABLE ||
 	    choose_offsets_pay(choose_cost(s->raw), choose_cost(s->lowered), samples, g->count,
@@ -474,7 +486,7 @@ void model_choose(const struct source *src, const codec_context *with, const str
 	uint8_t without;
 
 	memset(s->counts, 0, sizeof *s->counts);
-	s->nzeros = s->nvalues = s->has_zero_run = s->is_constant = 0;
+	s->nzeros = s->nvalues = s->has_empty_row = s->has_zero_run = s->is_constant = 0;
 	j->model.nsegments = j->model.nibbles = 0;
 	if (!family_of(&j->h)->whole_octaves)
 		sample_planes(src, k, j, s, dtype_has_top(d));
@@ -484,10 +496,11 @@ void model_choose(const struct source *src, const codec_context *with, const str
 	if (!j->model.nsegments) {
 		if (dtype_is_float8(d))
 			return;
-		count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), s->raw, NULL);
+		s->nzeros = count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), s->raw,
+					  NULL);
 		memcpy(s->counts[0], s->raw, sizeof s->counts[0]);
-		s->nzeros = s->counts[0][0];
-		s->nvalues = choose_total(s->counts[0]);
+		s->nvalues = choose_total(s->counts[0]) + s->nzeros;
+		s->nzeros += s->counts[0][0];
 		return;
 	}
 	choose_segments(src, k, j, is_flat(j), !is_based(j), s);

@@ -72,6 +72,7 @@
 
 #define WIRE_PIECE_ZERO (1u << 8) /* region: piece 0 of all mantissas is 0 and omitted; << i: piece i */
 #define WIRE_TAIL_AT 8 /* region head, CODEC_OPTION_BITS: trailing zero bits omitted from all fields; 5 bits */
+#define WIRE_TAIL 31u
 /*
  * WIRE_DROPS_*: mantissa bits dropped at levels 0 to 3. WIRE_PIECES_*: bits of the pieces into which a field is cut,
  * most significant first.
@@ -133,6 +134,8 @@
 #define WIRE_MODE_CODED 2u
 #define WIRE_MODE_ROWS 3u
 #define WIRE_REGION_PRUNED (1u << 16)
+#define WIRE_REGION_GAPS (1u << 17) /* a bitmap follows the head; empty quad rows have no bytes in the planes */
+#define WIRE_GAPS_NBYTES(m) (((m) + 32 * WIRE_ROW - 1) / (32 * WIRE_ROW) * 4) /* size of the bitmap of m values */
 
 /* DELTA: sizes of blocks, the head of a region, and the codes in it. */
 #define WIRE_DELTA_MIN_BLOCK_LOG2 10 /* a block is a whole number of the digest's chunks of 1 KiB */

@@ -3,7 +3,7 @@
 
 static struct choose_sample sample_of(const struct dtype *d, const struct sample *s, int p)
 {
-	int has_zeros = dtype_has_top(d) && choose_prunes(s->nzeros, s->nvalues);
+	int has_zeros = s->has_empty_row || (dtype_has_top(d) && choose_prunes(s->nzeros, s->nvalues));
 
 	return (struct choose_sample){.exponent = p == 0 && dtype_has_top(d),
 				      .float8 = dtype_is_float8(d),

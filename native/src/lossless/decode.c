@@ -58,7 +58,7 @@ static codec_status read_rows(struct cursor *c, uint8_t *out, uint64_t n, codec_
 static codec_status read_head(const struct header *h, const struct dtype *d, uint32_t head, uint64_t at, uint8_t *mode,
 			      codec_fault *f)
 {
-	uint32_t known = WIRE_REGION_PRUNED | ((1u << 2 * d->nbytes) - 1);
+	uint32_t known = WIRE_REGION_PRUNED | (h->fixed ? 0 : WIRE_REGION_GAPS) | ((1u << 2 * d->nbytes) - 1);
 
 	if (head & ~known)
 		BAD(at, head, known);
@@ -96,6 +96,7 @@ static codec_status open_kept(const struct job *j, struct block *o, codec_fault 
 static codec_status block_open(const struct job *j, struct block *o, codec_fault *f)
 {
 	TRY(read_head(&j->h, dtype_of(j->h.dtype), o->head, o->at, o->mode, f));
+	TRY(gaps_open(o, f));
 	o->coded = !(j->h.fixed & 1) && o->mode[0] == WIRE_MODE_CODED;
 	if (!o->coded)
 		return CODEC_OK;
@@ -192,7 +193,7 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 {
 	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
-	uint64_t first = o->b * h->block, m = o->m, count = m;
+	uint64_t first = o->b * h->block, m = o->present, count = m;
 	const uint8_t *plane[WIRE_MAX_PLANES], *section = o->c.frame + h->planes_at;
 	int pruning = (o->head & WIRE_REGION_PRUNED) != 0;
 	uint8_t *top = o->top.symbol;
@@ -229,8 +230,16 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 	TRY(close_region(&o->c, f));
 	if (o->checks && o->coded && j->kept_at)
 		job_kept_nbytes(j)[o->b] = top_nbytes;
-	if (values)
-		merge_block(j, k, w, plane, first, m, values, nontemporal);
+	if (!values)
+		return CODEC_OK;
+	for (int i = 0; o->gaps && i < d->nbytes; i++) {
+		uint8_t *own = i ? w->plane[i] : o->kept ? w->plane[0] : top;
+
+		if (plane[i] != own) /* a raw plane in the frame, or symbols that a check has kept */
+			plane[i] = memcpy(own, plane[i], m);
+		gaps_expand(o, own);
+	}
+	merge_block(j, k, w, plane, first, o->m, values, nontemporal);
 	return CODEC_OK;
 }
 

@@ -181,6 +181,7 @@ uint64_t encode_block(struct job *j, const struct kernels *k, const struct sourc
 	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, size;
 	const char *values = (const char *)src->data + first * d->nbytes;
 	uint8_t *plane[WIRE_MAX_PLANES], *p = w->region + 4, *section = dst + h->planes_at + first;
+	uint8_t bitmap[GAPS_NBYTES];
 	int all = (1 << d->nbytes) - 1, stream = src->nbytes >= CODEC_UNCACHED_NBYTES;
 	uint32_t head = 0;
 
@@ -189,6 +190,15 @@ uint64_t encode_block(struct job *j, const struct kernels *k, const struct sourc
 	split_block(j, k, w, values, first, m, plane);
 	w->ahead = (struct ahead){{(uintptr_t)values + h->block * d->nbytes}, m * d->nbytes, 1};
 	*planes_digest = put_fixed(h, k, section, stream, first, m, plane);
+	if (!h->fixed)
+		count = gaps_find(values, m, d->nbytes, bitmap);
+	if (count < m) {
+		head |= WIRE_REGION_GAPS;
+		p += gaps_put(bitmap, m, p);
+		for (int i = 0; i < d->nbytes; i++)
+			gaps_pack(bitmap, plane[i], m, 1);
+		m = count;
+	}
 	for (int i = 0; i < d->nbytes; i++) {
 		uint32_t mode;
 
@@ -217,11 +227,13 @@ codec_status lossless_encode_block(struct job *j, const struct kernels *k, const
 }
 
 /*
- * Return an upper bound of the size in bytes of a region: head plus all planes that are not fixed, raw, 8-byte aligned.
+ * Return an upper bound of the size in bytes of a region: head, bitmap of gaps, all planes that are not fixed, raw,
+ * 8-byte aligned.
  */
 uint64_t lossless_region_bound(const struct job *j)
 {
 	uint64_t m = MIN(j->h.n, j->h.block), nplanes = dtype_of(j->h.dtype)->nbytes;
 
-	return ALIGN8(4 + m * (nplanes - (uint64_t)__builtin_popcount(j->h.fixed)));
+	return ALIGN8(4 + (j->h.fixed ? 0 : WIRE_GAPS_NBYTES(m)) +
+		      m * (nplanes - (uint64_t)__builtin_popcount(j->h.fixed)));
 }

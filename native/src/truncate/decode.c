@@ -6,18 +6,24 @@
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
+/* Return the number of trailing bits that are omitted from all fields, with per-bit granularity. */
+static int tail_of(uint32_t head)
+{
+	return (int)(head >> WIRE_TAIL_AT & WIRE_TAIL);
+}
+
 static codec_status region_open(const struct job *j, struct block *o, codec_fault *f)
 {
 	int by_bit = (j->h.options & CODEC_OPTION_BITS) != 0;
-	uint32_t known = 3 | (by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO);
+	uint32_t known = WIRE_REGION_GAPS | 3 | (by_bit ? WIRE_TAIL << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO);
 	struct truncate_kind q;
 
 	truncate_kind_of(&j->h, &q);
-	if (o->head & ~known || (o->head & 3) == WIRE_MODE_ROWS ||
-	    (by_bit && (int)(o->head >> WIRE_TAIL_AT) > q.mbits + 1))
+	if (o->head & ~known || (o->head & 3) == WIRE_MODE_ROWS || (by_bit && tail_of(o->head) > q.mbits + 1))
 		BAD(o->at, o->head, known);
 	if (j->h.variant == CODEC_LEVEL_CODING_SHARED)
 		o->c.at += 4; /* skip the digest of the state */
+	TRY(gaps_open(o, f));
 	o->coded = (o->head & 3) == WIRE_MODE_CODED;
 	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
 }
@@ -33,10 +39,10 @@ static codec_status read_pairs(const struct job *j, const struct kernels *k, con
 	uint8_t *symbol = o->top.symbol;
 	uint64_t literal = at;
 
-	k->pairs_of(symbol, o->m, (int)base, w->exponent);
+	k->pairs_of(symbol, o->present, (int)base, w->exponent);
 	if (o->coded) {
-		TRY(read_wide_literals(o->top.escaped, &o->c, w->exponent, o->m, f));
-		FOR_ESCAPED (i, o->top.escaped, o->m) {
+		TRY(read_wide_literals(o->top.escaped, &o->c, w->exponent, o->present, f));
+		FOR_ESCAPED (i, o->top.escaped, o->present) {
 			uint16_t pair = w->exponent[i];
 
 			if ((pair && pair < 4) || pair >> 2 > last)
@@ -45,17 +51,17 @@ static codec_status read_pairs(const struct job *j, const struct kernels *k, con
 			literal += 2;
 		}
 	}
-	if (k->below_four(symbol, o->m) || k->max_byte(symbol, o->m) > most)
+	if (k->below_four(symbol, o->present) || k->max_byte(symbol, o->present) > most)
 		for (;; symbol++)
 			if ((*symbol && *symbol < 4) || *symbol > most)
 				BAD(at, *symbol, *symbol < 4 ? 4 : most);
-	k->unjoin(w->exponent, o->m, w->e, w->level);
+	k->unjoin(w->exponent, o->present, w->e, w->level);
 	return CODEC_OK;
 }
 
 /* Read the block's lowered exponents, and set *lowered to them (top.symbol or w->e). Read joint levels to w->level. */
 static codec_status read_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
-				 struct block *o, struct work *w, const uint8_t **lowered, codec_fault *f)
+				 struct block *o, struct work *w, uint8_t **lowered, codec_fault *f)
 {
 	int joint = j->h.variant == CODEC_LEVEL_CODING_CODED;
 	uint8_t *symbol = o->top.symbol;
@@ -64,27 +70,27 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, c
 
 	switch (o->head & 3) {
 	case WIRE_MODE_CODED:
-		TRY(close_plane(j->lookup, c, &o->top, o->m, f));
+		TRY(close_plane(j->lookup, c, &o->top, o->present, f));
 		if (!joint)
-			TRY(read_literals(o->top.escaped, c, symbol, o->m, f));
+			TRY(read_literals(o->top.escaped, c, symbol, o->present, f));
 		break;
 	case WIRE_MODE_RAW:
-		if (joint || c->end - c->at < o->m)
-			BAD(c->at, c->end - c->at, o->m);
-		memcpy(symbol, c->frame + c->at, o->m);
-		c->at += o->m;
+		if (joint || c->end - c->at < o->present)
+			BAD(c->at, c->end - c->at, o->present);
+		memcpy(symbol, c->frame + c->at, o->present);
+		c->at += o->present;
 		break;
 	default:
 		if (c->end == c->at)
 			BAD(c->at, 0, 1);
-		memset(symbol, c->frame[c->at++], o->m);
+		memset(symbol, c->frame[c->at++], o->present);
 	}
 	*lowered = joint ? w->e : symbol;
 	if (joint)
 		return read_pairs(j, k, q, o, at, w, f);
-	if (k->max_byte(symbol, o->m) <= q->last)
+	if (k->max_byte(symbol, o->present) <= q->last)
 		return CODEC_OK;
-	i = first_above(symbol, o->m, (uint8_t)q->last);
+	i = first_above(symbol, o->present, (uint8_t)q->last);
 	BAD(at + ((o->head & 3) == WIRE_MODE_RAW ? i : 0), symbol[i], q->last);
 }
 
@@ -165,7 +171,7 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
 				uint64_t m, int checking, struct work *w, codec_fault *f)
 {
-	int total = q->mbits + 1, tail = q->by_bit ? (int)(head >> WIRE_TAIL_AT) : 0;
+	int total = q->mbits + 1, tail = q->by_bit ? tail_of(head) : 0;
 	uint64_t nbits = k->widths(w->e, w->drop, m, total, total - tail, w->width), nbytes;
 	const uint8_t *src;
 	uint8_t least = 0;
@@ -217,11 +223,16 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 		 digest = load32(o->c.frame + o->at + 4); /* used with shared levels only */
 	uint64_t first = o->b * j->h.block, m = o->m;
 	codec_fault *f = with->fault;
-	const uint8_t *lowered;
 	struct truncate_kind q;
+	uint8_t *lowered;
 
 	truncate_kind_of(&j->h, &q);
 	TRY(read_symbols(j, k, &q, o, w, &lowered, f));
+	if (o->gaps) {
+		gaps_expand(o, lowered);
+		if (j->h.variant == CODEC_LEVEL_CODING_CODED)
+			gaps_expand(o, w->level);
+	}
 	raise_exponents(j, k, &q, first, m, lowered, w);
 	TRY(read_levels(j, k, with, &q, &o->c, digest, first, m, w, f));
 	TRY(read_pieces(k, &q, &o->c, o->head, m, !values, w, f));

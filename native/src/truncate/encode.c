@@ -119,6 +119,8 @@ static codec_status count_symbols(struct job *j, const struct kernels *k, const 
 		TRY(cut(j, k, with, &q, src, first, 0, n, &w));
 		model_fit(src, k, j, first, n, &w.fitted);
 		symbols(j, k, &q, first, n, &w, w.plane[0]);
+		if (is_zero(w.e, n)) /* blocks leave out rows of zeros */
+			continue;
 		for (uint64_t i = 0; i < n; i++)
 			j->sample.counts[0][w.plane[0][i]]++;
 	}
@@ -208,14 +210,25 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 static uint64_t put_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			    uint64_t m, struct work *w, uint8_t *p, uint32_t *head)
 {
-	uint64_t outside = symbols(j, k, q, first, m, w, w->plane[0]), got;
+	uint64_t outside = symbols(j, k, q, first, m, w, w->plane[0]), got, most, present;
 	struct literals from = {.byte = w->plane[0]};
-	uint64_t most = m - 1;
+	uint8_t bitmap[GAPS_NBYTES], *start = p;
 
+	*head = 0;
+	present = gaps_find(w->e, m, 1, bitmap);
+	if (present < m) {
+		*head = WIRE_REGION_GAPS;
+		p += gaps_put(bitmap, m, p);
+		gaps_pack(bitmap, w->plane[0], m, 1);
+		if (j->h.variant == CODEC_LEVEL_CODING_CODED)
+			gaps_pack(bitmap, w->exponent, m, 2);
+		m = present;
+	}
+	most = m - 1;
 	if (is_constant(w->plane[0], m) && !outside) {
-		*head = WIRE_MODE_CONSTANT;
+		*head |= WIRE_MODE_CONSTANT;
 		*p = w->plane[0][0];
-		return 1;
+		return (uint64_t)(p + 1 - start);
 	}
 	for (uint64_t i = 0; outside && i < m; i++)
 		if (w->exponent[i] && !w->plane[0][i])
@@ -224,13 +237,11 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 		from.wide = w->exponent;
 		most = UINT64_MAX;
 	}
-	*head = WIRE_MODE_CODED;
 	got = encode_plane(j->codes, k, w, w->plane[0], m, from, most, p);
-	if (got)
-		return got;
-	*head = WIRE_MODE_RAW;
-	memcpy(p, w->plane[0], m);
-	return m;
+	*head |= got ? WIRE_MODE_CODED : WIRE_MODE_RAW;
+	if (!got)
+		memcpy(p, w->plane[0], got = m);
+	return (uint64_t)(p - start) + got;
 }
 
 /* Set the memory to prefetch to values [first, first + n) and the state arrays of their metric. */

@@ -6,6 +6,7 @@
 
 #include "coder/block.h"
 #include "coder/codebook.h"
+#include "coder/gaps.h"
 #include "coder/model.h"
 #include "coder/sink.h"
 #include "frame/head.h"
