@@ -10,6 +10,12 @@
 #include "exact/choose.h"
 #include "coder/model.cuh"
 
+/* Return the pattern of the value with bits `word`, of `size` bytes; see pattern_at. */
+DEVICE uint32_t pattern_of(uint64_t word, uint32_t size)
+{
+	return (uint32_t)(size == 1 ? word << 8 : word >> (8 * size - 16)) & 0x7fff;
+}
+
 /*
  * Return the pattern of value i: exponent and upper mantissa bits, the 15 bits below the sign (float8: 7 bits, followed
  * by zeros). values: aligned to `size`, the bytes per value.

@@ -51,7 +51,7 @@ DEVICE sampled_row load_row(const codec_view *v, uint8_t *memory, const sample_k
 		const uint64_t word = exists ? word_of(values, q.size, part->start + at + e) : 0;
 
 		some |= word;
-		x.pattern[k] = exists ? (uint32_t)(word >> (8 * q.size - 16)) & 0x7fff : NO_PATTERN;
+		x.pattern[k] = exists ? pattern_of(word, q.size) : NO_PATTERN;
 		in_row[k] = 0;
 		for (uint32_t next = 0; next < 2; next++)
 			if (row && col >= row) {
