@@ -218,6 +218,18 @@ static void put_header(struct maker *m)
 		put_at(m, WIRE_AT_SHAPE + 8 * i, g->shape[i], 8);
 }
 
+/* Set the constants of the dtype's patterns: docs/spec/format.md, section 3. */
+static void patterns_of(struct maker *m, uint32_t dtype)
+{
+	m->octave = dtype == CODEC_FLOAT64 ? 16 : dtype == CODEC_FLOAT16 ? 1024 : dtype < 5 ? 128 : 0;
+	m->zero = dtype == CODEC_FLOAT64 ? 16 : 128;
+	m->grain = m->octave / 8;
+	if (dtype < CODEC_FLOAT8_E4M3FN || dtype > CODEC_FLOAT8_E5M2FNUZ)
+		return;
+	m->octave = m->zero = dtype == CODEC_FLOAT8_E5M2 || dtype == CODEC_FLOAT8_E5M2FNUZ ? 1024 : 2048;
+	m->grain = 256;
+}
+
 static void make(struct maker *m, const struct grammar *like)
 {
 	struct grammar *g = m->g;
@@ -228,8 +240,7 @@ static void make(struct maker *m, const struct grammar *like)
 	m->raise = NULL;
 	pick(m, like);
 	m->planes = (int)codec_dtype_nbytes(g->dtype);
-	m->octave = g->dtype == CODEC_FLOAT64 ? 16 : g->dtype == CODEC_FLOAT16 ? 1024 : g->dtype < 5 ? 128 : 0;
-	m->zero = g->dtype == CODEC_FLOAT64 ? 16 : 128;
+	patterns_of(m, g->dtype);
 	header = WIRE_AT_SHAPE + 8 * (uint64_t)g->rank;
 	put_zeros(&m->out, (size_t)header);
 	if (m->layout == WIRE_LAYOUT_STORED) {

@@ -1,6 +1,17 @@
 /* make_lossless.c - generate LOSSLESS frames: docs/spec/format.md, sections 3 to 7. */
 #include "maker.h"
 
+/* Return 1 if plane 0 is a part of the pattern, without the sign. */
+static int has_top(const struct maker *m)
+{
+	return m->octave && m->planes > 1;
+}
+
+static int raw_bits(const struct maker *m, int p)
+{
+	return WIRE_RAW_BITS(m->halved, p, m->planes);
+}
+
 static void put_side(struct maker *m)
 {
 	for (int p = 0; p < m->planes; p++) {
@@ -8,8 +19,8 @@ static void put_side(struct maker *m)
 
 		if (!(m->coded >> p & 1))
 			continue;
-		book_make(m, b, 0, m->halved >> p & 1 && !slip(m) ? 15 : 255, 1);
-		if (p == 0 && m->octave && one_in(&m->s, 4))
+		book_make(m, b, 0, raw_bits(m, p) && !slip(m) ? 255 >> raw_bits(m, p) : 255, 1);
+		if (p == 0 && has_top(m) && one_in(&m->s, 4))
 			put_prior(m, b, 0);
 		else
 			book_put(m, b);
@@ -58,18 +69,17 @@ static void put_runs(struct maker *m, size_t n)
 		m->out.p[bitmap + (nruns - 1) / 8] ^= (uint8_t)(0x80 >> below(&m->s, 8));
 }
 
-/*
- * Write the high nibbles of a plane of n values. Each byte has the nibble of a value of the first half in its lower
- * half, and the nibble of a value of the second half in its upper half.
- */
-static void put_high(struct maker *m, size_t n)
+/* Write random raw bits of a plane of n values. Bits after the last value's are 0. */
+static void put_raw_bits(struct maker *m, int raw, size_t n)
 {
-	for (size_t i = 0; i < (n + 1) / 2; i++) {
-		uint8_t two = (uint8_t)noise(&m->s);
+	size_t nbits = n * (size_t)raw, nbytes = (nbits + 7) / 8;
 
-		if (i + (n + 1) / 2 >= n && !slip(m))
-			two &= 15;
-		put_raw(&m->out, &two, 1);
+	for (size_t i = 0; i < nbytes; i++) {
+		uint8_t x = (uint8_t)noise(&m->s);
+
+		if (i + 1 == nbytes && nbits % 8 && !slip(m))
+			x &= (uint8_t)((1 << nbits % 8) - 1);
+		put_raw(&m->out, &x, 1);
 	}
 }
 
@@ -79,10 +89,9 @@ static void put_plane(struct maker *m, int p, uint32_t mode, size_t n)
 	const struct book *b = m->book + p;
 
 	if (mode == WIRE_MODE_CODED) {
-		draw(m, b, n, m->halved >> p & 1 ? 16 : 256);
+		draw(m, b, n, 256u >> raw_bits(m, p));
 		put_coded(m, b, n, 1);
-		if (m->halved >> p & 1)
-			put_high(m, n);
+		put_raw_bits(m, raw_bits(m, p), n);
 	} else {
 		contents(m, mode, n);
 		if (mode == WIRE_MODE_RAW)
@@ -140,7 +149,7 @@ static void put_region(struct maker *m, uint32_t b, const uint64_t *fixed_at)
 	for (int p = 0; p < m->planes; p++)
 		if (!(m->fixed >> p & 1))
 			head |= (mode[p] = pick_mode(m, p)) << 2 * p;
-	pruned = m->octave && !(m->fixed & 1) && mode[0] == WIRE_MODE_CODED && below(&m->s, 2);
+	pruned = has_top(m) && !(m->fixed & 1) && mode[0] == WIRE_MODE_CODED && below(&m->s, 2);
 	put_zeros(&m->out, 4);
 	k = kept = put_gaps(m, n, gaps);
 	memset(m->zero_at, 0, n);
@@ -185,14 +194,17 @@ void make_lossless(struct maker *m)
 	m->block_log2 = (uint8_t)between(&m->s, WIRE_MIN_BLOCK_LOG2, below(&m->s, 3) ? 10 : WIRE_MAX_BLOCK_LOG2);
 	m->nblocks = (uint32_t)((m->g->n + (1ull << m->block_log2) - 1) >> m->block_log2);
 	for (int p = 0; p < m->planes; p++) {
-		uint64_t what = p == 0 && m->octave ? below(&m->s, 6) : below(&m->s, 4);
+		uint64_t what =
+			p == 0 && m->octave ? below(&m->s, 6) : below(&m->s, 4); /* 3: fixed; 2: neither; else coded */
 
 		if (what == 3)
 			m->fixed |= (uint8_t)(1 << p);
 		else if (what != 2)
 			m->coded |= (uint8_t)(1 << p);
-		if (m->coded >> p & 1 && !(p == 0 && m->octave) && one_in(&m->s, 3))
+		if (m->coded >> p & 1 && !(p == 0 && has_top(m)) && one_in(&m->s, 3))
 			m->halved |= (uint8_t)(1 << p);
+		if (m->coded && m->octave && m->planes == 1 && below(&m->s, 4))
+			m->halved = (uint8_t)(2 << below(&m->s, 2));
 	}
 	put_side(m);
 	m->directory_at = m->out.n;

@@ -2,7 +2,7 @@
 #include "exact/bits.h"
 #include "maker.h"
 
-/* Part of the scale model: base and offsets of rows and columns, in eighths of an octave. */
+/* Part of the scale model: base and offsets of rows and columns, in units of m->grain patterns. */
 struct segment {
 	uint64_t count, cols, nrows;
 	int kind, shift[2], base;
@@ -11,7 +11,7 @@ struct segment {
 static struct segment segment_make(struct maker *m, uint64_t left, int last, int octaves)
 {
 	struct segment s = {.count = left};
-	uint64_t eighths = 8 * (WIRE_PATTERNS - m->zero) / m->octave;
+	uint64_t bases = (WIRE_PATTERNS - m->zero) / m->grain, shifts = m->grain == 256 ? 3 : 4;
 
 	if (!last)
 		s.count = one_in(&m->s, 6) ? 1 : 1 + below(&m->s, left);
@@ -29,12 +29,12 @@ static struct segment segment_make(struct maker *m, uint64_t left, int last, int
 	s.cols = s.kind == 3 ? s.cols : s.kind ? WIRE_FLAT_ROW : 0;
 	s.nrows = s.kind ? (s.count + s.cols - 1) / s.cols : 0;
 	for (int i = 0; i < 2; i++)
-		s.shift[i] = s.kind >> i & 1 ? octaves ? 3 : (int)below(&m->s, 4) : 0;
-	s.base = (int)(octaves ? 8 * below(&m->s, eighths / 8) : below(&m->s, eighths));
+		s.shift[i] = s.kind >> i & 1 ? octaves ? 3 : (int)below(&m->s, shifts) : 0;
+	s.base = (int)(octaves ? 8 * below(&m->s, bases / 8) : below(&m->s, bases));
 	return s;
 }
 
-/* Write n random offsets as nibbles, and store the offsets, in eighths of an octave, in q. */
+/* Write n random offsets as nibbles, and store the offsets in q. */
 static void put_nibbles(struct maker *m, uint64_t n, int shift, int *q)
 {
 	for (uint64_t i = 0; i < n; i += 2) {
@@ -80,7 +80,7 @@ void put_scale_model(struct maker *m, int octaves)
 
 			q += s->kind ? rows[v / s->cols] : 0;
 			q += s->kind == 3 ? cols[v % s->cols] : 0;
-			q = q * (int)(m->octave / 8) % circle;
+			q = q * (int)m->grain % circle;
 			m->raise[done + v] = (uint16_t)(q < 0 ? q + circle : q);
 		}
 		done += s->count;

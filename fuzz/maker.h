@@ -36,7 +36,7 @@ struct maker {
 	uint64_t sites, fault; /* number of sites so far; site that gets the fault */
 	uint64_t most;         /* maximum number of values of the frame */
 	int planes;
-	uint32_t octave, zero; /* octave 0: the dtype has no patterns */
+	uint32_t octave, zero, grain; /* octave 0: the dtype has no patterns */
 	uint8_t layout, block_log2, fixed, coded, halved, flags;
 	uint32_t nblocks;
 	uint64_t side_at, directory_at;

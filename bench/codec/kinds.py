@@ -139,6 +139,8 @@ def kinds(steps: int) -> Iterator[tuple[str, str, torch.Tensor]]:
     for kind, x in inside(task).items():
         yield from floats(kind, x, "bf16")
     yield from floats("hidden state", inside(task)["hidden state"], "f32")
+    gelu = inside(task)["after GELU"]
+    yield "after GELU, scale a tensor", "e4m3", scaled(gelu, 448, gelu.numel())[0].to(torch.float8_e4m3fn)
     table = embedding(steps)
     yield from floats("embedding's gradient", table.gradient, "f32", "bf16")
     experts = wide.gradient.clone().reshape(8, -1)

@@ -255,12 +255,13 @@ static void test_instruction_sets_agree_on_planes(void **unused)
 {
 	enum { MOST = 700 };
 	static const struct {
-		int form, width, offsets;
-	} FORMS[] = {{FORM_BYTES2, 2, 0}, {FORM_BYTES4, 4, 0}, {FORM_FLOAT2, 2, 1}, {FORM_FLOAT4, 4, 1}};
+		int form, width, zero; /* zero: see dtype_zero; 0: no offsets */
+	} FORMS[] = {{FORM_BYTES2, 2, 0},   {FORM_BYTES4, 4, 0},  {FORM_FLOAT2, 2, 128},
+		     {FORM_FLOAT4, 4, 128}, {FORM_E4M3, 1, 2048}, {FORM_E5M2, 1, 1024}};
 
 	(void)unused;
 	for (int round = 0; round < 4000; round++) {
-		size_t form = (size_t)round % 4, n = next_random() % MOST, nbytes = n * (size_t)FORMS[form].width;
+		size_t form = (size_t)round % 6, n = next_random() % MOST, nbytes = n * (size_t)FORMS[form].width;
 		struct guarded src = guard(nbytes + 64),
 			       back = guard(nbytes + next_random() % 2 * (next_random() % 64));
 		uint8_t *values = src.p + next_random() % 64, plane[2][4][MOST];
@@ -271,8 +272,12 @@ static void test_instruction_sets_agree_on_planes(void **unused)
 		for (size_t i = 0; i < nbytes; i++)
 			values[i] = (uint8_t)(next_random() >> 20);
 		for (size_t i = 0; i < n; i++) { /* include patterns at the wrap-around, and exponents of 0 */
-			offset[i] = (uint16_t)(next_random() % 3 ? next_random() % WIRE_CIRCLE(128)
-								 : next_random() % 2 * (WIRE_CIRCLE(128) - 1));
+			uint32_t circle = WIRE_CIRCLE(FORMS[form].zero ? FORMS[form].zero : 128);
+
+			offset[i] = (uint16_t)(next_random() % 3 ? next_random() % circle
+								 : next_random() % 2 * (circle - 1));
+			if (FORMS[form].width == 1)
+				offset[i] &= 0xff00;
 			if (next_random() % 4 == 0)
 				values[(i + 1) * (size_t)FORMS[form].width - 1] &= 0x80;
 		}
@@ -285,12 +290,12 @@ static void test_instruction_sets_agree_on_planes(void **unused)
 			with.isa = isa + 1;
 			for (int p = 0; p < 4; p++)
 				from[p] = at[p] = plane[isa > 0][p];
-			kernels_for(&with)->split[FORMS[form].form](values, n, FORMS[form].offsets ? offset : NULL, at);
+			kernels_for(&with)->split[FORMS[form].form](values, n, FORMS[form].zero ? offset : NULL, at);
 			for (int p = 0; p < FORMS[form].width; p++)
 				assert_memory_equal(at[p], plane[0][p], n);
 			memset(back.p, 0x5a, nbytes);
-			kernels_for(&with)->merge[FORMS[form].form](from, n, FORMS[form].offsets ? offset : NULL,
-								    back.p, round / 4 % 2);
+			kernels_for(&with)->merge[FORMS[form].form](from, n, FORMS[form].zero ? offset : NULL, back.p,
+								    round / 6 % 2);
 			assert_memory_equal(back.p, values, nbytes);
 			if (isa == 0)
 				digest = kernels_for(&with)->digest(values, nbytes, 7);

@@ -17,7 +17,7 @@ from reference import decoder as oracle
 from support import flatcall
 from support.cuda_calls import LOSSY_DTYPES, ROWS, both_outcomes, by_cupy, bytes_of, decode, encode, outcome
 from support.engine_comparison import sample_bits
-from support.tensors import ALL_DTYPES, KINDS, gap_tensors, random_bits
+from support.tensors import ALL_DTYPES, KINDS, float8_tensors, gap_tensors, random_bits
 from support.tiers import every
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -47,13 +47,13 @@ def test_planes_of_every_mode(monkeypatch):
     """Frames with planes of every mode equal the native engine's; the reference decoder finds all modes in them."""
     seen, read = set(), oracle.decode_region
 
-    def watched(frame, at, end, m, nplanes, shift, fixed, coded, halved, *rest):
+    def watched(frame, at, end, m, dtype, fixed, coded, halved, *rest):
         head = int.from_bytes(frame[at : at + 4], "little")
-        for p in range(nplanes):
+        for p in range(oracle.DTYPES[dtype][1]):
             way = "fixed" if fixed >> p & 1 else ("constant", "raw", "coded", "rows")[head >> 2 * p & 3]
             way = "halved" if way == "coded" and halved >> p & 1 else way
             seen.add((way, bool(p and head >> 16 & 1)))
-        return read(frame, at, end, m, nplanes, shift, fixed, coded, halved, *rest)
+        return read(frame, at, end, m, dtype, fixed, coded, halved, *rest)
 
     monkeypatch.setattr(oracle, "decode_region", watched)
     for x, dtype in planes_of_all_modes():
@@ -95,7 +95,7 @@ def test_blocks_whose_first_plane_is_not_coded(dtype, monkeypatch):
     x[3 * n : 4 * n] = np.random.default_rng(5).integers(0, 256, (n, ITEMSIZE[dtype]), np.uint8).view(x.dtype).ravel()
 
     def watched(frame, at, *rest):
-        heads.append((int.from_bytes(frame[at : at + 4], "little"), rest[4]))
+        heads.append((int.from_bytes(frame[at : at + 4], "little"), rest[3]))
         return read(frame, at, *rest)
 
     monkeypatch.setattr(oracle, "decode_region", watched)
@@ -123,6 +123,20 @@ def test_scale_models(dtype, shape):
         frame = bytes(codec.encode(codec.view(x, dtype), codec.Lossless(model=model)))
         assert encode(x, codec.Lossless(model=model), dtype) == frame
         assert decode(frame) == x.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e5m2fnuz"])
+def test_float8(dtype):
+    """Frames equal the native engine's with and without raw bits and scale models, also of more than 1,024 rows."""
+    features = set()
+    for x in float8_tensors(dtype):
+        for model in ("auto", "separable"):
+            frame = bytes(codec.encode(codec.view(x, dtype), codec.Lossless(model=model)))
+            assert encode(x, codec.Lossless(model=model), dtype) == frame
+            assert decode(frame) == x.tobytes()
+            features.add((frame[40], frame[41]))
+    assert {flags for flags, _ in features} == {0, 2}
+    assert {0, 4} <= {halved for _, halved in features}
 
 
 # row lengths for which rows end inside a chunk, at a chunk's end, or inside a group of 4 values

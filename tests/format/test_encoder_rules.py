@@ -15,7 +15,15 @@ from codec import specs
 from reference import encoder
 from reference.decoder import DTYPES as NUMBERED
 from support.encoder_rules import NUMBER, PATTERNS, ask_of, bits_of, matrix, same
-from support.tensors import ALL_DTYPES, KINDS, gap_tensors, random_bits, with_empty_rows
+from support.tensors import (
+    ALL_DTYPES,
+    FLOAT8_DTYPES,
+    KINDS,
+    float8_tensors,
+    gap_tensors,
+    random_bits,
+    with_empty_rows,
+)
 from support.tiers import every
 
 F32 = np.float32
@@ -94,6 +102,21 @@ def test_gaps(dtype):
             same(with_empty_rows(x, rows[rows % 25 > 0]), spec, dtype=dtype, shape=(200, 100))
             segments = [(70, (120, 90)), (19_000, (900,))]
             same(with_empty_rows(x, rows[rows % 5 > 0]), spec, dtype=dtype, segments=segments)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+def test_float8_frames(dtype):
+    """Frames equal the reference encoder's with all numbers of raw bits, with and without a scale model."""
+    found = set()
+    for x in float8_tensors(dtype):
+        for model in get_args(specs.Model):
+            frame = same(x.ravel(), codec.Lossless(model=model), dtype=dtype, shape=x.shape)
+            found.add((frame[40], frame[41]))
+    assert {flags for flags, _ in found} == {0, 2}
+    assert {halved for _, halved in found} == {0, 2, 4}
+    x = np.concatenate([x.ravel() for x in float8_tensors(dtype)])[:90_000]
+    segments = [(5, (70, 300)), (21_100, (700, 70)), (80_000, (9000,))]
+    same(x, codec.Lossless(max_code_length=5), dtype=dtype, segments=segments)
 
 
 @pytest.mark.parametrize("model", get_args(specs.Model))

@@ -15,17 +15,34 @@ import numpy as np
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
-# (name, byte planes, octave, s) by dtype number; octave and s are 0 for dtypes without a pattern (section 3)
+# (name, byte planes, octave, s) by dtype number; octave and s are 0 for dtypes without a pattern (section 3). s of
+# float8 is the position of the lowest bit of its pattern that can be set.
 DTYPES = {
     1: ("float32", 4, 128, 7),
     2: ("float64", 8, 16, 4),
     3: ("bfloat16", 2, 128, 7),
     4: ("float16", 2, 1024, 7),
-    **{5 + i: (f"float8_{s}", 1, 0, 0) for i, s in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))},
+    5: ("float8_e4m3fn", 1, 2048, 8),
+    6: ("float8_e5m2", 1, 1024, 8),
+    7: ("float8_e4m3fnuz", 1, 2048, 8),
+    8: ("float8_e5m2fnuz", 1, 1024, 8),
+    9: ("float8_e8m0fnu", 1, 0, 0),
     16: ("bool", 1, 0, 0),
     **{17 + i: (f"int{8 << i}", 1 << i, 0, 0) for i in range(4)},
     **{21 + i: (f"uint{8 << i}", 1 << i, 0, 0) for i in range(4)},
 }
+
+
+def zero_of(dtype: int) -> int:
+    """Return the smallest pattern that a lossless scale model lowers (section 3)."""
+    _, nplanes, octave, s = DTYPES[dtype]
+    return octave if nplanes == 1 else 1 << s
+
+
+def grain_of(dtype: int) -> int:
+    """Return the number of patterns of which offsets are multiples (section 3)."""
+    _, nplanes, octave, _ = DTYPES[dtype]
+    return 256 if nplanes == 1 else octave // 8
 
 
 class Bad(Exception):
@@ -104,7 +121,7 @@ def digest(data: bytes, seed: int) -> int:
 
 @dataclass
 class Segment:
-    """Part of the scale model: its range of values, and the offsets of its rows and columns in eighths of an octave."""
+    """Part of the scale model: its range of values, and the offsets of its rows and columns in grains."""
 
     start: int
     count: int
@@ -177,19 +194,20 @@ def read_codebook(r: Reader) -> Codebook:
     return Codebook(lengths)
 
 
-def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
+def read_segments(r: Reader, n: int, grain: int, zero: int) -> list[Segment]:
     """Read the parts of the scale model (section 5.2)."""
+    most = 2 if grain == 256 else 3
     (nparts,) = r.ints("I")
     need(1 <= nparts <= 2 * (n // 4096) + 1, "number of parts")
     segments, start = [], 0
     for _ in range(nparts):
         count, cols, kind, shift, base = r.ints("QIBBH")
         need(1 <= count <= n - start and kind in (0, 1, 3), "segment")
-        need(base < 8 * (32768 - zero) // octave, "base")
+        need(base < (32768 - zero) // grain, "base")
         need(kind == 3 or cols == (0, 512)[kind], "cols")
         if kind == 3:
             need(cols >= 64 and count % cols == 0 and count // cols >= 64, "matrix")
-        need((shift & 15) <= (3 if kind & 1 else 0) and (shift >> 4) <= (3 if kind & 2 else 0), "shift")
+        need((shift & 15) <= (most if kind & 1 else 0) and (shift >> 4) <= (most if kind & 2 else 0), "shift")
         segments.append(Segment(start, count, cols, kind, base, (shift & 15, shift >> 4)))
         start += count
     need(start == n, "segments do not add up")
@@ -202,7 +220,7 @@ def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
     return segments
 
 
-def offsets(segments: list[Segment], octave: int, first: int, m: int) -> np.ndarray[Any, Any]:
+def offsets(segments: list[Segment], grain: int, first: int, m: int) -> np.ndarray[Any, Any]:
     """Return the offset, in units of patterns, of each value from index `first` to `first + m`."""
     out = np.zeros(m, np.int64)
     for s in segments:
@@ -215,7 +233,7 @@ def offsets(segments: list[Segment], octave: int, first: int, m: int) -> np.ndar
             q += np.array(s.rows_q)[i // s.cols]
         if s.kind & 2:
             q += np.array(s.cols_q)[i % s.cols]
-        out[lo - first : hi - first] = octave // 8 * q
+        out[lo - first : hi - first] = grain * q
     return out
 
 
@@ -283,7 +301,7 @@ def decode(
     need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
     need(reserved == 0 and flags <= 3, "reserved")
     check_params(codec, *params)
-    name, nplanes, octave, shift = DTYPES[dtype]
+    name, nplanes, octave, _ = DTYPES[dtype]
     need(len(frame) >= 48 + 8 * rank, "truncated")
     shape = struct.unpack_from(f"<{rank}Q", frame, 48)
     n = 1
@@ -325,9 +343,12 @@ def decode(
         return name, shape, narrow(narrowed(values, dtype) + F32(0), dtype)  # + 0 turns -0 into +0
     planes_mask = (1 << nplanes) - 1
     need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
-    need(not halved & ~coded and not (octave and halved & 1), "halved")
+    if octave and nplanes == 1:
+        need(halved in (0, 1, 2, 4) and (coded or not halved), "halved")
+    else:
+        need(not halved & ~coded and not (octave and halved & 1), "halved")
     need(side_nbytes % 8 == 0 and frame_nbytes % 8 == 0 and frame_nbytes // 8 < 1 << 32, "sizes")
-    need(not flags or (coded & 1 and octave), "flags")
+    need(not flags or (coded & 1 and octave and (nplanes > 1 or flags == 2)), "flags")
     if truncate:
         need(coded == 1 and not fixed and not halved, "planes of truncate")
     block = 1 << block_log2
@@ -344,9 +365,10 @@ def decode(
     for p in range(nplanes):
         if coded >> p & 1 and p not in books:
             books[p] = read_codebook(r)
-            need(not halved >> p & 1 or not any(books[p].lengths[16:ESCAPE]), "codebook of a nibble")
-    zero = 1024 if truncate and dtype == 4 else 1 << shift
-    segments = read_segments(r, n, octave, zero) if flags & 2 else []
+            symbols = 1 << 8 - raw_bits(halved, p, nplanes)
+            need(not any(books[p].lengths[symbols:ESCAPE]), "codebook of a plane with raw bits")
+    zero, grain = 1024 if truncate and dtype == 4 else zero_of(dtype), grain_of(dtype)
+    segments = read_segments(r, n, grain, zero) if flags & 2 else []
     for g in segments if truncate else []:
         need(g.base % 8 == 0 and g.shifts == tuple(3 if g.kind & k else 0 for k in (1, 2)), "not whole octaves")
     r.zeros(8)
@@ -374,14 +396,12 @@ def decode(
         s = mix((d & MASK64) ^ ((b + 1) * GOLDEN & MASK64))
         need(s >> 32 == short, "block digest")
         computed += s
-        off = offsets(segments, octave, first, m)
+        off = offsets(segments, grain, first, m)
         if truncate:
             bits[first : first + m] = truncate.block(Reader(frame, at, end), first, m, books[0], off)
             at = end
             continue
-        bits[first : first + m] = decode_region(
-            frame, at, end, m, nplanes, shift, fixed, coded, halved, books, slices, off
-        )
+        bits[first : first + m] = decode_region(frame, at, end, m, dtype, fixed, coded, halved, books, slices, off)
         at = end
     need(at == frame_nbytes, "last region")
     need(computed & MASK64 == checksum, "checksum")
@@ -402,8 +422,7 @@ def decode_region(
     at: int,
     end: int,
     m: int,
-    nplanes: int,
-    shift: int,
+    dtype: int,
     fixed: int,
     coded: int,
     halved: int,
@@ -412,12 +431,13 @@ def decode_region(
     off: np.ndarray[Any, Any],
 ) -> np.ndarray[Any, Any]:
     """Decode the region of a lossless block into the bits of its m values (sections 6 and 7)."""
+    _, nplanes, _, shift = DTYPES[dtype]
     (head,) = struct.unpack_from("<I", frame, at)
     r = Reader(frame, at + 4, end)
     need(not head & ~((1 << 2 * nplanes) - 1 | 3 << 16), "region head")
     modes = [head >> 2 * p & 3 for p in range(nplanes)]
     pruned, gaps = head >> 16 & 1, head >> 17 & 1
-    need(not pruned or (shift and modes[0] == 2), "pruned")
+    need(not pruned or (shift and nplanes > 1 and modes[0] == 2), "pruned")
     need(not gaps or not fixed, "gaps")
     there = read_bitmap(r, m) if gaps else np.ones(m, bool)
     planes: list[Any] = [None] * nplanes
@@ -434,12 +454,7 @@ def decode_region(
         if mode == 2:
             need(coded >> p & 1, "no codebook")
             out = np.array(decode_lanes(books[p], r, count)[0], np.int64)
-            if halved >> p & 1:
-                need((out <= 15).all(), "literal of a nibble")
-                high = np.frombuffer(r.take((count + 1) // 2), np.uint8).astype(np.int64)
-                both = np.concatenate([high & 15, high >> 4])
-                need(not both[count:].any(), "nibble padding")
-                out |= both[:count] << 4
+            out = with_raw_bits(out, raw_bits(halved, p, nplanes), r)
         elif mode == 1:
             out = np.frombuffer(r.take(count), np.uint8).astype(np.int64)
         elif mode == 3:
@@ -473,7 +488,10 @@ def decode_region(
     width = 8 * nplanes
     out = np.zeros(m, np.uint64)
     first_plane = 0
-    if shift:
+    if shift and nplanes == 1:
+        out = (planes[0] & 128 | raised((planes[0] & 127) << 8, off, zero_of(dtype)) >> 8).astype(np.uint64)
+        first_plane = 1
+    elif shift:
         above, sign, below = planes[1] >> shift + 1, planes[1] >> shift & 1, planes[1] & (1 << shift) - 1
         pattern = raised(above << shift + 8 | planes[0] << shift | below, off, 1 << shift)
         out = (sign << 15 | pattern).astype(np.uint64) << np.uint64(width - 16)
@@ -481,6 +499,30 @@ def decode_region(
     for p in range(first_plane, nplanes):
         out |= u[p] << np.uint64(width - 8 * (p + 1))
     return out
+
+
+def raw_bits(halved: int, p: int, nplanes: int) -> int:
+    """Return the number of raw bits that a value has in plane p if the plane is coded (section 7)."""
+    if halved >> p & 1:
+        return 4
+    return halved >> 1 if nplanes == 1 else 0
+
+
+def with_raw_bits(symbols: np.ndarray[Any, Any], bits: int, r: Reader) -> np.ndarray[Any, Any]:
+    """Read the raw bits that follow a coded plane, and return the bytes of the plane (section 7)."""
+    k = len(symbols)
+    need((symbols < 1 << 8 - bits).all(), "literal of a plane with raw bits")
+    raw = np.frombuffer(r.take((k * bits + 7) // 8), np.uint8)
+    if bits == 4:
+        both = np.concatenate([raw & 15, raw >> 4]).astype(np.int64)
+        need(not both[k:].any(), "nibble padding")
+        return symbols | both[:k] << 4
+    flat = np.unpackbits(raw, bitorder="little").astype(np.int64)
+    need(not flat[k * bits :].any(), "padding of raw bits")
+    codes = flat[: k * bits].reshape(k, bits)
+    if bits == 2:
+        return codes[:, 0] << 7 | symbols << 1 | codes[:, 1]
+    return codes[:, 0] << 7 | symbols if bits else symbols
 
 
 class Truncate:

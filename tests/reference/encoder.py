@@ -25,9 +25,11 @@ from reference.decoder import (
     Delta,
     codebook_id,
     digest,
+    grain_of,
     mix,
     narrow,
     narrowed,
+    zero_of,
 )
 
 Array = np.ndarray[Any, Any]
@@ -578,7 +580,7 @@ def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
     """Sample quad rows of all planes (section 5.1)."""
     n, planes = len(bits), planes_of(bits, dtype, t)
     nrows = -(-n // 128)
-    take = min(-(-nrows // 2), 64)
+    take = min(-(-nrows // 2), 256 if is_float8(dtype) else 64)
     rows = [i * nrows // take for i in range(take)]
     i = quad_rows(n, rows)
     constant = [bool((p[i] == p[i[0]]).all()) for p in planes]
@@ -601,12 +603,27 @@ def planes_of(bits: Array, dtype: int, t: Any) -> list[Array]:
     _, nplanes, octave, s = DTYPES[dtype]
     x = bits.astype(np.uint64)
     planes = [(x >> np.uint64(8 * (nplanes - 1 - p)) & np.uint64(255)).astype(np.uint8) for p in range(nplanes)]
-    if octave:
+    if is_float8(dtype):
+        u = lowered(pattern_of(bits, dtype), t, zero_of(dtype))
+        planes[0] = (planes[0] & 128 | u >> 8).astype(np.uint8)
+    elif octave:
         upper = (x >> np.uint64(8 * nplanes - 16)).astype(np.int64)
         u = lowered(upper & 0x7FFF, t, 1 << s)
         planes[0] = (u >> s & 255).astype(np.uint8)
         planes[1] = (u >> s + 8 << s + 1 | upper >> 15 << s | u & (1 << s) - 1).astype(np.uint8)
     return planes
+
+
+def is_float8(dtype: int) -> bool:
+    _, nplanes, octave, _ = DTYPES[dtype]
+    return nplanes == 1 and octave > 0
+
+
+def pattern_of(bits: Array, dtype: int) -> Array:
+    """Return the pattern of each value: 15 bits (section 3 of the format)."""
+    if is_float8(dtype):
+        return (bits.astype(np.int64) & 127) << 8
+    return (bits.astype(np.uint64) >> np.uint64(8 * DTYPES[dtype][1] - 16)).astype(np.int64) & 0x7FFF
 
 
 def lowered(p: Array, t: Any, zero: int) -> Array:
@@ -616,7 +633,7 @@ def lowered(p: Array, t: Any, zero: int) -> Array:
 
 @dataclass
 class Part:
-    """Part of the scale model; offsets are in eighths of an octave."""
+    """Part of the scale model; offsets are in grains."""
 
     start: int
     count: int
@@ -627,7 +644,7 @@ class Part:
     rows: Array
     cols: Array
 
-    def eighths(self) -> Array:
+    def offsets(self) -> Array:
         i = np.arange(self.count)
         q = np.full(self.count, self.base)
         if self.kind:
@@ -644,7 +661,7 @@ class Model:
 
     @property
     def offsets(self) -> Array:
-        return self.grain * np.concatenate([p.eighths() for p in self.parts])
+        return self.grain * np.concatenate([p.offsets() for p in self.parts])
 
     @property
     def side(self) -> bytes:
@@ -716,8 +733,8 @@ def nibbles_of(q: Array, shift: int) -> Array:
     return q + (1 << shift >> 1) >> shift
 
 
-def shift_of(q: Array, shift: int) -> int:
-    while shift < 3 and 32 * int((np.abs(2 * nibbles_of(q, shift) + 1) > 15).sum()) > len(q):
+def shift_of(q: Array, shift: int, most: int) -> int:
+    while shift < most and 32 * int((np.abs(2 * nibbles_of(q, shift) + 1) > 15).sum()) > len(q):
         shift += 1
     return shift
 
@@ -726,43 +743,53 @@ def offsets_of(q: Array, shift: int) -> Array:
     return np.clip(nibbles_of(q, shift), -8, 7) << shift
 
 
-def row_mean(p: Array, zero: int) -> int | None:
-    """Return the mean pattern of a row, from at most 128 of its values; None if all are below `zero` (section 4.2)."""
-    if len(p) > 128:
-        p = np.concatenate([p[at : at + 32] for at in (i * (len(p) - 32) // 3 for i in range(4))])
+def row_mean(p: Array, zero: int, runs: int) -> int | None:
+    """Return the mean pattern of a row, from at most `runs` runs; None if all are below `zero` (section 4.2)."""
+    if len(p) > 32 * runs:
+        p = np.concatenate([p[at : at + 32] for at in (i * (len(p) - 32) // (runs - 1) for i in range(runs))])
     live = p[p >= zero]
     return mean(live.sum(), len(live)) if len(live) else None
 
 
 def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: int) -> int:
     """Fit a part's row and column offsets to its patterns (sections 4.2 and 4.3); return the mean over rows."""
-    means = [row_mean(p[at : at + part.row], zero) for at in range(0, part.count, part.row)]
+    float8 = grain == 256
+    most = 2 if float8 else 3
+    means = [row_mean(p[at : at + part.row], zero, 8 if float8 else 4) for at in range(0, part.count, part.row)]
     nrows = len(means)
     rows = spread(min(nrows, 1024), nrows)
     known = [m for r in rows if (m := means[r]) is not None]
     middle = mean(sum(known), len(known)) if known else centre
     q = np.array([0 if m is None else clamp(mean(m - middle, grain)) for m in means])
-    part.shifts[0] = shift_of(q[rows], finest)
+    part.shifts[0] = shift_of(q[rows], finest, most)
     part.rows = offsets_of(q, part.shifts[0])
     if part.kind == 3:
-        r = spread(min(nrows, 128, max(64, nrows // 2)), nrows)
+        r = spread(min(nrows, 512 if float8 else 128, max(64, nrows // 2)), nrows)
         some = p.reshape(nrows, -1)[r]
         live = some >= zero
         total = np.where(live, some - (middle + grain * part.rows[r, None]), 0).sum(0)
         left = [clamp(mean(t, int(c) * grain)) if c else 0 for t, c in zip(total, live.sum(0), strict=True)]
-        part.shifts[1] = shift_of(np.array(left), finest)
+        part.shifts[1] = shift_of(np.array(left), finest, most)
         part.cols = offsets_of(np.array(left), part.shifts[1])
     return middle
 
 
 def scale_model(
-    ask: Ask, how: int, pattern: Array, bits: Array, shape: tuple[int, ...], zero: int, octave: int, finest: int
+    ask: Ask,
+    how: int,
+    pattern: Array,
+    bits: Array,
+    shape: tuple[int, ...],
+    zero: int,
+    octave: int,
+    grain: int,
+    finest: int,
 ) -> tuple[Model | None, Array, int, int]:
     """Return the model of section 4 or None, counts of symbols, the number of sampled zeros, and of samples.
 
     ``bits``: bits of the values, which tell if a quad row is empty.
     """
-    n, s, grain = len(pattern), 4 if octave == 16 else 7, octave // 8
+    n, s = len(pattern), 4 if octave == 16 else 8 if grain == 256 else 7
     stride, circle = stride_of(n), (32768 - zero) // grain
     flat, based = how == 1 or n < 4096, octave == 16
     if flat and not based:
@@ -771,7 +798,6 @@ def scale_model(
         plain = histogram(pattern[some] >> s & 255)
         return None, plain, int(plain[0]) + len(i) - len(some), len(i)
     centre = 0x4800 if octave == 16 else 0x4000
-    by_eighths = finest == 0 and octave == 128 and n >= 524288
     cuts = cut_parts(replace(ask, segments=None) if flat else ask, n, shape if n >= 8192 else ())
     raw, zeros, values, parts, samples = np.zeros(256, np.int64), 0, 0, [], []
     for start, count, dims in cuts:
@@ -781,53 +807,57 @@ def scale_model(
         p = pattern[start : start + count]
         middle = fit_part(part, p, zero, grain, centre, finest)
 
-        def base(unit: int, middle: int = middle) -> int:
-            return unit * mean(middle - centre - min(octave, 128) * 7 // 8, unit * grain) % circle
+        def base(unit: int, eighths: int = 7, middle: int = middle) -> int:
+            return unit * mean(middle - centre - min(octave, 128) * eighths // 8, unit * grain) % circle
 
-        part.base = base(1 << finest)
+        part.base = base(1 << finest, 3 if part.kind == 1 and octave == 128 and finest < 3 else 7)
         if flat:
             part.kind, part.shifts, part.rows, part.cols, part.base = 0, [0, 0], none, none, base(8)
         i = sampled(count, stride)
         take = len(i)
         i = i[~empty(bits[start : start + count])[i]]
         raw = histogram(p[i] >> s & 255)
-        fitted = histogram(lowered(p[i], grain * part.eighths()[i], zero) >> s & 255)
+        fitted = histogram(lowered(p[i], grain * part.offsets()[i], zero) >> s & 255)
         zeros += int(fitted[0]) + take - len(i)
         values += take
         cost_of_nibbles = 4 * (len(part.rows) + len(part.cols)) + 64
         if not flat and how != 2 and not pays(huffman(raw), huffman(fitted), take, count, cost_of_nibbles):
             part.kind, part.shifts, part.rows, part.cols = 0, [0, 0], none, none
-            part.base = base(1 if by_eighths else 8)
+            part.base = base(1 if grain == 256 else 8)
         parts.append(part)
-        samples.append((p[i], part.eighths()[i]))
+        samples.append((p[i], part.offsets()[i]))
     p, q = (np.concatenate(x) for x in zip(*samples, strict=True))
-    phases = [histogram(lowered(p, grain * (q + f), zero) >> s & 255) for f in range(8 if by_eighths else 1)]
-    costs = [huffman(c) for c in phases]
-    best = costs.index(min(costs))
-    base_pays = by_eighths and pays(huffman(raw), costs[best], values, n, 224)
-    if len(parts) == 1 and not parts[0].kind and not base_pays and not based:
+    if len(parts) == 1 and not parts[0].kind and not based:
         return None, raw, zeros, values
-    for part in parts:
-        part.base = (part.base + best) % circle
-    return Model(parts, grain), phases[best], zeros, values
+    return Model(parts, grain), histogram(lowered(p, grain * q, zero) >> s & 255), zeros, values
 
 
 # ---- Lossless frames (sections 5 and 6)
 
 
-def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, is_halved: bool) -> tuple[int, bytes]:
-    """Encode a plane of a block; return the mode number and the bytes."""
+def symbols_of_plane(plane: Array, bits: int) -> Array:
+    """Return the symbols of a coded plane with the given number of raw bits (section 7 of the format)."""
+    return plane & 15 if bits == 4 else plane >> (bits == 2) & (255 >> bits)
+
+
+def raw_bytes(plane: Array, bits: int) -> bytes:
+    """Return the raw bits that follow a coded plane (section 7 of the format)."""
+    if bits == 4:
+        high = np.concatenate([plane >> 4, np.zeros(len(plane) % 2, np.uint8)])
+        return (high[: len(high) // 2] | high[len(high) // 2 :] << 4).tobytes()
+    return packed(plane >> 7 | (plane & 1) << 1, np.minimum(bits, 2))
+
+
+def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, bits: int) -> tuple[int, bytes]:
+    """Encode a plane of a block, with the given number of raw bits; return the mode number and the bytes."""
     n = len(plane)
     if (plane == plane[0]).all():
         return 0, plane[:1].tobytes()
     if lengths:
-        symbols = plane & 15 if is_halved else plane
+        symbols = symbols_of_plane(plane, bits)
         tried = symbols[np.arange(n) // 128 % 8 == 0]
-        if exponent or 100 * cost(lengths, histogram(tried)) < 98 * (4 if is_halved else 8) * len(tried):
-            coded = coded_plane(lengths, symbols.astype(np.int64), symbols)
-            if is_halved:
-                high = np.concatenate([plane >> 4, np.zeros(n % 2, np.uint8)])
-                coded += (high[: len(high) // 2] | high[len(high) // 2 :] << 4).tobytes()
+        if exponent or 100 * cost(lengths, histogram(tried)) < 98 * (8 - bits) * len(tried):
+            coded = coded_plane(lengths, symbols.astype(np.int64), symbols) + raw_bytes(plane, bits)
             if len(coded) < n:
                 return 2, coded
     runs = [plane[i : i + 128] for i in range(0, n, 128)]
@@ -840,20 +870,24 @@ def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, is_halved
 
 @dataclass
 class Chosen:
-    """Codebooks by plane, and the sets of halved and of fixed planes (section 5.3)."""
+    """Codebooks and numbers of raw bits by plane, and the set of fixed planes (section 5.3)."""
 
     books: dict[int, list[int]]
-    halved: set[int]
+    raw: dict[int, int]
     fixed: set[int]
 
+    def halved(self) -> int:
+        """Return the header's field of this name."""
+        return sum({0: 0, 1: 2, 2: 4, 4: 1 << p}[bits] for p, bits in self.raw.items())
 
-def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, values: int) -> Chosen:
-    """Choose codebooks, halved planes and fixed planes from sampled counts (section 5)."""
-    _, nplanes, octave, _ = DTYPES[dtype]
-    chosen = Chosen({}, set(), set())
+
+def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, values: int) -> tuple[Chosen, int]:
+    """Choose codebooks, raw bits and fixed planes from sampled counts (section 5); also return the last cost."""
+    nplanes = DTYPES[dtype][1]
+    chosen, bits = Chosen({}, {}, set()), 0
     for p in range(nplanes):
-        c, top = sample.counts[p], p == 0 and octave != 0
-        total, half, book = int(c.sum()), False, None
+        c, top = sample.counts[p], p == 0 and has_top(dtype)
+        total, raw, book = int(c.sum()), 0, None
         bits, is_uneven = 8 * total, not sample.constant[p] and uneven(c, 256)
         if top:
             book = ask.book or codebook(c, ask.max_code_length)
@@ -861,18 +895,26 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
         elif is_uneven and excess(c, 256) > total**2 // 7 + 655 * total**2 // n:
             book = codebook(c, ask.max_code_length)
             bits = cost(book, c) + 8 * len(book_bytes(book)) * total // n
-        if is_uneven and not top:
-            low = np.concatenate([c.reshape(16, 16).sum(0), np.zeros(240, np.int64)])
-            nibbles = codebook(low, ask.max_code_length)
-            all_nibbles = cost(nibbles, low) + 4 * total + 8 * len(book_bytes(nibbles)) * total // n
-            if all_nibbles < bits:
-                book, bits, half = nibbles, all_nibbles, True
+        for b in (4, 1, 2) if is_float8(dtype) else (4,):
+            if is_uneven and not top:
+                kept = np.zeros(256, np.int64)
+                np.add.at(kept, symbols_of_plane(np.arange(256), b), c)
+                symbols = codebook(kept, ask.max_code_length)
+                less = cost(symbols, kept) + b * total + 8 * len(book_bytes(symbols)) * total // n
+                if less < bits:
+                    book, bits, raw = symbols, less, b
+        pruned = has_top(dtype) and 64 * zeros >= values
         if book and 100 * bits < 98 * 8 * total:
-            chosen.books[p] = book
-            chosen.halved |= {p} if half else set()
-        elif not (top or sample.constant[p] or sample.zero_run[p] or sample.has_empty):
-            chosen.fixed |= {p} if not octave or 64 * zeros < values else set()
-    return chosen
+            chosen.books[p], chosen.raw[p] = book, raw
+        elif not (top or sample.constant[p] or sample.zero_run[p] or sample.has_empty or pruned):
+            chosen.fixed |= {p}
+    return chosen, bits
+
+
+def has_top(dtype: int) -> bool:
+    """Return True if plane 0 is `top`: part of the pattern, without the sign (section 5.3)."""
+    _, nplanes, octave, _ = DTYPES[dtype]
+    return nplanes > 1 and octave > 0
 
 
 def gaps(void: Array) -> tuple[int, bytes, Array]:
@@ -888,16 +930,16 @@ def gaps(void: Array) -> tuple[int, bytes, Array]:
 
 def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
     """Encode the planes of a lossless block to its region (section 6)."""
-    _, nplanes, octave, _ = DTYPES[dtype]
+    nplanes = DTYPES[dtype][1]
     head, body, there = gaps(empty(np.any(planes, axis=0)) & (not chosen.fixed))
     planes = [p[there] for p in planes]
     is_pruned, zero = False, planes[0] == 0
     for p in range(nplanes):
         if p in chosen.fixed:
             continue
-        top = p == 0 and octave != 0
+        top = p == 0 and has_top(dtype)
         plane = planes[p][~zero] if p and is_pruned else planes[p]
-        mode, contents = put_plane(plane, top, chosen.books.get(p), p in chosen.halved)
+        mode, contents = put_plane(plane, top, chosen.books.get(p), chosen.raw.get(p, 0))
         body += contents
         head |= mode << 2 * p
         if top and mode == 2 and len(chosen.fixed) < nplanes - 1:
@@ -908,14 +950,14 @@ def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
 
 def pattern_model(ask: Ask, shape: tuple[int, ...], bits: Array, dtype: int) -> tuple["Model | None", Array, int, int]:
     """Fit the scale model of a lossless tensor (section 4); return the results of scale_model()."""
-    _, nplanes, octave, s = DTYPES[dtype]
-    pattern = (bits.astype(np.uint64) >> np.uint64(8 * nplanes - 16)).astype(np.int64) & 0x7FFF
+    _, _, octave, s = DTYPES[dtype]
+    pattern = pattern_of(bits, dtype)
     finest = 0
     if octave < 1024:
         plain = sample_planes(bits, dtype, 0)
         c = plain.counts[1].reshape(-1, 2 << s).sum(0)
         finest = 0 if not plain.constant[1] and not plain.zero_run[1] and not uneven(c, 2 << s) else 3
-    return scale_model(ask, ask.variant, pattern, bits, shape, 1 << s, octave, finest)
+    return scale_model(ask, ask.variant, pattern, bits, shape, zero_of(dtype), octave, grain_of(dtype), finest)
 
 
 def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
@@ -928,14 +970,22 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
         return stored
     model, counts, zeros, values = pattern_model(ask, frame.shape, bits, dtype) if octave else (None, None, 0, 0)
     sample = sample_planes(bits, dtype, model.offsets if model and dtype == 2 else 0)
-    if counts is not None:
+    if counts is not None and has_top(dtype):
         sample.counts[0] = counts
-    chosen = choose_planes(ask, dtype, n, sample, zeros, values)
+    chosen, before = choose_planes(ask, dtype, n, sample, zeros, values)
+    if is_float8(dtype) and model:
+        moved = sample_planes(bits, dtype, model.offsets)
+        lowered, after = choose_planes(ask, dtype, n, moved, zeros, values)
+        cheaper = after + 8 * len(model.side) * int(moved.counts[0].sum()) // n < before
+        if 0 in lowered.books and (ask.variant == 2 or cheaper):
+            chosen = lowered
+        else:
+            model = None
     if len(chosen.fixed) == nplanes:
         return stored
     model = model if 0 in chosen.books else None
     planes = planes_of(bits, dtype, model.offsets if model else 0)
-    prior = bool(ask.book and octave and 0 in chosen.books)
+    prior = bool(ask.book and has_top(dtype) and 0 in chosen.books)
     side = struct.pack("<Q", codebook_id(ask.book, 0)) if prior else b""
     side += b"".join(book_bytes(chosen.books[p]) for p in sorted(chosen.books) if p or not prior)
     side = pad8(side + (model.side if model else b""))
@@ -945,7 +995,7 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
     regions = [region(dtype, chosen, [p[first : first + m] for p in planes]) for first, m in blocks]
     built = frame.blocks(
         *(side, regions, log2, sum(1 << p for p in chosen.books), prior | (2 if model else 0)),
-        *(sum(1 << p for p in chosen.halved), {p: planes[p] for p in chosen.fixed}),
+        *(chosen.halved(), {p: planes[p] for p in chosen.fixed}),
     )
     return built if len(built) < len(stored) else stored
 
@@ -1030,7 +1080,7 @@ def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -
     """Map truncated values to symbols (section 8.2)."""
     octave = TRUNCATED[dtype][5]
     pattern = x >> (16 if dtype == 1 else 0) & 0x7FFF
-    model = scale_model(ask, 0, pattern, x, shape, octave, octave, 3)[0]
+    model = scale_model(ask, 0, pattern, x, shape, octave, octave, octave // 8, 3)[0]
     u = lowered(c.e * octave, model.offsets if model else 0, octave) // octave
     literals, values, outside = u.astype(np.uint8), u, np.zeros(len(u), bool)
     if ask.variant == 1:

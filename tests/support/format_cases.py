@@ -17,7 +17,7 @@ from support import flatcall
 from support.frame_builder import Blocks, book, coded, region
 
 F32 = np.float32
-FLOAT32, FLOAT64, BFLOAT16, FLOAT16, BOOL, UINT8 = 1, 2, 3, 4, 16, 21
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16, E4M3, E5M2, E8M0, BOOL, UINT8 = 1, 2, 3, 4, 5, 6, 9, 16, 21
 CONSTANT, RAW, CODED, ROWS, PRUNED, GAPS = 0, 1, 2, 3, 1 << 16, 1 << 17
 SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE, TRUNCATE = range(2, 8)
 
@@ -87,6 +87,19 @@ def halved(symbols, high, literals=b"", lengths=SEVEN):
     """Return a frame of uint8 with a halved plane: low nibbles are coded, and `high` stores the high nibbles."""
     body = head(CODED) + coded(symbols, lengths, literals) + high
     return Blocks(UINT8, len(symbols), [region(body)], side=book(lengths), coded=1, halved=1)
+
+
+def raw8(symbols, bits, halved, literals=b"", lengths=SEVEN, dtype=E4M3):
+    """Return a frame of float8 with a coded plane, whose raw bits are `bits`."""
+    body = head(CODED) + coded(symbols, lengths, literals) + bits
+    return Blocks(dtype, len(symbols), [region(body)], side=book(lengths), coded=1, halved=halved)
+
+
+def model8(kind, shifts, base, nibbles, dtype=E4M3):
+    """Return a frame of float8 zeros with a scale model of one part."""
+    record = struct.pack("<QIBBH", 4096, 512 if kind else 0, kind, shifts, base)
+    side = book(SEVEN) + u32(1) + record + nibbles
+    return Blocks(dtype, 4096, [region(head(CONSTANT) + b"\0")] * 8, side=side, coded=1, flags=2)
 
 
 def pruned(symbols, rest, literals=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT, CONSTANT), gaps=None, n=None, **more):
@@ -312,11 +325,52 @@ LOSSLESS_CASES = {
     "a value, not the escape, fills up the row": (u8([7], {7: 2, 8: 2, ESCAPE: 1}, pad=7), "padding symbols"),
     "halved": (halved([7, ESCAPE, 7], b"\x21\x03", b"\x0f"), b"\x17\x3f\x27"),
     "halved, missing nibble not 0": (halved([7, ESCAPE, 7], b"\x21\x13", b"\x0f"), "nibble padding"),
-    "halved, literal of 16": (halved([7, ESCAPE, 7], b"\x21\x03", b"\x10"), "literal of a nibble"),
+    "halved, literal of 16": (halved([7, ESCAPE, 7], b"\x21\x03", b"\x10"), "literal of a plane with raw bits"),
     "halved, a code for 16": (
         halved([7], b"\1", lengths={7: 1, 16: 2, ESCAPE: 2}),
-        "codebook of a nibble",
+        "codebook of a plane with raw bits",
     ),
+    "float8, signs raw": (raw8([7, ESCAPE, 7], b"\x05", 2, b"\x7f"), b"\x87\x7f\x87"),
+    "float8, signs raw, nine values": (raw8([7] * 9, b"\x81\1", 2), b"\x87" + b"\7" * 6 + b"\x87" * 2),
+    "float8, signs and last bits raw": (raw8([7, ESCAPE, 7, 7], b"\xe4", 4, b"\x3f"), b"\x0e\xfe\x0f\x8f"),
+    "float8, signs and last bits raw, five values": (raw8([7] * 5, b"\xe4\3", 4), b"\x0e\x8e\x0f\x8f\x8f"),
+    "float8, low nibbles coded": (raw8([7, ESCAPE, 7], b"\x21\x03", 1, b"\x0f"), b"\x17\x3f\x27"),
+    "float8, missing sign not 0": (raw8([7, 7], b"\x04", 2), "padding of raw bits"),
+    "float8, missing last bit not 0": (raw8([7] * 3, b"\x40", 4), "padding of raw bits"),
+    "float8, no raw bits": (raw8([7] * 200, b"", 2), "section is too short"),
+    "float8, literal of 128 without sign": (raw8([7, ESCAPE], b"\1", 2, b"\x80"), "literal of a plane with raw bits"),
+    "float8, literal of 64 without last bit": (
+        raw8([7, ESCAPE], b"\1", 4, b"\x40"),
+        "literal of a plane with raw bits",
+    ),
+    "float8, a code for 128": (
+        raw8([7], b"\1", 2, lengths={7: 1, 128: 2, ESCAPE: 2}),
+        "codebook of a plane with raw bits",
+    ),
+    "float8, a code for 127": (raw8([7, 127], b"\2", 2, lengths={7: 1, 127: 2, ESCAPE: 2}), b"\7\xff"),
+    "float8, a code for 64": (
+        raw8([7], b"\1", 4, lengths={7: 1, 64: 2, ESCAPE: 2}),
+        "codebook of a plane with raw bits",
+    ),
+    "float8, halved 3": (raw8([7], b"\1", 3), "halved"),
+    "float8, halved 6": (raw8([7], b"\1", 6), "halved"),
+    "float8, halved 8": (raw8([7], b"\1", 8), "halved"),
+    "float8, raw bits and not coded": (Blocks(E4M3, 1, [region(head(RAW) + b"\5")], halved=2), "halved"),
+    "e8m0, signs raw": (raw8([7], b"\1", 2, dtype=E8M0), "halved"),
+    "uint8, signs raw": (raw8([7], b"\1", 2, dtype=UINT8), "halved"),
+    "float8, pruned": (
+        Blocks(E4M3, 1, [region(head(CODED, flags=PRUNED) + coded([7], SEVEN))], side=book(SEVEN), coded=1),
+        "pruned",
+    ),
+    "float8, agreed codebook": (Blocks(E4M3, 1, [region(head(CODED))], side=u64(5), coded=1, flags=1), "flags"),
+    "a model for e8m0": (Blocks(E8M0, 1, [region(head(RAW) + b"\5")], side=book(SEVEN), coded=1, flags=2), "flags"),
+    "a model for float8, not coded": (Blocks(E5M2, 1, [region(head(RAW) + b"\5")], flags=2), "flags"),
+    "a model for float8, base 119": (model8(0, 0, 119, b""), bytes(4096)),
+    "a model for float8, base 120": (model8(0, 0, 120, b""), "base"),
+    "a model for e5m2, base 123": (model8(0, 0, 123, b"", E5M2), bytes(4096)),
+    "a model for e5m2, base 124": (model8(0, 0, 124, b"", E5M2), "base"),
+    "a model for float8, shift 2": (model8(1, 2, 0, bytes(4)), bytes(4096)),
+    "a model for float8, shift 3": (model8(1, 3, 0, bytes(4)), "shift"),
     "escaped though it has a code": (u8([7, ESCAPE], SEVEN, b"\7"), b"\7\7"),
     "no byte left for an escape": (u8([ESCAPE] * 9, SEVEN, b""), "section is too short"),
     "float64, literal": (wide(coded([ESCAPE, 7], SEVEN, b"\xff"), b"\x7f\x60", (CODED, RAW)), float64s(0xBFFF, 0x3070)),
@@ -332,6 +386,7 @@ def check_lossless(decode, name, lead):
     """Check a case of sections 2 to 7. `lead`: after an inserted block of zeros; decoders process blocks in pairs."""
     blocks, values = LOSSLESS_CASES[name]
     lead = lead and blocks.log2 == 9  # the leading block has 512 values
+    lead = lead and not blocks.flags & 2  # a scale model fixes the number of values, so no block can be added
     check_case(decode, blocks.frame(lead), behind(lead, blocks, values))
 
 
@@ -392,6 +447,8 @@ OFFSET_CASES = {  # dtype, octave and s of section 3; nibble of all offsets that
         ("bfloat16", BFLOAT16, 128, 7),
         ("float16", FLOAT16, 1024, 7),
         ("float64", FLOAT64, 16, 4),
+        ("e4m3", E4M3, 2048, 8),
+        ("e5m2", E5M2, 1024, 8),
     )
     for name, how in (
         ("smallest", (-8, 65, 132)),
@@ -405,21 +462,22 @@ FIVE = {0: 3, 1: 2, 127: 2, 255: 2, ESCAPE: 3}
 def check_offsets(decode, name):
     """Check a case of section 5.2: base and offsets are the smallest or the largest, so that patterns wrap around."""
     dtype, octave, s, nibble, nrows, row = OFFSET_CASES[name]
-    n, size, zero, rng = nrows * row, oracle.DTYPES[dtype][1], 1 << s, np.random.default_rng(len(name))
-    base = 0 if nibble < 0 else 8 * (32768 - zero) // octave - 1
+    n, size, rng = nrows * row, oracle.DTYPES[dtype][1], np.random.default_rng(len(name))
+    zero, grain, shift = (octave, 256, 2) if size == 1 else (1 << s, octave // 8, 3)
+    base = 0 if nibble < 0 else (32768 - zero) // grain - 1
     symbols, planes = rng.choice([0, 1, 127, 255], n), rng.integers(0, 256, (size, n), np.uint8)
     two = nibble & 15 | (nibble & 15) << 4
     nibbles = bytes([two] * (nrows // 2) + [two & 15] * (nrows % 2) + [two & 15] * (-(-row // 2)))  # every other column
-    side = book(FIVE) + u32(1) + struct.pack("<QIBBH", n, row, 3, 0x33, base) + nibbles
+    side = book(FIVE) + u32(1) + struct.pack("<QIBBH", n, row, 3, 0x11 * shift, base) + nibbles
     body = region(head(CODED) + coded(symbols.tolist(), FIVE))
     fixed = {p: planes[p].tobytes() for p in range(1, size)}
     frame = Blocks(dtype, n, [body], side=side, fixed=fixed, coded=1, flags=2, log2=14).frame()
-    rest = planes[1].astype(int)
-    pattern = rest >> s + 1 << s + 8 | symbols << s | rest & zero - 1
-    eighths = base + 8 * nibble * (1 + (np.arange(n) % row % 2 == 0))
-    moved = zero + (pattern - zero + octave // 8 * eighths) % (32768 - zero)
+    rest = planes[1].astype(int) if size > 1 else symbols >> 7 << s
+    pattern = rest >> s + 1 << s + 8 | symbols << s & 0x7FFF | rest & (1 << s) - 1
+    offset = grain * (base + (nibble << shift) * (1 + (np.arange(n) % row % 2 == 0)))
+    moved = zero + (pattern - zero + offset) % (32768 - zero)
     top = np.where(pattern < zero, pattern, moved) | (rest >> s & 1) << 15
-    values = np.column_stack([*planes[:1:-1], top & 255, top >> 8]).astype(np.uint8)
+    values = np.column_stack([*planes[:1:-1], *[top & 255][: size - 1], top >> 8]).astype(np.uint8)
     check_case(decode, frame, values.tobytes())
 
 

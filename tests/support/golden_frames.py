@@ -41,12 +41,18 @@ def ones(words):
     return np.unpackbits(words[:, None].view(np.uint8), axis=1).sum(axis=1)
 
 
+MANTISSAS = {  # number of mantissa bits, exponent bias
+    **{"float32": (23, 127), "float64": (52, 1023), "bfloat16": (7, 127), "float16": (10, 15)},
+    **{"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15), "float8_e4m3fnuz": (3, 8), "float8_e5m2fnuz": (2, 16)},
+}
+
+
 def floats(dtype, n, salt, wide=0):
     """Return bits of floats with random signs and mantissas, and binomial exponents around 1."""
     x = hashed(n, salt)
     heads = ones(hashed(n, salt + 1) & np.uint64(0xFFFF)).astype(np.int64)
-    mantissa, middle = {"float32": (23, 127), "float64": (52, 1023), "bfloat16": (7, 127), "float16": (10, 15)}[dtype]
-    e = np.clip(middle + (heads - 8) * (1 + wide) // (1 if dtype != "float16" else 2), 0, 2 * middle)
+    mantissa, middle = MANTISSAS[dtype]
+    e = np.clip(middle + (heads - 8) * (1 + wide) // (1 if middle > 15 else 2), 0, 2 * middle)
     size = ITEMSIZE[dtype]
     sign = x >> np.uint64(63)
     bits = sign << np.uint64(8 * size - 1) | e.astype(np.uint64) << np.uint64(mantissa)
@@ -80,8 +86,10 @@ def golden_tensor(name):
         return x, dtype, {}
     if kind == "model":
         x = floats(dtype, 130 * 160, 7).reshape(130, 160)
-        step = u.type({"float32": 1 << 23, "float64": 1 << 52, "bfloat16": 1 << 7, "float16": 1 << 10}[dtype])
-        shift = (np.arange(130)[:, None] % 5 + np.arange(160)[None] % 4).astype(u)
+        step, shift = u.type(1 << MANTISSAS[dtype][0]), np.arange(130)[:, None] % 5 + np.arange(160)[None] % 4
+        if size == 1:  # the range of exponents is small
+            return x + (np.arange(130)[:, None] % 3 + np.arange(160)[None] % 2).astype(u) * step, dtype, {}
+        shift = shift.astype(u)
         return (x - shift * step if dtype != "float16" else x + shift % u.type(2) * step), dtype, {}
     if kind == "bucket":
         segments = [(0, (90, 100)), (9000, (700,)), (10000, (80, 120)), (19600, (3, 3))]
@@ -90,6 +98,11 @@ def golden_tensor(name):
         return x, dtype, {"segments": segments, "spec": codec.Lossless(model="separable")}
     if kind == "blocks":
         return floats(dtype, 40000, 9), dtype, {}
+    if kind == "gated":  # the signs of values depend on their magnitudes
+        x = floats(dtype, 6000, 10)
+        return np.where(x & u.type(0x7F) > np.uint8(0x38), x & u.type(0x7F), x | u.type(0x80)), dtype, {}
+    if kind == "halves":  # the lowest bits are always 0
+        return floats(dtype, 6000, 10) & u.type(0xFE), dtype, {}
     if kind == "even":  # the lowest bits are often 0, so that the encoder halves the plane of the low byte
         x = floats(dtype, 6000, 10)
         drop = ones(hashed(6000, 11) & np.uint64(7)).astype(u)
@@ -177,6 +190,9 @@ NAMES = [
     "float32-cap",
     "float32-prior",
     *(f"{d}-small" for d in ("int8", "int16", "int32", "int64", "uint8", "bool", "float8_e4m3fn")),
+    *(f"{d}-{k}" for d in ("float8_e4m3fn", "float8_e5m2") for k in ("plain", "wide", "zeros", "model", "gated")),
+    *(f"{d}-model" for d in ("float8_e4m3fnuz", "float8_e5m2fnuz")),
+    "float8_e5m2-halves",
     *(f"{d}-cubes" for d in ("int32", "uint64")),
     *(f"float32-{k}" for k in LOSSY),
     *(f"{d}-{k}" for d in ("bfloat16", "float16") for k in ("sign_l1", "ternary_base3", "float8_e4m3fn", "quantize_4")),

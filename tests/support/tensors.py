@@ -14,6 +14,8 @@ ALL_DTYPES = sorted(DTYPES)
 LOSSY_DTYPES = ("float32", "bfloat16", "float16")  # dtypes that lossy codecs accept
 NUMPY_DTYPES = {"float32": np.dtype(F32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
+FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+
 # names of the distributions that random_bits() generates
 KINDS = ("noise", "few", "normal", "zeros", "sparse", "mixed", "constant", "wide")
 
@@ -31,6 +33,8 @@ def random_bits(dtype: str, n: int, kind: str, seed: int = 0) -> np.ndarray[Any,
             normal = x.view(u)
         elif dtype == "float16":
             normal = x.astype(np.float16).view(u)
+        elif dtype in FLOAT8_DTYPES:
+            normal = x.astype(getattr(ml_dtypes, dtype)).view(u)
         elif size == 1:
             normal = np.clip(x * 10, -127, 127).astype(np.int8).view(u)
         else:
@@ -49,6 +53,22 @@ def random_bits(dtype: str, n: int, kind: str, seed: int = 0) -> np.ndarray[Any,
     if kind == "constant":
         return np.full(n, normal[0] if n else 0, u)
     return normal
+
+
+def float8_tensors(dtype):
+    """Yield bits of float8 tensors with different shares of raw bits and offsets: weights, gradients, activations."""
+    rng = np.random.default_rng(8)
+    scaled = np.exp2(1.5 * rng.standard_normal((1100, 1))) * np.exp2(rng.standard_normal(70))
+    tensors = [
+        rng.standard_normal((70, 300)),  # weights
+        rng.standard_normal((1100, 70)) * scaled,  # gradients: more rows than a sample has
+        (rng.standard_normal((66, 80)) * scaled[:66, :1])[:, :77],
+        *(x / (1 + np.exp(-x)) for x in rng.standard_normal((1, 9001))),  # the sign depends on the magnitude
+        np.maximum(rng.standard_normal((70, 257)), 0),
+        np.rint(4 * rng.standard_normal(700)),
+    ]
+    for x in tensors:
+        yield x.astype(F32).astype(getattr(ml_dtypes, dtype)).view(np.uint8)
 
 
 def with_empty_rows(x, rows):

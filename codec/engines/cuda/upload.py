@@ -11,6 +11,13 @@ from codec._c.library import ffi, lib
 VIEW_NBYTES = ffi.sizeof("codec_view")
 _ALIGNMENT = 16  # alignment of arrays in bytes
 DATA_AT = -(-VIEW_NBYTES // _ALIGNMENT) * _ALIGNMENT  # offset of the arrays in an upload
+# by dtype: patterns in an octave, unit of offsets in patterns (octave_of and grain_of of model.cuh); others: 128, 16
+_OCTAVES = {
+    lib.CODEC_FLOAT16: (1024, 128),
+    lib.CODEC_FLOAT64: (16, 2),
+    **dict.fromkeys((lib.CODEC_FLOAT8_E4M3FN, lib.CODEC_FLOAT8_E4M3FNUZ), (2048, 256)),
+    **dict.fromkeys((lib.CODEC_FLOAT8_E5M2, lib.CODEC_FLOAT8_E5M2FNUZ), (1024, 256)),
+}
 _AT = struct.Struct("<Q")  # the first field of a codec_array, `at`
 
 
@@ -67,10 +74,11 @@ class Image:
 
 
 def _patterns(view: Any, offsets: bytes) -> bytes:
-    """Convert offsets of the scale model from int8 in eighths of an octave to uint16 in patterns, on the circle."""
-    octave = {lib.CODEC_FLOAT16: 1024, lib.CODEC_FLOAT64: 16}.get(view.dtype, 128)  # octave_of of model.cuh
-    circle = 32768 - (octave if view.codec == lib.CODEC_TRUNCATE else min(octave, 128))
-    patterns = np.frombuffer(offsets, np.int8).astype(np.int16) * np.int16(octave // 8)
+    """Convert offsets of the scale model from int8 in units of the frame to uint16 in patterns, on the circle."""
+    octave, grain = _OCTAVES.get(view.dtype, (128, 16))
+    whole = view.codec == lib.CODEC_TRUNCATE or grain == 256
+    circle = 32768 - (octave if whole else min(octave, 128))
+    patterns = np.frombuffer(offsets, np.int8).astype(np.int16) * np.int16(grain)
     patterns += patterns >> 15 & np.int16(circle)
     return patterns.tobytes()
 

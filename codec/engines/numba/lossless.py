@@ -11,7 +11,19 @@ from codec.engines.numba.gaps import GAPS, MOST_ROWS, expand_rows, find_gaps, ge
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.lanes import ROW
 from codec.engines.numba.model import fill_offsets, fill_row_offsets
-from codec.engines.numba.planes import PLANE_ROOM, halve, merge_planes, section, split_values, unhalve
+from codec.engines.numba.packing import pack, unpack
+from codec.engines.numba.planes import (
+    PLANE_ROOM,
+    halve,
+    join_bits,
+    merge_planes,
+    raw_bits,
+    section,
+    split_values,
+    symbol_of,
+    take_bits,
+    unhalve,
+)
 from codec.engines.numba.region import (
     BAD_REGION,
     BLOCK,
@@ -41,16 +53,21 @@ MANY = 64  # +0 values of a block are pruned if at least one value in 64 is +0
 
 
 @jit
-def _pays(halved, lengths, plane):
+def has_top(job):
+    """Return True if plane 0 is a part of the pattern, without the sign: for floats, except float8."""
+    return job.octave > 0 and job.size > 1
+
+
+@jit
+def _pays(raw, lengths, plane):
     """Return True if entropy-coding a plane saves at least 2%, as estimated from every 8th quad row."""
-    n, raw = len(plane), 4 if halved else 8
-    cost, count = 0, 0
+    n, cost, count = len(plane), 0, 0
     for r in range(0, n, 8 * ROW):
         for i in range(r, min(n, r + ROW)):
-            length = lengths[plane[i] & U8(15) if halved else plane[i]]
+            length = lengths[symbol_of(plane[i], raw)]
             cost += np.int64(length & U8(15)) + np.int64(length >> U8(7)) * 8
             count += 1
-    return 100 * cost < 98 * raw * count
+    return 100 * cost < 98 * (8 - raw) * count
 
 
 @jit
@@ -85,19 +102,21 @@ def _put_plane(job, i, memory, k, room, low, out, at):
     if is_constant(plane):
         out[at] = plane[0]
         return CONSTANT, at + 1
-    halved = job.halved >> i & 1
+    raw = raw_bits(job, i)
     lengths = job.tables[i, 256:512]
-    if job.coded >> i & 1 and ((i == 0 and job.octave) or _pays(halved, lengths, plane)):
-        if halved:
-            half = (k + 1) // 2
-            high = low[BLOCK:][:half]
-            halve(plane, low, high)
-            end = put_coded(job, i, low, k, room.none, k // 2 - 1, room, out, at)
-            if end:
-                copy(out[end:], high)
-                end += half
-        else:
-            end = put_coded(job, i, memory, k, room.none, k - 1, room, out, at)
+    if job.coded >> i & 1 and ((i == 0 and has_top(job)) or _pays(raw, lengths, plane)):
+        nbytes = (k * raw + 7) // 8
+        bits = low[PLANE_ROOM:]
+        if raw == 4:
+            halve(plane, low, bits[:nbytes])
+        elif raw:
+            take_bits(plane, raw, low, bits)
+        end = put_coded(job, i, low if raw else memory, k, room.none, k - nbytes - 1, room, out, at)
+        if end and raw == 4:
+            copy(out[end:], bits[:nbytes])
+        elif end and raw:
+            pack(bits, k, raw, out[end:])
+        end += nbytes if end else 0
     if end:
         return CODED, end
     end = _put_rows(plane, out, at)
@@ -167,7 +186,7 @@ def _put_block(job, values, planes, rows, m, room, low, region):
             continue
         mode, at = _put_plane(job, p, planes[p], m if p == 0 else k, room, low, region, at)
         head |= mode << 2 * p
-        if p == 0 and mode == CODED and job.octave and (job.fixed | 1) != (1 << job.size) - 1:
+        if p == 0 and mode == CODED and has_top(job) and (job.fixed | 1) != (1 << job.size) - 1:
             k = _prune(job, planes, m)
     store32(region, 0, head | (PRUNED if k < m else 0))
     return close_region(region, at)
@@ -179,7 +198,7 @@ class LosslessWork(NamedTuple):
     coder: Any
     planes: Any
     flat: Any  # `planes` as one dimension
-    low: Any  # low nibbles, followed by high nibbles
+    low: Any  # symbols of a plane, followed by raw bits
     region: Any
     rows: Any  # by quad row: 1 if the region has its values
     offset: Any
@@ -199,7 +218,7 @@ def work_of(job):
         coder_room(job, BLOCK),
         planes,
         planes.reshape(-1),
-        np.empty(2 * BLOCK + ROW, U8),
+        np.empty(2 * PLANE_ROOM, U8),
         np.empty(8 * BLOCK + 64, U8),
         np.empty(MOST_ROWS, U8),
         np.empty(BLOCK, U16),
@@ -250,28 +269,32 @@ def _read_head(job, head, at, mode, fault):
         fixed, coded = job.fixed >> p & 1, job.coded >> p & 1
         if (mode[p] != 0) if fixed else (mode[p] == CODED and not coded):
             return bad(fault, BAD_REGION, at, head, job.coded)
-    if head & PRUNED and (not job.octave or mode[0] != CODED):
+    if head & PRUNED and (not has_top(job) or mode[0] != CODED):
         return bad(fault, BAD_REGION, at, head, CODED)
     return OK
 
 
 @jit
-def _get_high(frame, low, c, fault):
-    """Read the high nibbles of a halved plane, and combine them with the low nibbles in ``low``."""
-    n = len(low)
-    half = (n + 1) // 2
-    if c[1] - c[0] < half:
-        return bad(fault, BAD_REGION, c[0], c[1] - c[0], half)
+def _get_raw_bits(frame, symbol, raw, room, c, fault):
+    """Read the raw bits of a plane, and combine them with the symbols in ``symbol``. ``room``: a buffer."""
+    n = len(symbol)
+    nbytes, used = (n * raw + 7) // 8, n * raw % 8
+    if c[1] - c[0] < nbytes:
+        return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
     some = U8(0)
     for i in range(n):
-        some |= low[i]
-    if some > 15:
-        return bad(fault, BAD_REGION, c[0], some, 15)
-    high = frame[c[0] : c[0] + half]
-    if n % 2 and high[half - 1] > 15:
-        return bad(fault, BAD_REGION, c[0] + half - 1, high[half - 1], 15)
-    unhalve(low, high)
-    c[0] += half
+        some |= symbol[i]
+    if some > 255 >> raw:
+        return bad(fault, BAD_REGION, c[0], some, 255 >> raw)
+    bits = frame[c[0] : c[0] + nbytes]
+    if used and bits[nbytes - 1] >> U8(used):
+        return bad(fault, BAD_REGION, c[0] + nbytes - 1, bits[nbytes - 1], (1 << used) - 1)
+    if raw == 4:
+        unhalve(symbol, bits)
+    else:
+        unpack(bits, n, raw, room)
+        join_bits(symbol, raw, room)
+    c[0] += nbytes
     return OK
 
 
@@ -300,18 +323,18 @@ def _get_rows(frame, plane, c, fault):
 
 
 @jit
-def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
+def _get_plane(frame, job, p, mode, k, room, memory, bits, wanted, c, fault):
     """Decode plane ``p``, of ``k`` values, to ``memory``; if not ``wanted``, only validate the plane."""
     if mode == CODED:
-        halved = job.halved >> p & 1
-        symbols = wanted or halved > 0
+        raw = raw_bits(job, p)
+        symbols = wanted or raw > 0
         status = get_coded(frame, job, p, k, room, symbols, memory, c, fault)
         if not status and symbols:
             status = get_literals(frame, job.tables[p, 512], room.escaped, k, memory, room.none, c, fault)
         elif not status:
             status = pass_literals(room.escaped, k, c, fault)
-        if not status and halved:
-            status = _get_high(frame, memory[:k], c, fault)
+        if not status and raw:
+            status = _get_raw_bits(frame, memory[:k], raw, bits, c, fault)
         return status
     if mode == ROWS:
         return _get_rows(frame, memory[:k], c, fault)
@@ -341,7 +364,7 @@ def _check_pruned(frame, job, first, m, planes, fault):
 @jit
 def _get_block(frame, job, work, first, m, merges, fault):
     """Decode a region to planes; if ``merges`` is False, decode only as much as validation needs."""
-    c, planes, mode = work.c, work.planes, work.mode
+    c, planes, mode, bits = work.c, work.planes, work.mode, work.low[PLANE_ROOM:]
     head = np.int64(load32(frame, c[0]))
     status = _read_head(job, head, c[0], mode, fault)
     c[0] += 4
@@ -354,9 +377,9 @@ def _get_block(frame, job, work, first, m, merges, fault):
         if status or job.fixed >> p & 1:
             continue
         if p == 0 or not head & PRUNED:
-            status = _get_plane(frame, job, p, mode[p], m, work.coder, planes[p], wanted, c, fault)
+            status = _get_plane(frame, job, p, mode[p], m, work.coder, planes[p], bits, wanted, c, fault)
         else:
-            status = _get_plane(frame, job, p, mode[p], k, work.coder, work.low, merges, c, fault)
+            status = _get_plane(frame, job, p, mode[p], k, work.coder, work.low, bits, merges, c, fault)
             if not status and merges:
                 expand(planes[0][:m], 1, work.low, planes[p][:m])
         if not status and p == 0 and head & PRUNED:

@@ -10,16 +10,23 @@ from codec.engines.numba.words import I64, U8, U16
 
 ROWS, COLUMNS = 1, 2  # bits of a part's kind: its rows have offsets; its columns have offsets
 EAGER_ROWS = 1024  # the C library chooses the offsets of parts with at most this many rows when the job is opened
-FLOAT64_ZERO, ZERO = 16, 128  # lowest bit pattern from which offsets are subtracted, for float64 and for other dtypes
+FLOAT64_ZERO, ZERO = 16, 128  # lowest bit pattern from which offsets are subtracted, for float64 and for wider planes
+GRAIN8 = 256  # float8: unit of offsets, a number of the type; other dtypes: an eighth of an octave
 TRUNCATE = lib.CODEC_TRUNCATE
 
 
 @jit
 def zero_of(job):
     """Return the lowest bit pattern from which offsets are subtracted; patterns below it, such as 0, stay unchanged."""
-    if job.codec == TRUNCATE:
+    if job.codec == TRUNCATE or job.size == 1:
         return job.octave
     return FLOAT64_ZERO if job.octave == FLOAT64_ZERO else ZERO
+
+
+@jit
+def grain_of(job):
+    """Return the unit of offsets, in bit patterns."""
+    return GRAIN8 if job.size == 1 else job.octave // 8
 
 
 @jit
@@ -47,7 +54,7 @@ def part_at(parts, first):
 def fill_offsets(job, first, offset):
     """Fill ``offset`` with the offsets of values from ``first`` on, in bit patterns: t of format.md, section 5.2."""
     zero = zero_of(job)
-    circle, grain = 32768 - zero, job.octave // 8
+    circle, grain = 32768 - zero, grain_of(job)
     n, at = len(offset), 0
     p = part_at(job.parts, first) if len(job.parts) else 0
     if not len(job.parts):
@@ -71,7 +78,7 @@ def fill_offsets(job, first, offset):
             if part.kind & COLUMNS:
                 some = job.offsets[columns + column : columns + column + m]
                 begin, modulus = U16(start - circle if start > circle // 2 else start), U16(circle)
-                shift = U16(7 if grain == 128 else 4 if grain == 16 else 1)
+                shift = U16(8 if grain == GRAIN8 else 7 if grain == 128 else 4 if grain == 16 else 1)
                 for k in range(m):
                     t = U16(begin + U16(U16(some[k]) << shift))
                     here[k] = U16(t + (modulus & U16(-I64(t >> U16(15)))))  # with an `if`, LLVM would use wider lanes
@@ -86,8 +93,10 @@ def fill_offsets(job, first, offset):
 def _add_patterns(data, size, first, n, zero):
     """Return the sum and the number of those bit patterns of ``n`` values that are at least ``zero``."""
     total, some = 0, 0
-    for i in range((first + 1) * size - 2, (first + n) * size, size):
-        pattern = np.int64(data[i]) | np.int64(data[i + 1] & U8(127)) << 8
+    for i in range((first + 1) * size - 1, (first + n) * size, size):
+        pattern = np.int64(data[i] & U8(127)) << 8
+        if size > 1:
+            pattern |= np.int64(data[i - 1])
         if pattern >= zero:
             total += pattern
             some += 1
@@ -101,7 +110,8 @@ def fill_row_offsets(job, data, feedback, first, end, x, native):
     If several threads choose the offset of the same row, they write the same number. ``x`` and ``native`` are buffers
     of 128 values.
     """
-    zero, grain = zero_of(job), job.octave // 8
+    zero, grain = zero_of(job), grain_of(job)
+    runs = 8 if job.size == 1 else 4
     for p in range(len(job.parts)):
         part = job.parts[p]
         start, count, length = np.int64(part.start), np.int64(part.count), np.int64(part.row)
@@ -112,9 +122,9 @@ def fill_row_offsets(job, data, feedback, first, end, x, native):
             at = start + row * length
             m = min(length, start + count - at)
             total, some = 0, 0
-            for run in range(4 if m > 128 else 1):
-                begin = at + run * (m - 32) // 3 if m > 128 else at
-                k = 32 if m > 128 else m
+            for run in range(runs if m > 32 * runs else 1):
+                begin = at + run * (m - 32) // (runs - 1) if m > 32 * runs else at
+                k = 32 if m > 32 * runs else m
                 if len(feedback):
                     load_native(job.dtype, data, feedback, begin, x[:k], native)
                     more, live = _add_patterns(native, job.size, 0, k, zero)

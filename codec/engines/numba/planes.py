@@ -4,7 +4,7 @@
 from codec.engines.numba.jit import jit
 from codec.engines.numba.lanes import ROW
 from codec.engines.numba.region import BLOCK
-from codec.engines.numba.words import U8, U16, U32, U64, copy, turn, unturn
+from codec.engines.numba.words import U8, U16, U32, U64, copy, lower, raise_, turn, unturn
 
 SHIFT, SHIFT64 = 7, 4  # s of format.md, section 3, for 2- and 4-byte floats and for float64
 PLANE_ROOM = BLOCK + ROW  # size of a plane's buffer in bytes
@@ -55,10 +55,28 @@ def _split8(x, offset, is_float, upper, half, planes):
 
 
 @jit
+def _split1(x, offset, zero, y):
+    """Lower the patterns of float8 values ``x``."""
+    for i in range(len(x)):
+        u = lower(U16(U16(x[i] & U8(127)) << U16(8)), offset[i], U16(zero))
+        y[i] = x[i] & U8(128) | U8(u >> U16(8))
+
+
+@jit
+def _merge1(y, offset, zero, x):
+    """Restore the patterns of float8 values: the inverse of :func:`_split1`."""
+    for i in range(len(x)):
+        p = raise_(U16(U16(y[i] & U8(127)) << U16(8)), offset[i], U16(zero))
+        x[i] = y[i] & U8(128) | U8(p >> U16(8))
+
+
+@jit
 def split_values(job, data, offset, upper, half, planes):
     """Split values into byte planes. ``data``: bytes of the values."""
     is_float = job.octave > 0
-    if job.size == 1:
+    if job.size == 1 and len(job.parts):
+        _split1(data, offset, job.octave, planes[0])
+    elif job.size == 1:
         copy(planes[0], data)
     elif job.size == 2:
         _split2(data.view(U16), offset, is_float, planes[0], planes[1])
@@ -133,7 +151,10 @@ def merge_planes(frame, job, work, first, data):
     is_float, flat = job.octave > 0, work.flat
     p0 = plane_array(frame, job, flat, 0)[plane_offset(job, 0, first) :]
     if job.size == 1:
-        copy(data, p0[: len(data)])
+        if len(job.parts):
+            _merge1(p0, work.offset, job.octave, data)
+        else:
+            copy(data, p0[: len(data)])
         return
     p1 = plane_array(frame, job, flat, 1)[plane_offset(job, 1, first) :]
     if job.size == 2:
@@ -174,3 +195,32 @@ def unhalve(low, high):
         low[i] |= U8(high[i] << U8(4))
     for i in range(half, n):
         low[i] |= high[i - half] & U8(0xF0)
+
+
+@jit
+def raw_bits(job, p):
+    """Return how many bits of each value follow the symbols of coded plane ``p`` raw (format.md, section 7)."""
+    if job.halved >> p & 1:
+        return 4
+    return job.halved >> 1 if job.size == 1 else 0
+
+
+@jit
+def symbol_of(x, raw):
+    """Return the symbol of byte ``x`` of a plane with ``raw`` raw bits for each value."""
+    return U8(x >> U8(raw == 2)) & U8(255 >> raw)
+
+
+@jit
+def take_bits(plane, raw, symbol, bits):
+    """Split bytes of float8 into symbols, and ``raw`` raw bits each, one value per byte."""
+    for i in range(len(plane)):
+        symbol[i] = symbol_of(plane[i], raw)
+        bits[i] = (plane[i] >> U8(7) | U8(plane[i] << U8(1))) & U8((1 << raw) - 1)
+
+
+@jit
+def join_bits(symbol, raw, bits):
+    """Combine raw bits with the symbols in ``symbol``: the inverse of :func:`take_bits`."""
+    for i in range(len(symbol)):
+        symbol[i] = U8(symbol[i] << U8(raw == 2)) | bits[i] >> U8(1) | U8(bits[i] << U8(7))

@@ -36,7 +36,11 @@ _TABLE, _OFFSET = np.dtype("514u1"), np.dtype("i1")
 _ROW_SUMS = np.dtype([("sum0", "f8"), ("sum1", "f8"), ("negative", "u4"), ("max", "u4")])
 _DELTA_BLOCK = np.dtype([("base", "u8"), ("result", "u8"), ("changes", "u4"), ("state", "u4"), ("reserved", "u4", 4)])
 _SUMS = {lib.CODEC_DELTA: _DELTA_BLOCK, lib.CODEC_TOPK: np.dtype("u4")}  # other codecs: _ROW_SUMS
-_OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
+_OCTAVES = {
+    **{"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024},
+    **{f"float8_e4m3{s}": 2048 for s in ("fn", "fnuz")},
+    **{f"float8_e5m2{s}": 1024 for s in ("", "fnuz")},
+}
 
 
 class ViewFields(NamedTuple):
@@ -66,7 +70,7 @@ class ViewFields(NamedTuple):
     clip: Any
     traits: int  # CODEC_TRAIT_* of the codec
     size: int  # size of a value in bytes
-    octave: int  # bit patterns (upper 16 bits) from x to 2x; 0: dtype without scale model
+    octave: int  # patterns (15 bits: format.md, section 3) from x to 2x; 0: dtype without scale model
     tables: Array  # by plane: 514 uint8 of its code table
     parts: Array  # parts of the scale model
     offsets: Array  # int8 offsets of rows and columns

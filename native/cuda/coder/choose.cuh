@@ -12,80 +12,21 @@ union model_room {
 	fit_room fit;
 	count_room count;
 	decide_room decide;
-	struct {
-		uint32_t raised[CHOOSE_PARTS][256];
-		cost_room cost[CHOOSE_PARTS];
-		uint64_t bits[CHOOSE_PARTS];
-	} phase;
 };
 
 /*
- * Return the number of eighths of an octave, below CHOOSE_PARTS, by which to raise all bases so that the symbols cost
- * the fewest bits. counts: symbol counts under the present bases on entry, under the raised bases on return. *cost:
- * output, cost in bits of the symbols under the raised bases.
+ * Decide if a single part without offsets needs a record. Return the number of parts with records: nparts or 0. Write
+ * the symbol counts of plane 0 to c->counts[0], except for float8, whose counts, with signs, come from sample_planes.
  */
-DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room *room, uint64_t *cost)
+DEVICE_CALL uint64_t conclude_parts(const codec_view *v, uint8_t *memory, const sample_kind &q, uint64_t nparts,
+				    codec_choice *c, const codec_part_found *found)
 {
-	const volatile uint32_t *part = c->all;
-	uint32_t e = threadIdx.x, warp = e / 32, n = counts[e], added[CHOOSE_PARTS - 1], removed[CHOOSE_PARTS - 1];
-	int best = 0;
+	const bool keep = nparts && (q.based || nparts > 1 || model_parts(v, memory)->kind);
+	const volatile uint32_t *from = keep ? c->all : found->raw;
 
-	/* raising the bases by one more eighth moves the lowest bin of each symbol to the symbol below */
-#pragma unroll
-	for (uint32_t k = 0; k < CHOOSE_PARTS - 1; k++) {
-		added[k] = e ? part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS + k] : 0;
-		removed[k] = e ? part[e * CHOOSE_PARTS + k] : 0;
-	}
-#pragma unroll
-	for (uint32_t phase = 0; phase < CHOOSE_PARTS; phase++) {
-		room->phase.raised[phase][e] = n;
-		n += phase < CHOOSE_PARTS - 1 ? added[phase] - removed[phase] : 0;
-	}
-	__syncthreads();
-	static_assert(CHOOSE_PARTS == CTA_WARPS, "a warp each");
-	uint64_t bits = warp_cost(room->phase.raised[warp], room->phase.cost + warp, e % 32);
-
-	if (e % 32 == 0)
-		room->phase.bits[warp] = bits;
-	__syncthreads();
-	for (int phase = 1; phase < CHOOSE_PARTS; phase++)
-		best = room->phase.bits[phase] < room->phase.bits[best] ? phase : best;
-	*cost = room->phase.bits[best];
-	counts[e] = room->phase.raised[best][e];
-	__syncthreads();
-	return best;
-}
-
-/*
- * Raise all bases by the number of eighths of an octave at which the symbols of all parts cost least, and decide if a
- * single part without offsets needs a record. Return the number of parts with records: nparts or 0. Write the symbol
- * counts of plane 0 to c->counts[0].
- */
-DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const sample_kind &q, uint64_t nparts,
-				    codec_choice *c, const codec_part_found *found, model_room *room)
-{
-	uint64_t cost = 0;
-	uint32_t bins = (uint32_t)c->bins;
-	int phase = 0;
-	const volatile codec_choice *seen = c;
-
-	fold(c->all, bins, c->counts[0]);
-	if (bins > 1)
-		phase = raise_bases(c, c->counts[0], room, &cost);
-	for (uint64_t p = threadIdx.x; p < nparts; p += CTA_THREADS) {
-		codec_model_part *part = model_parts(v, memory) + p;
-
-		part->base = (uint16_t)((part->base + phase) % (WIRE_CIRCLE(q.zero) >> q.eighth));
-	}
-	__syncthreads();
-	if (q.based || nparts > 1 || model_parts(v, memory)->kind)
-		return nparts;
-	const uint64_t raw_bits = *(const volatile uint64_t *)&found->raw_bits;
-
-	if (bins > 1 && choose_record_pays(raw_bits, cost, seen->nvalues, v->n))
-		return nparts;
-	fold(found->raw, bins, c->counts[0]);
-	return 0;
+	if (q.top)
+		c->counts[0][threadIdx.x] = from[threadIdx.x];
+	return keep ? nparts : 0;
 }
 
 /*
@@ -93,14 +34,9 @@ DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const 
  * subtracted, to c->counts[0].
  */
 DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kind &q, uint32_t nparts, codec_choice *c,
-				const codec_part_found *found, model_room *room)
+				const codec_part_found *found)
 {
-	uint64_t used = 0;
-
-	if (nparts)
-		used = conclude_bases(v, memory, q, nparts, c, found, room);
-	else
-		fold(found->raw, 1, c->counts[0]);
+	const uint64_t used = conclude_parts(v, memory, q, nparts, c, found);
 	uint64_t total = cta_sum(c->counts[0][threadIdx.x]);
 
 	if (threadIdx.x == 0) {
@@ -140,7 +76,7 @@ DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 }
 
 /*
- * Run task t < 3 * step. It waits until c->finest and c->bins are known. The last CTA to finish a step of a part
+ * Run task t < 3 * step. It waits until c->finest is known. The last CTA to finish a step of a part
  * completes that step. Return true in the CTA whose task completes the model.
  */
 DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *values, const sample_kind &q,
@@ -176,14 +112,14 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 		return false;
 	}
 	cta_wait(tasks.nparts ? &f->cols_ready : c->ready + PLANES);
-	sample_symbols(v, memory, q, {part, values, tasks.nparts > 0, share, shares}, c, f, &room->count);
+	sample_symbols(v, memory, q, {part, values, tasks.nparts > 0, share, shares}, f, &room->count);
 	if (!cta_is_last(&f->counts, shares))
 		return false;
 	if (tasks.nparts)
 		decide_part(v, q, part, c, f, &room->decide);
 	if (!cta_is_last(c->done + PARTS, tasks.step / shares))
 		return false;
-	conclude_model(v, memory, q, tasks.nparts, c, found, room);
+	conclude_model(v, memory, q, tasks.nparts, c, found);
 	return true;
 }
 

@@ -10,12 +10,20 @@
 #include "exact/choose.h"
 #include "coder/model.cuh"
 
+/* Return the pattern of the value with bits `word`, of `size` bytes; see pattern_at. */
+DEVICE uint32_t pattern_of(uint64_t word, uint32_t size)
+{
+	return (uint32_t)(size == 1 ? word << 8 : word >> (8 * size - 16)) & 0x7fff;
+}
+
 /*
- * Return the pattern of value i: exponent and upper mantissa bits, the 15 bits below the sign. values: aligned to
- * `size`, the bytes per value.
+ * Return the pattern of value i: exponent and upper mantissa bits, the 15 bits below the sign (float8: 7 bits, followed
+ * by zeros). values: aligned to `size`, the bytes per value.
  */
 DEVICE uint32_t pattern_at(const uint8_t *values, uint32_t size, uint64_t i)
 {
+	if (size == 1)
+		return (global(values)[i] & 127u) << 8;
 	return *global((const uint16_t *)(values + (i + 1) * size - 2)) & 0x7fff;
 }
 
@@ -24,30 +32,24 @@ DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, ui
 			 uint32_t lane)
 {
 	uint64_t first = part->start + r * part->row, n = part->start + part->count - first;
-	uint32_t sum = 0, count = 0;
+	uint32_t sum = 0, count = 0, runs = (uint32_t)choose_runs(size == 1);
 
 	static_assert(CHOOSE_RUN == 32, "a lane takes a value of each run");
 	n = n < part->row ? n : part->row;
-	bool all = n <= CHOOSE_RUNS * CHOOSE_RUN;
+	bool all = n <= runs * CHOOSE_RUN;
 
-	uint32_t pattern[CHOOSE_RUNS];
+	uint32_t pattern[CHOOSE_RUNS8];
 
-	for (uint32_t i = 0; i < CHOOSE_RUNS; i++) {
-		uint64_t at = (all ? CHOOSE_RUN * i : choose_run(i, n)) + lane;
+	for (uint32_t i = 0; i < CHOOSE_RUNS8; i++) {
+		uint64_t at = (all ? CHOOSE_RUN * i : choose_run(i, runs, n)) + lane;
 
-		pattern[i] = at < n ? pattern_at(values, size, first + at) : 0;
+		pattern[i] = i < runs && at < n ? pattern_at(values, size, first + at) : 0;
 	}
-	for (uint32_t i = 0; i < CHOOSE_RUNS; i++) {
+	for (uint32_t i = 0; i < CHOOSE_RUNS8; i++) {
 		sum += pattern[i] >= zero ? pattern[i] : 0;
 		count += pattern[i] >= zero;
 	}
 	return choose_mean(warp_sum(sum), warp_sum(count));
-}
-
-/* Return log2 of the number of patterns in an eighth of an octave. */
-DEVICE int eighth_log2(int octave)
-{
-	return __ffs(octave) - 4;
 }
 
 /* Return the offset of row r of a part, in eighths of an octave. */
@@ -56,7 +58,7 @@ DEVICE_CALL int fit_row(const codec_model_part *part, const uint8_t *values, uin
 {
 	int mean = row_mean(part, values, size, zero, r, lane);
 
-	return choose_offset(choose_eighths(mean, part->mean, eighth_log2(octave)), part->shifts & 15);
+	return choose_offset(choose_eighths(mean, part->mean, grain_log2(octave, size)), part->shifts & 15);
 }
 
 /* Return the number of row offsets of a part; 0 if its rows have no offsets. */

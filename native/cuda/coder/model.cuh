@@ -4,8 +4,9 @@
  * An offset is base + row offset + column offset. It is subtracted from a value's pattern (the integer of exponent and
  * upper mantissa bits), modulo 32768 - zero. Comments call the range of these patterns, which wraps around, the circle.
  *
- * Frames store offsets in eighths of an octave (a factor of two). On the device, the array codec_view.offsets has
- * uint16_t in patterns, reduced to the circle; bases of parts remain in eighths of an octave.
+ * Frames store offsets in eighths of an octave (a factor of two), those of float8 in numbers of the type. On the
+ * device, the array codec_view.offsets has uint16_t in patterns, reduced to the circle; bases of parts remain in units
+ * of frames.
  */
 #ifndef CODEC_CUDA_CODER_MODEL_CUH
 #define CODEC_CUDA_CODER_MODEL_CUH
@@ -15,27 +16,76 @@
 /* Return the number of patterns in an octave (a factor of two); 0: the dtype has no pattern. */
 DEVICE int octave_of(uint32_t dtype)
 {
-	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 ? 128
-	       : dtype == CODEC_FLOAT16                          ? 1024
-	       : dtype == CODEC_FLOAT64                          ? 16
-								 : 0;
+	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16                ? 128
+	       : dtype == CODEC_FLOAT16                                         ? 1024
+	       : dtype == CODEC_FLOAT64                                         ? 16
+	       : dtype == CODEC_FLOAT8_E4M3FN || dtype == CODEC_FLOAT8_E4M3FNUZ ? 2048
+	       : dtype == CODEC_FLOAT8_E5M2 || dtype == CODEC_FLOAT8_E5M2FNUZ   ? 1024
+										: 0;
 }
 
-/* log2 of `zero`, the smallest pattern to which offsets are applied, for values of `size` bytes. */
-#define SHIFT_OF(size) ((size) == 8 ? 4 : 7)
+/* Return true for floats of 8 bits with a pattern. Their only plane has sign and pattern. */
+DEVICE bool is_float8(uint32_t dtype)
+{
+	return dtype >= CODEC_FLOAT8_E4M3FN && dtype <= CODEC_FLOAT8_E5M2FNUZ;
+}
 
-/* Return the number of patterns in an eighth of an octave. */
+/* Return true if plane 0 has bits of the pattern only. */
+DEVICE bool has_top(uint32_t dtype)
+{
+	return octave_of(dtype) && !is_float8(dtype);
+}
+
+/* Index of the lowest bit of a pattern in plane 0, for values of `size` bytes. */
+#define SHIFT_OF(size) ((size) == 8 ? 4 : (size) == 1 ? 8 : 7)
+
+/* Return log2 of the unit of offsets, in patterns: an eighth of an octave, for float8 (size 1) a number of the type. */
+DEVICE int grain_log2(int octave, uint32_t size)
+{
+	return size == 1 ? SHIFT_OF(1) : __ffs(octave) - 4;
+}
+
+/* Return the unit of offsets, in patterns. */
 DEVICE uint32_t grain_of(const codec_view *v)
 {
-	return (uint32_t)octave_of(v->dtype) / 8;
+	return is_float8(v->dtype) ? 1u << SHIFT_OF(1) : (uint32_t)octave_of(v->dtype) / 8;
+}
+
+/* Return `zero`, the smallest pattern to which offsets are applied; 0 if the dtype has no pattern. */
+DEVICE uint32_t zero_of(const codec_view *v)
+{
+	const int octave = octave_of(v->dtype);
+
+	return (uint32_t)(v->codec == CODEC_TRUNCATE || is_float8(v->dtype) || octave < 128 ? octave : 128);
 }
 
 /* Return the number of patterns on the circle. The dtype has a pattern. */
 DEVICE uint32_t circle_of(const codec_view *v)
 {
-	const int octave = octave_of(v->dtype), most = v->codec == CODEC_TRUNCATE ? octave : 128;
+	return (uint32_t)WIRE_CIRCLE(zero_of(v));
+}
 
-	return (uint32_t)WIRE_CIRCLE(octave < most ? octave : most);
+/* Return the number of patterns on the circle, for lossless values of SIZE bytes. */
+template <int SIZE> DEVICE uint32_t circle_for(const codec_view *v)
+{
+	return SIZE == 1 ? circle_of(v) : (uint32_t)WIRE_CIRCLE(1 << SHIFT_OF(SIZE));
+}
+
+/* Return how many bits of each value follow the symbols of coded plane p raw. */
+DEVICE int raw_bits_of(const codec_view *v, uint32_t p)
+{
+	return WIRE_RAW_BITS(v->halved, p, is_float8(v->dtype) ? 1 : 2);
+}
+
+/* Return the byte x of a float8 with its pattern lowered by `offset` patterns. raised8: the inverse. */
+DEVICE uint32_t lowered8(uint32_t x, uint32_t offset, uint32_t zero)
+{
+	return (x & 128) | bits_lower((uint16_t)((x & 127) << 8), (uint16_t)offset, (uint16_t)zero) >> 8;
+}
+
+DEVICE uint32_t raised8(uint32_t x, uint32_t offset, uint32_t zero)
+{
+	return (x & 128) | bits_raise((uint16_t)((x & 127) << 8), (uint16_t)offset, (uint16_t)zero) >> 8;
 }
 
 /* Reduce x, less than two circles, to a circle of `circle` patterns. */

@@ -3,6 +3,8 @@
 #define CODEC_CUDA_CODER_PLANE_CUH
 
 #include "coder/decode.cuh"
+#include "coder/model.cuh"
+#include "exact/choose.h"
 
 /* Bytes of scratch memory for the largest plane, padded to whole rows of 128 values. */
 #define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
@@ -194,10 +196,38 @@ static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c,
 	return __any_sync(FULL, any != 0) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
+/* Plane of k float8 values: combine the raw bits at the cursor with the symbols, one per byte, at `plane`. */
+static __device__ codec_status read_raw_bits(uint32_t *plane, uint32_t k, int raw, cursor *c, uint32_t lane)
+{
+	const uint32_t nbytes = (uint32_t)choose_raw_nbytes(k, raw), used = k * (uint32_t)raw % 8;
+	const uint8_t *bits = here(c);
+	uint32_t any = 0;
+
+	if (left(c) < nbytes)
+		return CODEC_BAD_REGION;
+	c->at += nbytes;
+	for (uint32_t r = 0; WIRE_ROW * r < k; r++) {
+		const uint32_t first = WIRE_ROW * r + 4 * lane, quad = plane[32 * r + lane], n = there(r, lane, k);
+		/* bits of four values, which lie in one byte */
+		const uint32_t some = n ? (uint32_t)bits[first * (uint32_t)raw / 8] >> first * (uint32_t)raw % 8 : 0;
+		uint32_t joined = 0;
+
+		any |= keep_bytes(quad, n) & ~((255u >> raw) * ONES);
+		for (uint32_t i = 0; i < n; i++)
+			joined |= (uint32_t)bits_with_raw((uint8_t)(quad >> 8 * i),
+							  (uint8_t)(some >> (uint32_t)raw * i & ((1u << raw) - 1)), raw)
+				  << 8 * i;
+		plane[32 * r + lane] = joined;
+	}
+	any |= used ? (uint32_t)bits[nbytes - 1] >> used : 0;
+	return __any_sync(FULL, any != 0) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
 /* Read all k bytes of plane p to `to`, padded to whole rows of 128. */
 static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mode, const pairs &by, uint32_t k,
 					  uint32_t *to, cursor *c, uint32_t lane)
 {
+	const int raw = raw_bits_of(&j->v, p);
 	plane o;
 	codec_status status = plane_open(&o, j, p, mode, by, k, c, lane);
 
@@ -206,8 +236,10 @@ static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mod
 	for (uint32_t r = 0; WIRE_ROW * r < k; r++)
 		to[32 * r + lane] = plane_row(&o, r, c, lane);
 	status = plane_close(&o);
-	if (status == CODEC_OK && mode == WIRE_MODE_CODED && j->v.halved >> p & 1)
+	if (status == CODEC_OK && mode == WIRE_MODE_CODED && raw == 4)
 		status = read_high(to, k, c, lane);
+	else if (status == CODEC_OK && mode == WIRE_MODE_CODED && raw)
+		status = read_raw_bits(to, k, raw, c, lane);
 	__syncwarp();
 	return status;
 }

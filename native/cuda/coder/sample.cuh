@@ -23,17 +23,16 @@ struct codec_part_found {
 	uint32_t empty; /* number of values in empty quad rows, which the counts do not have */
 	int16_t mean[CHOOSE_ROWS];
 	uint64_t side_nibbles; /* size in bytes of the nibbles of all earlier parts in the side section */
-	uint64_t raw_bits;     /* cost in bits of the part's symbols without offsets */
 	/* symbol counts: without offsets (raw), with offsets (lowered), with the base only (based; float64) */
-	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
+	uint32_t raw[256], lowered[256], based[256];
 };
 
 /*
  * Results of sampling a tensor; 0 before the launch. Followed by a codec_part_found for each part. `counts`: final
- * symbol counts, equal to the result of codec_count.
+ * symbol counts, equal to the result of codec_count; float8 with a scale model: [0] with the model, [1] without.
  */
 struct codec_choice {
-	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
+	uint32_t counts[WIRE_MAX_PLANES][256], all[256];
 	uint32_t ticket; /* number of tasks that CTAs have claimed */
 	/*
 	 * done: number of finished tasks of each step (PLANES, PARTS, SYMBOLS); ready: flags, set once the result of
@@ -47,7 +46,7 @@ struct codec_choice {
 	uint32_t zero_runs, varied;
 	uint32_t has_empty_row; /* not 0 if all bits of a sampled quad row are 0 */
 	uint32_t under;         /* not 0 if another plane has a nonzero byte where plane 0 is 0 */
-	int32_t finest, bins;   /* finest: finest shift of offsets; bins: number of bins per symbol */
+	int32_t finest;         /* finest shift of offsets */
 	/* sample of planes without empty quad rows: number of 0 bytes, and of all bytes, of plane 0 */
 	unsigned long long zeros, sampled;
 	/* sample of symbols with empty quad rows: number of 0 symbols, and of all symbols */
@@ -66,10 +65,12 @@ enum { PLANES, PARTS, SYMBOLS };
 /* Constants of the job's dtype and codec for sampling. */
 struct sample_kind {
 	uint32_t size;
-	/* octave: number of patterns in an octave; eighth: log2 of the number of patterns in an eighth of an octave */
+	/* octave: number of patterns in an octave; eighth: see grain_log2 */
 	int octave, eighth;
-	int shift;        /* index of the pattern's lowest bit in plane 0 */
+	int shift;        /* index of the lowest bit of symbols in patterns */
+	int most_shift;   /* largest shift of offsets */
 	uint32_t zero;    /* smallest pattern to which offsets are applied */
+	bool top;         /* see has_top */
 	bool flat, based; /* flat: no offsets, one base for all values; based: a base is always needed (float64) */
 };
 
@@ -94,14 +95,16 @@ DEVICE uint32_t size_of(uint32_t dtype)
 DEVICE sample_kind sample_kind_of(const codec_view *v)
 {
 	uint32_t size = size_of(v->dtype);
-	int octave = octave_of(v->dtype), shift = SHIFT_OF(size);
+	int octave = octave_of(v->dtype);
 	bool lossless = v->codec == CODEC_LOSSLESS;
 
 	return {size,
 		octave,
-		octave ? eighth_log2(octave) : 0,
-		shift,
-		lossless ? 1u << shift : (uint32_t)octave,
+		octave ? grain_log2(octave, size) : 0,
+		SHIFT_OF(size),
+		is_float8(v->dtype) ? WIRE_MAX_SHIFT8 : WIRE_MAX_SHIFT,
+		zero_of(v),
+		has_top(v->dtype),
 		(lossless && v->variant == CODEC_MODEL_FLAT) || v->n < CHOOSE_MODEL_MIN,
 		v->dtype == CODEC_FLOAT64};
 }
@@ -134,6 +137,8 @@ DEVICE uint64_t word_of(const uint8_t *values, uint32_t size, uint64_t i)
 /* Return the byte in plane p of the value whose bytes are `word`. offset: the value's offset, in patterns. */
 DEVICE uint32_t plane_byte(const sample_kind &q, uint64_t word, uint32_t p, uint16_t offset)
 {
+	if (q.octave && q.size == 1)
+		return lowered8((uint32_t)word, offset, q.zero);
 	if (!q.octave || p > 1)
 		return word >> 8 * (q.size - 1 - p) & 255;
 	return bits_turn((uint16_t)(word >> 8 * (q.size - 2)), offset, q.shift) >> (8 - 8 * p) & 255;
@@ -147,7 +152,7 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 			       uint32_t first_plane, uint32_t share, uint32_t shares, codec_choice *c, uint32_t *bins)
 {
 	const sample_kind q = sample_kind_of(v);
-	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, take = choose_plane_rows(nrows);
+	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, take = choose_plane_rows(nrows, is_float8(v->dtype));
 	uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
 	for (uint32_t i = threadIdx.x; i < 256 * q.size; i += CTA_THREADS)
@@ -216,14 +221,14 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 }
 
 /*
- * Choose the finest shift of offsets and the number of bins per symbol, after all shares of the sample of planes are
- * done. bins: shared memory, 256 counters.
+ * Choose the finest shift of offsets, after all shares of the sample of planes are done. bins: shared memory, 256
+ * counters.
  */
 DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t *bins)
 {
 	const sample_kind q = sample_kind_of(v);
 	const volatile codec_choice *seen = c;
-	uint32_t i = threadIdx.x, values = 2 * (uint32_t)q.octave, n = q.octave ? seen->counts[1][i] : 0;
+	uint32_t i = threadIdx.x, values = 2 * (uint32_t)q.octave, n = q.top ? seen->counts[1][i] : 0;
 	int finest = 0;
 
 	if (q.based && i == 0 && choose_prunes(seen->zeros, seen->sampled) && !seen->under)
@@ -243,29 +248,27 @@ DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t 
 		finest = choose_finest_of((~seen->varied | seen->zero_runs) >> 1 & 1,
 					  choose_excess_of((uint32_t)squares, values, total), total);
 	}
-	if (i)
-		return;
-	c->finest = finest;
-	c->bins = !finest && q.octave == 128 && v->n >= CHOOSE_PARTS_MIN ? CHOOSE_PARTS : 1;
+	if (i == 0)
+		c->finest = finest;
 }
 
 /* Shared memory of a CTA that computes row and column offsets. */
 struct fit_room {
 	int8_t eighths[CHOOSE_ROWS];
 	/* index of the first value of each row in the sample for columns */
-	uint64_t at[CHOOSE_COL_ROWS];
-	int mean[CHOOSE_COL_ROWS];                  /* mean pattern of the row under its rounded offset */
+	uint64_t at[CHOOSE_COL_ROWS8];
+	int mean[CHOOSE_COL_ROWS8];                 /* mean pattern of the row under its rounded offset */
 	int total[CTA_THREADS], count[CTA_THREADS]; /* per thread: sum of mean patterns, and number of rows */
 };
 
 #define SHIFT_AT_ONCE 16 /* number of offsets that a thread loads at once */
 
-/* Return the shift with which to store n offsets, in eighths of an octave: at least `shift`, as choose_shift does. */
-template <class T> DEVICE_CALL int cta_shift(const T *eighths, uint64_t n, int shift)
+/* Return the shift, from `shift` to `most`, with which to store n offsets, as choose_shift does. */
+template <class T> DEVICE_CALL int cta_shift(const T *eighths, uint64_t n, int shift, int most)
 {
 	uint64_t outside[WIRE_MAX_SHIFT] = {0};
 
-	if (shift >= WIRE_MAX_SHIFT)
+	if (shift >= most)
 		return shift;
 	for (uint64_t i = threadIdx.x; i < n; i += SHIFT_AT_ONCE * CTA_THREADS) {
 		T x[SHIFT_AT_ONCE];
@@ -293,15 +296,15 @@ template <class T> DEVICE_CALL int cta_shift(const T *eighths, uint64_t n, int s
 	}
 #pragma unroll
 	for (int by = 0; by < WIRE_MAX_SHIFT; by++)
-		if (by >= shift && 32 * outside[by] <= n)
+		if (by >= shift && by < most && 32 * outside[by] <= n)
 			return by;
-	return WIRE_MAX_SHIFT;
+	return most;
 }
 
 /* Return the base of a part that has no offsets. */
-DEVICE uint16_t base_without_offsets(const sample_kind &q, const codec_choice *c, const codec_model_part *part)
+DEVICE uint16_t base_without_offsets(const sample_kind &q, const codec_model_part *part)
 {
-	return choose_base(part->mean, q.eighth, (int)q.zero, c->bins == 1 ? WIRE_MAX_SHIFT : 0);
+	return choose_base(part->mean, q.eighth, (int)q.zero, q.top ? WIRE_MAX_SHIFT : 0, 0);
 }
 
 /* Remove the row and column offsets of a part, and set its base. */
@@ -359,7 +362,7 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 			room->eighths[i] = (int8_t)choose_eighths(mean[k], (uint16_t)centre, q.eighth);
 	}
 	__syncthreads();
-	shift = cta_shift(room->eighths, take, c->finest);
+	shift = cta_shift(room->eighths, take, c->finest, q.most_shift);
 	for (uint64_t i = threadIdx.x; i < take && is_fitted(part); i += CTA_THREADS)
 		row_offsets(v, memory, part)[i] = around(q, choose_offset(room->eighths[i], shift));
 	__syncthreads();
@@ -368,9 +371,9 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 	part->mean = (uint16_t)centre;
 	part->shifts = (uint8_t)shift;
 	if (q.flat)
-		set_base_only(part, base_without_offsets(q, c, part));
+		set_base_only(part, base_without_offsets(q, part));
 	else
-		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest);
+		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest, part->kind);
 }
 
 #define COL_AT_ONCE 16 /* number of a column's values that a thread loads at once */
@@ -385,16 +388,16 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 			     fit_room *room)
 {
 	const uint64_t nrows = part_rows(part), row = part->row, each = (row + shares - 1) / shares;
-	const uint32_t take = (uint32_t)choose_col_rows(nrows);
+	const uint32_t take = (uint32_t)choose_col_rows(nrows, !q.top);
 	uint32_t width = 32;
 
-	if (threadIdx.x < take) {
-		uint64_t r = choose_spread(threadIdx.x, take, nrows);
-		uint64_t i = nrows > CHOOSE_ROWS ? threadIdx.x : r; /* index of the row in the sample of sample_rows */
+	for (uint32_t t = threadIdx.x; t < take; t += CTA_THREADS) {
+		uint64_t r = choose_spread(t, take, nrows);
+		uint64_t i = nrows > CHOOSE_ROWS ? t : r; /* index of the row in the sample of sample_rows */
 		int eighths = choose_eighths(f->mean[i], part->mean, q.eighth);
 
-		room->at[threadIdx.x] = part->start + r * row;
-		room->mean[threadIdx.x] = part->mean + choose_offset(eighths, part->shifts & 15) * (1 << q.eighth);
+		room->at[t] = part->start + r * row;
+		room->mean[t] = part->mean + choose_offset(eighths, part->shifts & 15) * (1 << q.eighth);
 	}
 	while (width < CTA_THREADS && width < each)
 		width *= 2;
@@ -440,7 +443,7 @@ DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, const sample_kin
 	uint16_t *cols = col_offsets(v, memory, part);
 	const int16_t *eighths = (const int16_t *)cols;
 	const uint64_t n = part->row;
-	int shift = cta_shift(eighths, n, c->finest);
+	int shift = cta_shift(eighths, n, c->finest, q.most_shift);
 
 	for (uint64_t i = threadIdx.x; i < n; i += SHIFT_AT_ONCE * CTA_THREADS) {
 		int16_t x[SHIFT_AT_ONCE];

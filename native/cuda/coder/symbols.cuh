@@ -6,7 +6,7 @@
 
 /* Shared memory of a CTA that counts symbols. */
 struct count_room {
-	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
+	uint32_t raw[256], lowered[256], based[256];
 	codec_model_part part;
 };
 
@@ -51,7 +51,7 @@ DEVICE sampled_row load_row(const codec_view *v, uint8_t *memory, const sample_k
 		const uint64_t word = exists ? word_of(values, q.size, part->start + at + e) : 0;
 
 		some |= word;
-		x.pattern[k] = exists ? (uint32_t)(word >> (8 * q.size - 16)) & 0x7fff : NO_PATTERN;
+		x.pattern[k] = exists ? pattern_of(word, q.size) : NO_PATTERN;
 		in_row[k] = 0;
 		for (uint32_t next = 0; next < 2; next++)
 			if (row && col >= row) {
@@ -78,19 +78,15 @@ DEVICE sampled_row load_row(const codec_view *v, uint8_t *memory, const sample_k
  * Count the symbols of plane 0 in a share of a part's sample: without offsets and, if `model`, also with offsets.
  */
 DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const sample_kind &q, const symbol_share &s,
-				const codec_choice *c, codec_part_found *f, count_room *room)
+				codec_part_found *f, count_room *room)
 {
 	const bool model = s.model;
-	const uint32_t bins = model ? (uint32_t)c->bins : 1, mask = 256 * bins - 1;
-	const int shift = bins == 1 ? q.shift : q.eighth;
-	const uint16_t based_only = model ? around(q, base_without_offsets(q, c, s.part)) : 0;
+	const uint16_t based_only = model ? around(q, base_without_offsets(q, s.part)) : 0;
 	const auto lowered = [&](uint32_t pattern, uint32_t by) {
-		return bits_lower((uint16_t)pattern, (uint16_t)by, (uint16_t)q.zero) >> shift;
+		return bits_lower((uint16_t)pattern, (uint16_t)by, (uint16_t)q.zero) >> q.shift & 255;
 	};
 
-	for (uint32_t i = threadIdx.x; i < CHOOSE_BINS; i += CTA_THREADS)
-		room->raw[i] = room->lowered[i] = 0;
-	room->based[threadIdx.x] = 0;
+	room->raw[threadIdx.x] = room->lowered[threadIdx.x] = room->based[threadIdx.x] = 0;
 	if (threadIdx.x == 0)
 		room->part = *s.part;
 	__syncthreads();
@@ -111,62 +107,32 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 				atomicAdd(&f->empty, 1u);
 				continue;
 			}
-			atomicAdd(room->raw + (x.pattern[k] >> shift & mask), 1u);
+			atomicAdd(room->raw + (x.pattern[k] >> q.shift & 255), 1u);
 			if (!model)
 				continue;
-			atomicAdd(room->lowered + (lowered(x.pattern[k], x.by[k]) & mask), 1u);
+			atomicAdd(room->lowered + lowered(x.pattern[k], x.by[k]), 1u);
 			if (q.based)
-				atomicAdd(room->based + (lowered(x.pattern[k], based_only) & 255), 1u);
+				atomicAdd(room->based + lowered(x.pattern[k], based_only), 1u);
 		}
 	}
 	__syncthreads();
-	for (uint32_t i = threadIdx.x; i < 256 * bins; i += CTA_THREADS) {
-		if (room->raw[i])
-			atomicAdd(f->raw + i, room->raw[i]);
-		if (room->lowered[i])
-			atomicAdd(f->lowered + i, room->lowered[i]);
-		if (i < 256 && room->based[i])
-			atomicAdd(f->based + i, room->based[i]);
-	}
+	const uint32_t i = threadIdx.x;
+
+	if (room->raw[i])
+		atomicAdd(f->raw + i, room->raw[i]);
+	if (room->lowered[i])
+		atomicAdd(f->lowered + i, room->lowered[i]);
+	if (room->based[i])
+		atomicAdd(f->based + i, room->based[i]);
 }
 
-/*
- * Load this thread's bins, threadIdx.x + k * CTA_THREADS, to n[k] for k < parts, and set the remaining elements to 0.
- * parts: 1 or CHOOSE_PARTS.
- */
-DEVICE void load_bins(const volatile uint32_t *bins, uint32_t parts, uint32_t n[CHOOSE_PARTS])
+/* Add to `sum` the counts shifted down by a base of `by` symbols, as choose_add_lowered does. */
+DEVICE void add_lowered(const volatile uint32_t *counts, uint32_t by, uint32_t *sum)
 {
-#pragma unroll
-	for (uint32_t k = 0; k < CHOOSE_PARTS; k++)
-		n[k] = k < parts ? bins[threadIdx.x + k * CTA_THREADS] : 0;
-}
+	const uint32_t i = threadIdx.x, n = counts[i];
 
-/* Add to `sum` the bins shifted down by a base of `by` bins, as choose_add_lowered does. */
-DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, uint32_t *sum)
-{
-	uint32_t circle = 255 * parts, low = by % circle, n[CHOOSE_PARTS];
-
-	load_bins(bins, parts, n);
-#pragma unroll
-	for (uint32_t k = 0; k < CHOOSE_PARTS; k++) {
-		uint32_t i = threadIdx.x + k * CTA_THREADS;
-		uint32_t to = i < parts ? i : parts + (i - parts + circle - low) % circle;
-
-		if (n[k])
-			atomicAdd(sum + to, n[k]);
-	}
-}
-
-/* Add up the bins of each of 256 symbols. parts: bins per symbol, 1 or CHOOSE_PARTS. */
-DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *counts)
-{
-	uint32_t sum = 0;
-
-#pragma unroll
-	for (uint32_t k = 0; k < CHOOSE_PARTS; k++)
-		sum += k < parts ? bins[threadIdx.x * parts + k] : 0;
-	counts[threadIdx.x] = sum;
-	__syncthreads();
+	if (n)
+		atomicAdd(sum + (i ? 1 + (i - 1 + 255 - by % 255) % 255 : 0), n);
 }
 
 /* Shared memory of a CTA that runs decide_part. */
@@ -176,16 +142,20 @@ struct decide_room {
 	uint64_t bits[2];
 };
 
-/* Drop a part's offsets unless they save bits. Add the part's symbol counts to the counts of all parts. */
+/*
+ * Drop a part's offsets unless they save bits. Add the part's symbol counts to the counts of all parts, which are not
+ * used for float8.
+ */
 DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
 			     codec_part_found *f, decide_room *room)
 {
-	uint32_t bins = (uint32_t)c->bins, warp = threadIdx.x / 32;
+	uint32_t warp = threadIdx.x / 32;
 	bool pays = q.flat || (v->codec == CODEC_LOSSLESS && v->variant == CODEC_MODEL_SEPARABLE);
-	uint16_t base = base_without_offsets(q, c, part);
+	uint16_t base = base_without_offsets(q, part);
 
-	fold(f->raw, bins, room->raw);
-	fold(f->lowered, bins, room->lowered);
+	room->raw[threadIdx.x] = ((const volatile uint32_t *)f->raw)[threadIdx.x];
+	room->lowered[threadIdx.x] = ((const volatile uint32_t *)f->lowered)[threadIdx.x];
+	__syncthreads();
 	if (warp < 2) {
 		uint64_t bits = warp_cost(warp ? room->lowered : room->raw, room->cost + warp, threadIdx.x % 32);
 
@@ -201,16 +171,15 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 	if (threadIdx.x == 0) {
 		atomicAdd(&c->nzeros, (unsigned long long)room->lowered[0] + empty);
 		atomicAdd(&c->nvalues, (unsigned long long)samples);
-		f->raw_bits = room->bits[0];
 	}
 	if (pays)
-		return add_lowered(f->lowered, bins, 0, c->all);
+		return add_lowered(f->lowered, 0, c->all);
 	__syncthreads();
 	if (threadIdx.x == 0)
 		set_base_only(part, base);
 	if (q.based) /* float64: symbols wrap around after 256, patterns only after 2047 symbols */
-		return add_lowered(f->based, 1, 0, c->all);
-	add_lowered(f->raw, bins, q.octave > 128 || bins > 1 ? base : base / 8u, c->all);
+		return add_lowered(f->based, 0, c->all);
+	add_lowered(f->raw, q.octave > 128 ? base : base / 8u, c->all);
 }
 
 #endif

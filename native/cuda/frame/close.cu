@@ -44,7 +44,7 @@ DEVICE_CALL uint32_t model_byte(const codec_view *v, const uint8_t *memory, cons
 		n = part_cols(part);
 		shift = part->shifts >> 4;
 	}
-	shift += eighth_log2(octave_of(v->dtype));
+	shift += __ffs((int)grain_of(v)) - 1;
 	return (k < n ? nibble_of(offsets[k], shift, circle) : 0) |
 	       (k + 1 < n ? nibble_of(offsets[k + 1], shift, circle) << 4 : 0);
 }
@@ -91,7 +91,7 @@ DEVICE void nibble_runs(const codec_view *v, const uint8_t *memory, nibble_run r
 	const codec_model_part part = *model_parts(v, memory);
 	const uint64_t rows = part_rows(&part), at = WIRE_SEGMENT_NBYTES, cols_at = at + (rows + 1) / 2;
 	const uint16_t *offsets = (const uint16_t *)(memory + v->offsets.at) + 2ull * part.nibbles_at;
-	const int grain = eighth_log2(octave_of(v->dtype));
+	const int grain = __ffs((int)grain_of(v)) - 1;
 	const uint32_t circle = circle_of(v);
 
 	run[0] = {at, at + rows / 2, offsets, grain + (part.shifts & 15), circle};

@@ -13,9 +13,9 @@ union choose_room {
 	uint32_t bins[256 * WIRE_MAX_PLANES];
 	model_room model;
 	struct {
-		uint32_t counts[256], low[256];
+		uint32_t counts[256], kept[256];
 		book_room book;
-		uint8_t lengths[LEAVES], nibbles[LEAVES];
+		uint8_t lengths[LEAVES], symbols[LEAVES], without[LEAVES];
 	} plane;
 };
 
@@ -29,20 +29,20 @@ DEVICE uint64_t price_of(const uint8_t *lengths, uint64_t total, uint64_t n)
 }
 
 /*
- * Choose from 256 symbol counts how a plane of n values is stored, as choose_plane does, and return CHOOSE_*. Write the
- * code lengths of a codebook to room->plane.lengths. given: code lengths of an agreed codebook, used if s.given is set.
+ * Choose from 256 symbol counts how a plane of n values is stored, as choose_plane does. Write the code lengths of a
+ * codebook to room->plane.lengths. given: code lengths of an agreed codebook, used if s.given is set.
  */
-DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t max_code_length,
-			       const uint8_t *given, choose_room *room)
+DEVICE_CALL choose_result conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t max_code_length,
+					 const uint8_t *given, choose_room *room)
 {
 	uint8_t *lengths = room->plane.lengths;
-	uint32_t *low = room->plane.low, i = threadIdx.x, mine = counts[i];
+	uint32_t *kept = room->plane.kept, i = threadIdx.x, mine = counts[i];
 	uint64_t total, cost, excess = 0;
-	bool uneven = false, halved = false;
+	bool uneven = false;
+	int raw = 0;
 
 	__syncthreads(); /* all threads have finished using room->plane for the previous plane */
 	room->plane.counts[i] = mine;
-	low[i] = 0;
 	for (uint32_t k = i; s.given && k < LEAVES; k += CTA_THREADS)
 		lengths[k] = given[k];
 	total = cta_sum(mine); /* the barriers in cta_sum also order accesses to room->plane */
@@ -59,44 +59,90 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 		cta_book(room->plane.counts, max_code_length, lengths, &room->plane.book);
 		cost = cta_cost(lengths, room->plane.counts, 8) + price_of(lengths, total, n);
 	}
-	if (uneven) {
-		atomicAdd(low + i % 16, mine);
+	for (int bits = 4; uneven && bits; bits = !s.float8 || bits == 2 ? 0 : bits % 4 + 1) {
 		__syncthreads();
-		cta_book(low, max_code_length, room->plane.nibbles, &room->plane.book);
-		uint64_t less =
-			cta_cost(room->plane.nibbles, low, 8) + 4 * total + price_of(room->plane.nibbles, total, n);
+		kept[i] = 0;
+		__syncthreads();
+		atomicAdd(kept + bits_symbol((uint8_t)i, bits), mine);
+		__syncthreads();
+		cta_book(kept, max_code_length, room->plane.symbols, &room->plane.book);
+		uint64_t less = cta_cost(room->plane.symbols, kept, 8) + (uint64_t)bits * total +
+				price_of(room->plane.symbols, total, n);
 
-		halved = less < cost;
-		cost = halved ? less : cost;
-		for (uint32_t k = i; halved && k < LEAVES; k += CTA_THREADS)
-			lengths[k] = room->plane.nibbles[k];
+		for (uint32_t k = i; less < cost && k < LEAVES; k += CTA_THREADS)
+			lengths[k] = room->plane.symbols[k];
+		raw = less < cost ? bits : raw;
+		cost = less < cost ? less : cost;
 	}
 	__syncthreads();
-	return choose_fate(cost, total, halved, s);
+	return {choose_fate(cost, total, s), raw, cost};
 }
 
 /*
- * float64: count the bytes of all planes except plane 0 again, under the scale model, because the model changes the
- * exponent bits in plane 1.
+ * Count the bytes of planes again, under the scale model. float64: of all planes except plane 0, because the model
+ * changes the exponent bits in plane 1. float8: of plane 0, which has the sign, too; the counts without the model, and
+ * the bits of plane 0 in the masks zero_runs and varied, move to plane 1.
  */
 DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t size,
 			      codec_choice *c, uint32_t *bins)
 {
+	const uint32_t first = size > 1;
 	const job &j = share_job(v, memory);
 
-	for (uint32_t i = 256 + threadIdx.x; i < 256 * size; i += CTA_THREADS)
+	if (!first)
+		c->counts[1][threadIdx.x] = ((const volatile codec_choice *)c)->counts[0][threadIdx.x];
+	__syncthreads();
+	for (uint32_t i = 256 * first + threadIdx.x; i < 256 * size; i += CTA_THREADS)
 		((uint32_t *)c->counts)[i] = 0;
 	if (threadIdx.x == 0) {
-		c->zero_runs = c->varied = c->under = 0;
+		c->zero_runs = first ? 0 : ((const volatile codec_choice *)c)->zero_runs << 1;
+		c->varied = first ? 0 : ((const volatile codec_choice *)c)->varied << 1;
+		c->under = 0;
 		c->zeros = c->sampled = 0;
 	}
 	__threadfence();
 	__syncthreads();
-	sample_planes(v, &j, memory, values, 1, 0, 1, c, bins);
+	sample_planes(v, &j, memory, values, first, 0, 1, c, bins);
 	__threadfence();
 	__syncthreads();
 	conclude_planes(v, c, bins);
 	__syncthreads();
+}
+
+/* Properties of plane p of the sample. zeros: regions may omit zeros. name: id of an agreed codebook, or 0. */
+DEVICE choose_sample sample_of(const codec_choice *c, const sample_kind &q, uint32_t p, bool zeros, uint64_t name)
+{
+	const volatile codec_choice *seen = c;
+	const bool exponent = p == 0 && q.top;
+
+	return {exponent, q.octave && q.size == 1, exponent && name, !(seen->varied >> p & 1),
+		zeros || seen->zero_runs >> p & 1};
+}
+
+/*
+ * Choose how the plane of a float8 tensor with a scale model is stored, as choose_float8 does. Set *nparts to 0 if the
+ * model does not pay.
+ */
+DEVICE_CALL choose_result conclude_float8(const codec_view *v, uint8_t *memory, const sample_kind &q, codec_choice *c,
+					  codec_part_found *found, uint64_t *nparts, choose_room *room)
+{
+	const uint64_t nbytes = 4 + place_nibbles(v, memory, *nparts, c, found) - c->lead_nbytes;
+	const choose_result before =
+		conclude_plane(c->counts[1], sample_of(c, q, 1, false, 0), v->n, v->max_code_length, NULL, room);
+
+	for (uint32_t k = threadIdx.x; k < LEAVES; k += CTA_THREADS)
+		room->plane.without[k] = room->plane.lengths[k];
+	const choose_result after =
+		conclude_plane(c->counts[0], sample_of(c, q, 0, false, 0), v->n, v->max_code_length, NULL, room);
+	const uint64_t total = cta_sum(((const volatile codec_choice *)c)->counts[0][threadIdx.x]);
+
+	if (choose_model8(before, after, nbytes, total, v->n, v->variant == CODEC_MODEL_SEPARABLE))
+		return after;
+	*nparts = 0;
+	for (uint32_t k = threadIdx.x; k < LEAVES; k += CTA_THREADS)
+		room->plane.lengths[k] = room->plane.without[k];
+	__syncthreads();
+	return before;
 }
 
 /* Complete the job as codec_encode_open does, once all tasks have finished. */
@@ -109,20 +155,20 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 	uint32_t fixed = 0, coded = 0, halved = 0;
 	bool zeros;
 
-	if (q.based)
+	if (q.based || (q.octave && !q.top && nparts))
 		sample_moved(v, memory, values, q.size, c, room->bins);
-	zeros = seen->has_empty_row || (q.octave && choose_prunes(seen->nzeros, seen->nvalues));
+	zeros = seen->has_empty_row || (q.top && choose_prunes(seen->nzeros, seen->nvalues));
 	for (uint32_t p = 0; p < q.size; p++) {
-		bool exponent = p == 0 && q.octave;
-		const choose_sample s = {exponent, exponent && name, !(seen->varied >> p & 1),
-					 zeros || seen->zero_runs >> p & 1};
 		uint8_t *lengths = memory + v->lengths.at + LEAVES * p;
-		int what = conclude_plane(c->counts[p], s, v->n, v->max_code_length, lengths, room);
+		const choose_result got = q.octave && !q.top && nparts
+						  ? conclude_float8(v, memory, q, c, found, &nparts, room)
+						  : conclude_plane(c->counts[p], sample_of(c, q, p, zeros, name), v->n,
+								   v->max_code_length, lengths, room);
 
-		halved |= (uint32_t)(what == CHOOSE_HALVED) << p;
-		fixed |= (uint32_t)(what == CHOOSE_FIXED) << p;
-		if (what != CHOOSE_CODED && what != CHOOSE_HALVED)
+		fixed |= (uint32_t)(got.what == CHOOSE_FIXED) << p;
+		if (got.what != CHOOSE_CODED)
 			continue;
+		halved |= WIRE_HALVED(got.raw, p);
 		coded |= 1u << p;
 		for (uint32_t k = threadIdx.x; k < LEAVES; k += CTA_THREADS)
 			lengths[k] = room->plane.lengths[k];
@@ -168,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_lossless(const 
 				conclude(v, memory, values, e.capacity, c, found, &room);
 			continue;
 		}
-		sample_planes(v, NULL, memory, values, q.octave != 0, t, PLANE_SHARES, c, room.bins);
+		sample_planes(v, NULL, memory, values, q.top, t, PLANE_SHARES, c, room.bins);
 		if (!cta_is_last(c->done + PLANES, PLANE_SHARES))
 			continue;
 		conclude_planes(v, c, room.bins);

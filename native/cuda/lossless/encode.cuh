@@ -32,7 +32,7 @@ DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, u
 	const codec_view &v = j->v;
 	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, pad = table_of(j, 0)[TABLE_PAD] * ONES;
 	const bool has_model = v.model_parts.count > 0;
-	const int octave = octave_of(v.dtype);
+	const uint32_t zero = zero_of(&v);
 	const uint8_t *values = e.source.values + SIZE * first;
 	uint8_t *section = e.frame + v.planes_offset + first;
 	place o = last_place(j, first, m, lane);
@@ -48,11 +48,11 @@ DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, u
 		uint2 offsets = {0, 0};
 
 		if (has_model && n) {
-			offsets = quad_offsets_here(j, &o, n, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
+			offsets = quad_offsets_here(j, &o, n, circle_for<SIZE>(&v));
 			if (r)
 				move_back(j, &o, WIRE_ROW);
 		}
-		split_quad<SIZE>(values, i, n, octave > 0, offsets, word);
+		split_quad<SIZE>(values, i, n, zero, offsets, word);
 		for (int p = 1; p < SIZE; p++) {
 			digest_word(&sums[p], word[p], r, lane);
 			put_fixed(&v, e.frame, v.planes_offset + (p - 1) * v.plane_stride, first + i, word[p]);
@@ -134,7 +134,7 @@ DEVICE void encode_blocks(const codec_encoding *encodings, uint32_t *codes, R ro
 		const uint32_t m = (uint32_t)block_values(&j.v, b);
 
 		if (j.v.model_parts.count)
-			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), 1u << SHIFT_OF(SIZE),
+			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), zero_of(&j.v),
 				 b * j.v.block_nvalues, m, lane);
 		if constexpr (SINGLE)
 			if (single &&

@@ -10,15 +10,17 @@
 
 /*
  * Return the bits of value i of four, merged from planes. plane: for each plane, the word with the four values' bytes;
- * plane 0 has the highest bits. offset: the value's offset, in patterns.
+ * plane 0 has the highest bits. zero: see zero_of. offset: the value's offset, in patterns.
  */
-template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t i, bool is_float, uint16_t offset)
+template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t i, uint32_t zero, uint16_t offset)
 {
 	uint64_t x = 0;
 
 	for (int p = 0; p < SIZE; p++)
 		x = x << 8 | (plane[p] >> 8 * i & 255);
-	if (SIZE > 1 && is_float) {
+	if (SIZE == 1 && zero)
+		return raised8((uint32_t)x, offset, zero);
+	if (SIZE > 1 && zero) {
 		const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
 		uint16_t top = bits_unturn((uint16_t)(x >> low), offset, SHIFT_OF(SIZE));
 
@@ -88,7 +90,7 @@ template <int SIZE>
 DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const uint32_t *word, place *o,
 		    const codec_sink *sink, uint32_t lane)
 {
-	const int octave = octave_of(j->v.dtype);
+	const uint32_t zero = zero_of(&j->v);
 	const uint64_t i = first + WIRE_ROW * r + 4 * lane;
 	uint2 offsets = {0, 0};
 	uint64_t values[4];
@@ -96,9 +98,9 @@ DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const 
 	if (!sink->data)
 		return;
 	if (j->v.model_parts.count && n)
-		offsets = quad_offsets(j, o, n, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
+		offsets = quad_offsets(j, o, n, circle_for<SIZE>(&j->v));
 	if constexpr (SIZE == 2 || SIZE == 4)
-		if (octave && n == 4) {
+		if (zero && n == 4) {
 			const uint32_t pairs[2] = {offsets.x, offsets.y};
 			uint32_t out[4] = {0};
 
@@ -106,7 +108,7 @@ DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const 
 			return put_merged<SIZE>(sink, j->v.dtype, i, {out[0], out[1], out[2], out[3]});
 		}
 	for (uint32_t k = 0; k < 4; k++)
-		values[k] = merge_value<SIZE>(word, k, octave > 0, offset_in(offsets, k));
+		values[k] = merge_value<SIZE>(word, k, zero, offset_in(offsets, k));
 	put_quad<SIZE>(sink, j->v.dtype, i, n, values);
 }
 

@@ -28,7 +28,7 @@ static_assert(PLANE_ROOM + WAITING_NBYTES <= CODER_NBYTES, "a unit for each othe
 /* Return the mask of planes with a codebook, except plane 0 of floats. */
 DEVICE uint32_t other_coded(const codec_view &v)
 {
-	return v.coded & ~(octave_of(v.dtype) ? 1u : 0u);
+	return v.coded & ~(has_top(v.dtype) ? 1u : 0u);
 }
 
 /* Return the bytes of scratch memory that a warp needs to encode lossless blocks. */
@@ -41,16 +41,17 @@ DEVICE uint64_t scratch_nbytes(const codec_view &v)
 static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plane, uint32_t k, uint32_t lane)
 {
 	const uint32_t *codes = j->codes + 256 * p;
-	uint32_t halved = j->v.halved >> p & 1, cost = 0, count = 0;
+	const int raw = raw_bits_of(&j->v, p);
+	uint32_t cost = 0, count = 0;
 
 	for (uint32_t r = 0; WIRE_ROW * r < k; r += CHOOSE_BLOCK_STRIDE)
 		for (uint32_t i = 0; i < there(r, lane, k); i++) {
-			uint32_t entry = codes[plane[32 * r + lane] >> 8 * i & (halved ? 15 : 255)];
+			uint32_t entry = codes[bits_symbol((uint8_t)(plane[32 * r + lane] >> 8 * i), raw)];
 
 			cost += CODE_LENGTH(entry) + (entry & CODE_ESCAPED ? 8 : 0);
 			count++;
 		}
-	return choose_saves(warp_sum(cost), warp_sum(count), halved ? 4 : 8);
+	return choose_saves(warp_sum(cost), warp_sum(count), (uint64_t)(8 - raw));
 }
 
 /* Properties of a block's planes without empty quad rows, which split_values computes. */
@@ -74,7 +75,8 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 			 uint64_t *chunks, place *at, split_block<SIZE> *o, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const bool octave = octave_of(v.dtype) > 0;
+	const bool prunable = has_top(v.dtype);
+	const uint32_t zero = zero_of(&v);
 	const uint8_t *values = e.source.values + SIZE * first;
 	digest sums[SIZE];
 	uint32_t seen = 0; /* number of quad rows that are not empty */
@@ -94,8 +96,8 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 		if (r % CHUNK_ROWS == CHUNK_ROWS - 1 && r >= CHUNK_ROWS)
 			prefetch_rows<SIZE>(values + SIZE * (WIRE_ROW * (r + 1 - 2 * CHUNK_ROWS)), lane);
 		if (at && n)
-			offsets = offsets_back(j, at, n, r, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
-		split_row<SIZE>(values, r, n, octave, offsets, lane, word);
+			offsets = offsets_back(j, at, n, r, circle_for<SIZE>(&v));
+		split_row<SIZE>(values, r, n, zero, offsets, lane, word);
 		if (!v.fixed && !any_bit<SIZE>(word))
 			continue;
 		if (lane == r / 32)
@@ -114,7 +116,7 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 			put_fixed(&v, e.frame, section, first + i, word[p]);
 			section += v.plane_stride;
 		}
-		const uint32_t some = keep_bytes(FULL, n), live = octave ? ~equal_mask(word[0], 0) : some;
+		const uint32_t some = keep_bytes(FULL, n), live = prunable ? ~equal_mask(word[0], 0) : some;
 		const uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
 
 		note_live_bytes<SIZE>(word, live, o->same, &o->runs);
@@ -156,21 +158,28 @@ DEVICE void end_coded(region_plan *o, uint32_t p, const coding &s, uint32_t most
 		set_plane(o, p, WIRE_MODE_CODED, o->coded_nbytes, lane);
 }
 
-/*
- * Write the coded plane in the coder's memory to `out`, followed by the high nibbles of its symbols if the plane is
- * halved.
- */
+/* Write the coded plane in the coder's memory to `out`, followed by its raw bits. */
 DEVICE_CALL void put_coded(const job *j, const region_plan *o, uint8_t *scratch, uint8_t *out, uint32_t lane)
 {
 	const uint8_t *symbols = scratch + CODER_NBYTES;
 	const uint32_t k = o->p ? o->k : o->top, half = (k + 1) / 2, at = o->sizes.nbytes;
+	const int raw = raw_bits_of(&j->v, o->p);
 	coding s = begin_plane(j, o->p, (uint32_t *)(scratch + PLANE_ROOM), scratch, false);
 
 	s.low = o->low, s.more = o->more, s.nwords = o->nwords, s.nliterals = o->nliterals;
 	write_plane(s, o->sizes, out, lane);
-	if (j->v.halved >> o->p & 1)
+	if (raw == 4)
 		for (uint32_t i = lane; i < half; i += 32)
 			out[at + i] = (uint8_t)(symbols[i] >> 4 | (half + i < k ? symbols[half + i] & 0xf0 : 0));
+	else if (raw)
+		for (uint32_t i = lane; i < choose_raw_nbytes(k, raw); i += 32) {
+			const uint32_t each = 8 / (uint32_t)raw, first = each * i;
+			uint32_t byte = 0;
+
+			for (uint32_t b = 0; b < each && first + b < k; b++)
+				byte |= (uint32_t)bits_raw(symbols[first + b], raw) << (uint32_t)raw * b;
+			out[at + i] = (uint8_t)byte;
+		}
 	__syncwarp();
 }
 
@@ -187,7 +196,7 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 	const codec_view &v = j->v;
 	const uint32_t planes = ~v.fixed & ((1u << SIZE) - 1), m = o->m;
 	const uint32_t chunks = (m + WIRE_ROW * CHUNK_ROWS - 1) / (WIRE_ROW * CHUNK_ROWS);
-	const bool octave = octave_of(v.dtype) > 0, top = octave && coded & 1;
+	const bool prunable = has_top(v.dtype), top = prunable && coded & 1;
 	/* masks of planes: equal: bytes of live values are all equal; zero: all bytes are 0 */
 	uint32_t equal = 0, zero = 0;
 	coding s = begin_plane(j, 0, (uint32_t *)(scratch + PLANE_ROOM), scratch, false);
@@ -224,9 +233,9 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 	 * constant: planes whose bytes are all equal; unknown: planes that may be constant or may have runs of zeros,
 	 * which is not known yet
 	 */
-	uint32_t constant = equal, unknown = q.runs | (octave ? 1 : 0);
+	uint32_t constant = equal, unknown = q.runs | (prunable ? 1 : 0);
 
-	if (octave && q.zeros && o->k == kept) { /* the planes also contain bytes of values that are not live */
+	if (prunable && q.zeros && o->k == kept) { /* the planes also contain bytes of values that are not live */
 		constant &= q.under ? 1 : zero | 1;
 		unknown |= q.under ? equal : 0;
 	}
@@ -259,18 +268,19 @@ template <int SIZE> DEVICE void choose_modes(const job *j, region_plan *o, uint3
 /* Encode plane p, whose symbols are in scratch memory, if a sample of the symbols predicts that this saves bytes. */
 DEVICE_CALL void code_plane(const job *j, uint32_t p, uint8_t *scratch, region_plan *o, uint32_t lane)
 {
-	const uint32_t k = p ? o->k : o->top, halved = j->v.halved >> p & 1;
+	const uint32_t k = p ? o->k : o->top;
 	const uint32_t *symbols = (const uint32_t *)(scratch + CODER_NBYTES);
-	uint32_t *half = (uint32_t *)scratch;
+	const int raw = raw_bits_of(&j->v, p);
+	uint32_t *kept = (uint32_t *)scratch;
 
 	if (!plane_pays(j, p, symbols, k, lane))
 		return;
-	for (uint32_t r = 0; halved && WIRE_ROW * r < k; r++)
-		half[32 * r + lane] = symbols[32 * r + lane] & 0x0f0f0f0fu;
+	for (uint32_t r = 0; raw && WIRE_ROW * r < k; r++) /* bits_symbol of four bytes */
+		kept[32 * r + lane] = symbols[32 * r + lane] >> (raw == 2) & (255u >> raw) * ONES;
 	__syncwarp();
 	end_coded(o, p,
-		  code_rows(j, p, halved ? half : symbols, k, (uint32_t *)(scratch + PLANE_ROOM), scratch, false, lane),
-		  (uint32_t)choose_coded_most(k, (int)halved), halved ? (k + 1) / 2 : 0, lane);
+		  code_rows(j, p, raw ? kept : symbols, k, (uint32_t *)(scratch + PLANE_ROOM), scratch, false, lane),
+		  (uint32_t)choose_coded_most(k, raw), (uint32_t)choose_raw_nbytes(k, raw), lane);
 }
 
 /*

@@ -20,8 +20,8 @@ DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 		if (v->fixed >> p & 1 ? mode != 0 : mode == WIRE_MODE_CODED && !(v->coded >> p & 1))
 			return CODEC_BAD_REGION;
 	}
-	return head & WIRE_REGION_PRUNED && (!octave_of(v->dtype) || (head & 3) != WIRE_MODE_CODED) ? CODEC_BAD_REGION
-												    : CODEC_OK;
+	return head & WIRE_REGION_PRUNED && (!has_top(v->dtype) || (head & 3) != WIRE_MODE_CODED) ? CODEC_BAD_REGION
+												  : CODEC_OK;
 }
 
 /*

@@ -38,11 +38,11 @@ template <int SIZE> DEVICE void prefetch_rows(const uint8_t *from, uint32_t lane
 }
 
 /*
- * Split n values at any address into planes. offsets: see quad_offsets. word: for each plane, the word with the values'
- * bytes.
+ * Split n values at any address into planes. zero: see zero_of. offsets: see quad_offsets. word: for each plane, the
+ * word with the values' bytes.
  */
 template <int SIZE>
-DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, uint2 offsets, uint32_t *word)
+DEVICE void split_some(const uint8_t *from, uint32_t n, uint32_t zero, uint2 offsets, uint32_t *word)
 {
 	for (int p = 0; p < SIZE; p++)
 		word[p] = 0;
@@ -52,7 +52,9 @@ DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, uint2 off
 	for (uint32_t k = 0; k < n; k++) {
 		uint64_t x = four[k];
 
-		if (SIZE > 1 && is_float) {
+		if (SIZE == 1 && zero)
+			x = lowered8((uint32_t)x, offset_in(offsets, k), zero);
+		if (SIZE > 1 && zero) {
 			const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
 			uint16_t top = bits_turn((uint16_t)(x >> low), offset_in(offsets, k), SHIFT_OF(SIZE));
 
@@ -63,14 +65,16 @@ DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, uint2 off
 	}
 }
 
-/* Split n values from value i on into planes: word[p] has the values' bytes of plane p. offsets: see quad_offsets. */
+/*
+ * Split n values from value i on into planes: word[p] has the values' bytes of plane p. zero, offsets: see split_some.
+ */
 template <int SIZE>
-DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, uint2 offsets, uint32_t *word)
+DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, uint32_t zero, uint2 offsets, uint32_t *word)
 {
 	const uint8_t *from = global(values) + SIZE * i;
 
 	if constexpr (SIZE == 2 || SIZE == 4)
-		if (is_float && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
+		if (zero && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
 			const uint32_t circles = WIRE_CIRCLE(128) * 0x10001;
 			const uint32_t back[2] = {circles - offsets.x, circles - offsets.y}; /* see split_pairs */
 			uint32_t value[SIZE];
@@ -82,7 +86,7 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 			}
 			return split_pairs<SIZE>(value, back, word);
 		}
-	split_some<SIZE>(from, n, is_float, offsets, word);
+	split_some<SIZE>(from, n, zero, offsets, word);
 }
 
 /*
@@ -113,10 +117,10 @@ DEVICE_CALL uint2 offsets_on(const job *j, place *o, uint32_t n, uint32_t circle
  * word.
  */
 template <int SIZE>
-DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, bool is_float, uint2 offsets, uint32_t lane,
+DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, uint32_t zero, uint2 offsets, uint32_t lane,
 		      uint32_t *word)
 {
-	split_quad<SIZE>(values, WIRE_ROW * r + 4 * lane, n, is_float, offsets, word);
+	split_quad<SIZE>(values, WIRE_ROW * r + 4 * lane, n, zero, offsets, word);
 }
 
 /*
@@ -139,7 +143,7 @@ DEVICE place last_place(const job *j, uint64_t first, uint32_t m, uint32_t lane)
 template <int SIZE, class F>
 DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *at, bool gaps, uint32_t lane, F use)
 {
-	const bool is_float = octave_of(j->v.dtype) > 0;
+	const uint32_t zero = zero_of(&j->v);
 
 #pragma unroll 1
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
@@ -150,8 +154,8 @@ DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *a
 		if (r % CHUNK_ROWS == 0 && next + WIRE_ROW * CHUNK_ROWS <= m)
 			prefetch_rows<SIZE>(values + SIZE * next, lane);
 		if (at && n)
-			offsets = offsets_on(j, at, n, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
-		split_row<SIZE>(values, r, n, is_float, offsets, lane, word);
+			offsets = offsets_on(j, at, n, circle_for<SIZE>(&j->v));
+		split_row<SIZE>(values, r, n, zero, offsets, lane, word);
 		if (!gaps || any_bit<SIZE>(word))
 			use(n, word);
 	}

@@ -108,10 +108,8 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const 
 
 	for (uint32_t t; (t = cta_next_task(&c->ticket)) < all;) {
 		if (t == 0) { /* this shift is the finest one: offsets are whole octaves */
-			if (threadIdx.x == 0) {
+			if (threadIdx.x == 0)
 				c->finest = WIRE_MAX_SHIFT;
-				c->bins = 1;
-			}
 			cta_signal(c->ready + PLANES);
 		} else if (t <= 3 * tasks.step) {
 			if (model_task(v, memory, source.values, q, tasks, t - 1, c, found, &room.model)) {

@@ -130,6 +130,7 @@ DEVICE codec_status read_params(const uint8_t *b, codec_view *v)
 DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 {
 	const uint32_t planes = (1u << size_of(v->dtype)) - 1, octave = octave_of(v->dtype) != 0;
+	const bool float8 = is_float8(v->dtype);
 	bool bad;
 
 	if (is_rows(v->codec)) {
@@ -154,7 +155,9 @@ DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 		bad |= v->fixed || v->coded != 1 || v->halved;
 	else
 		bad |= (v->fixed & ~planes) || (v->coded & (~planes | v->fixed)) ||
-		       (v->halved & (~v->coded | octave)) || (v->flags && (!(v->coded & 1) || !octave));
+		       (float8 ? v->halved && (!v->coded || v->halved > 4 || v->halved == 3)
+			       : (v->halved & (~v->coded | octave)) != 0) ||
+		       (v->flags && (!(v->coded & 1) || !octave)) || (float8 && v->flags & WIRE_FLAG_PRIOR);
 	return bad ? CODEC_BAD_HEADER : CODEC_OK;
 }
 

@@ -35,7 +35,7 @@ static __device__ codec_status read_books(side *s, const uint8_t *lead, const co
 
 		if (!n)
 			return CODEC_BAD_SIDE;
-		for (int i = 16; i < 256 && v->halved >> p & 1; i++)
+		for (int i = 256 >> raw_bits_of(v, (uint32_t)p); i < 256; i++)
 			if (books[p].length[i])
 				return CODEC_BAD_SIDE;
 		s->at += (uint64_t)n;
@@ -49,14 +49,14 @@ DEVICE bool model_part_valid(const codec_view *v, const codec_model_part *part)
 	const bool octaves = v->codec == CODEC_TRUNCATE, rows = part->kind != 0,
 		   cols = part->kind == (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
 	const uint32_t bases = circle_of(v) / grain_of(v), row = part->row, rows_shift = part->shifts & 15,
-		       cols_shift = part->shifts >> 4;
+		       cols_shift = part->shifts >> 4, most = is_float8(v->dtype) ? WIRE_MAX_SHIFT8 : WIRE_MAX_SHIFT;
 
 	if (!part->count || part->count > v->n - part->start || (part->kind > WIRE_SEGMENT_ROWS && !cols))
 		return false;
 	if (cols ? row < WIRE_MATRIX_MIN || part->count % row || part->count / row < WIRE_MATRIX_MIN
 		 : row != (rows ? WIRE_FLAT_ROW : 0))
 		return false;
-	if (rows_shift > (rows ? WIRE_MAX_SHIFT : 0) || cols_shift > (cols ? WIRE_MAX_SHIFT : 0) || part->base >= bases)
+	if (rows_shift > (rows ? most : 0) || cols_shift > (cols ? most : 0) || part->base >= bases)
 		return false;
 	return !octaves || !(part->base % 8 || rows_shift != (rows ? WIRE_MAX_SHIFT : 0) ||
 			     cols_shift != (cols ? WIRE_MAX_SHIFT : 0));

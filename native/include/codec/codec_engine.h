@@ -170,7 +170,7 @@ typedef struct codec_model_part {
 	uint64_t count;      /**< number of values */
 	uint32_t row;        /**< values per row; 0: part of kind 0 */
 	uint32_t nibbles_at; /**< half an index into codec_view.offsets: rows (an even number), then columns */
-	uint16_t base;       /**< base in eighths of an octave (an octave is a factor of 2) */
+	uint16_t base;       /**< base, in units of offsets (`grain` of docs/spec/format.md, section 3) */
 	uint16_t mean;       /**< encode: mean pattern of the rows (docs/spec/encoder.md, section 4.2) */
 	uint8_t kind;        /**< kind of the segment's record, as in the format */
 	uint8_t shifts;      /**< shifts of row and column offsets, as in the format */
@@ -240,7 +240,7 @@ typedef struct codec_view {
 	codec_array tables;
 	codec_array model_parts; /**< codec_model_part of each part of the scale model; empty: all offsets are 0 */
 	/**
-	 * Offsets of rows and columns: int8, in eighths of an octave. Encode: in a part of more than 1,024 rows, the
+	 * Offsets of rows and columns: int8, in units of offsets. Encode: in a part of more than 1,024 rows, the
 	 * engine that encodes the block in which a row begins stores the row's offset here, before codec_encode_close
 	 * or codec_encode_head.
 	 */

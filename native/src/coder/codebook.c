@@ -6,7 +6,7 @@ codec_status has_exponents(const struct header *h)
 {
 	if (!family_of(h)->symbols)
 		return CODEC_BAD_SPEC;
-	return dtype_of(h->dtype)->octave ? CODEC_OK : CODEC_BAD_DTYPE;
+	return dtype_has_top(dtype_of(h->dtype)) ? CODEC_OK : CODEC_BAD_DTYPE;
 }
 
 /* Return the id of a codebook: a digest of its code lengths and of `symbols` (CODEC_SYMBOLS_*), never 0. */

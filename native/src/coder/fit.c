@@ -103,13 +103,13 @@ static void prefetch_values(const struct source *src, const struct dtype *d, uin
 /* Prefetch the samples of row r that row_mean will read. */
 static void prefetch_row(const struct source *src, const struct dtype *d, const struct segment *s, uint64_t r)
 {
-	uint64_t first = s->start + r * s->row;
+	uint64_t first = s->start + r * s->row, runs = choose_runs(dtype_is_float8(d));
 
-	if (s->row <= CHOOSE_RUNS * CHOOSE_RUN)
+	if (s->row <= runs * CHOOSE_RUN)
 		prefetch_values(src, d, first, s->row);
 	else
-		for (uint64_t i = 0; i < CHOOSE_RUNS; i++)
-			prefetch_values(src, d, first + choose_run(i, s->row), CHOOSE_RUN);
+		for (uint64_t i = 0; i < runs; i++)
+			prefetch_values(src, d, first + choose_run(i, runs, s->row), CHOOSE_RUN);
 }
 
 /* Return the mean pattern of a few runs of row r, or CHOOSE_NONE if none of their patterns is at least model_zero. */
@@ -117,15 +117,16 @@ static int row_mean(const struct source *src, const struct kernels *k, const str
 		    uint64_t r)
 {
 	uint64_t first = s->start + r * s->row, n = MIN(s->row, s->start + s->count - first);
-	uint16_t p[CHOOSE_RUNS * CHOOSE_RUN];
+	uint64_t runs = choose_runs(dtype_is_float8(dtype_of(src->dtype)));
+	uint16_t p[CHOOSE_RUNS8 * CHOOSE_RUN];
 	uint32_t sum, count;
 
-	if (n <= CHOOSE_RUNS * CHOOSE_RUN) {
+	if (n <= runs * CHOOSE_RUN) {
 		patterns(src, k, first, n, p);
 	} else {
-		for (uint64_t i = 0; i < CHOOSE_RUNS; i++)
-			patterns(src, k, first + choose_run(i, n), CHOOSE_RUN, p + i * CHOOSE_RUN);
-		n = CHOOSE_RUNS * CHOOSE_RUN;
+		for (uint64_t i = 0; i < runs; i++)
+			patterns(src, k, first + choose_run(i, runs, n), CHOOSE_RUN, p + i * CHOOSE_RUN);
+		n = runs * CHOOSE_RUN;
 	}
 	k->sum(p, n, model_zero(&j->h, dtype_of(src->dtype)), &sum, &count);
 	return choose_mean(sum, count);
@@ -167,7 +168,7 @@ static void fit_rows(const struct source *src, const struct kernels *k, struct j
 	s->mean = (uint16_t)(count ? bits_mean(total, count) : choose_centre(d->octave));
 	for (uint64_t i = 0; i < take; i++)
 		eighths[i] = (int8_t)choose_eighths(mean[i], s->mean, eighth_log2(d));
-	s->shifts = (uint8_t)choose_shift(eighths, take, finest);
+	s->shifts = (uint8_t)choose_shift(eighths, take, finest, dtype_most_shift(d));
 	for (uint64_t i = 0; i < take && is_fitted(s); i++)
 		segment_row_offsets(j, s)[i] = (int8_t)choose_offset(eighths[i], s->shifts);
 }
@@ -176,8 +177,8 @@ static void fit_rows(const struct source *src, const struct kernels *k, struct j
 static void fit_cols(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	int8_t *cols = segment_col_offsets(j, s), offset[CHOOSE_COL_ROWS];
-	uint64_t nrows = segment_rows(s), take = choose_col_rows(nrows);
+	int8_t *cols = segment_col_offsets(j, s), offset[CHOOSE_COL_ROWS8];
+	uint64_t nrows = segment_rows(s), take = choose_col_rows(nrows, dtype_is_float8(d));
 	int shift;
 
 	for (uint64_t i = 0; i < take; i++) {
@@ -197,7 +198,7 @@ static void fit_cols(const struct source *src, const struct kernels *k, struct j
 		for (uint64_t i = 0; i < n; i++)
 			cols[c + i] = (int8_t)choose_mean_eighths(sums.total[i], sums.count[i], eighth_log2(d));
 	}
-	shift = choose_shift(cols, s->row, finest);
+	shift = choose_shift(cols, s->row, finest, dtype_most_shift(d));
 	for (uint64_t c = 0; c < s->row; c++)
 		cols[c] = (int8_t)choose_offset(cols[c], shift);
 	s->shifts |= (uint8_t)(shift << 4);
@@ -212,7 +213,7 @@ static void fit_whole(const struct source *src, const struct kernels *k, const s
 	int eighth = eighth_log2(d), shift = s->shifts & 15, centre = s->mean;
 	uint64_t row = s->row, n;
 
-	for (; row > CHOOSE_RUNS * CHOOSE_RUN && r < end; r++)
+	for (; row > choose_runs(dtype_is_float8(d)) * CHOOSE_RUN && r < end; r++)
 		rows[r] = fit_row(src, k, j, s, r);
 	for (; r < end; r += n) {
 		n = MIN(end - r, COLUMNS / row);
@@ -278,37 +279,29 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 }
 
 /*
- * Clear the bins of a histogram. With one bin per symbol there are two sets of 256 bins, used for alternate values,
- * because incrementing the same bin repeatedly is limited by the latency of the store.
+ * Add the symbols of n patterns to the histogram `bins`. There are two sets of 256 bins, used for alternate values,
+ * because incrementing the same bin repeatedly is limited by the latency of the store. close_bins adds them up.
  */
-static void open_bins(uint32_t *bins, int parts)
+static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, uint32_t bins[512])
 {
-	memset(bins, 0, (parts == 1 ? 512 : 256 * (size_t)parts) * sizeof *bins);
-}
-
-/* Add the symbols of n patterns to the histogram `bins`. */
-static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, int parts, uint32_t *bins)
-{
-	int shift = parts == 1 ? dtype_shift(d) : eighth_log2(d), mask = 256 * parts - 1;
-	uint32_t *other = parts == 1 ? bins + 256 : bins;
+	int shift = dtype_shift(d);
+	uint32_t *other = bins + 256;
 	uint64_t i = 0, x;
 
 	for (; i + 4 <= n; i += 4) { /* load, shift and mask four symbols at once */
 		memcpy(&x, p + i, 8);
-		x = x >> shift & (uint64_t)mask * 0x0001000100010001;
+		x = x >> shift & 0x00ff00ff00ff00ff;
 		bins[x & 0xffff]++;
 		other[x >> 16 & 0xffff]++;
 		bins[x >> 32 & 0xffff]++;
 		other[x >> 48]++;
 	}
 	for (; i < n; i++)
-		bins[p[i] >> shift & mask]++;
+		bins[p[i] >> shift & 255]++;
 }
 
-static void close_bins(uint32_t *bins, int parts)
+static void close_bins(uint32_t bins[512])
 {
-	if (parts > 1)
-		return;
 	for (int e = 0; e < 256; e++)
 		bins[e] += bins[256 + e];
 }
@@ -319,14 +312,14 @@ static void close_bins(uint32_t *bins, int parts)
  * values.
  */
 static uint64_t count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
-			      uint64_t stride, int parts, uint32_t *raw, uint32_t *lowered)
+			      uint64_t stride, uint32_t raw[512], uint32_t lowered[512])
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = (nrows + stride - 1) / stride, empty = 0;
 
-	open_bins(raw, parts);
+	memset(raw, 0, 512 * sizeof *raw);
 	if (lowered)
-		open_bins(lowered, parts);
+		memset(lowered, 0, 512 * sizeof *lowered);
 	for (uint64_t i = 0; i < take; i++) {
 		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), n = MIN(WIRE_ROW, s->count - at);
 		uint64_t next = WIRE_ROW * choose_spread(MIN(i + 2, take - 1), take, nrows);
@@ -338,7 +331,7 @@ static uint64_t count_segment(const struct source *src, const struct kernels *k,
 			empty += n;
 			continue;
 		}
-		count_bins(d, p, n, parts, raw);
+		count_bins(d, p, n, raw);
 		if (!lowered)
 			continue;
 		if (!is_fitted(s))
@@ -346,11 +339,11 @@ static uint64_t count_segment(const struct source *src, const struct kernels *k,
 		fit_range(src, k, j, s, s->start + at, n, &f);
 		model_offsets(j, k, &f, s->start + at, n, offset);
 		k->lower(p, offset, model_zero(&j->h, d), n, p);
-		count_bins(d, p, n, parts, lowered);
+		count_bins(d, p, n, lowered);
 	}
-	close_bins(raw, parts);
+	close_bins(raw);
 	if (lowered)
-		close_bins(lowered, parts);
+		close_bins(lowered);
 	return empty;
 }
 
@@ -359,7 +352,7 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 			  int first_plane)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = choose_plane_rows(nrows);
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = choose_plane_rows(nrows, dtype_is_float8(d));
 	uint8_t bytes[WIRE_MAX_PLANES][WIRE_ROW], value[WIRE_MAX_PLANES];
 	uint8_t *plane[WIRE_MAX_PLANES], other_zeros = 0;
 	uint32_t zeros = 0, sampled = 0;
@@ -367,6 +360,8 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 	for (int p = 0; p < WIRE_MAX_PLANES; p++)
 		plane[p] = bytes[p];
 	s->is_constant = 0xff;
+	s->has_zero_run = 0;
+	memset(s->counts + first_plane, 0, ((size_t)d->nbytes - (size_t)first_plane) * sizeof *s->counts);
 	for (uint64_t i = 0; i < take; i++) {
 		uint64_t first = WIRE_ROW * choose_even(i, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
 		int is_empty = is_zero((const char *)src->data + first * d->nbytes, n * d->nbytes);
@@ -412,82 +407,74 @@ static void base_alone(struct segment *s, uint16_t base)
 	s->base = base;
 }
 
+/* Add a segment's counts of symbols to the tensor's. Counts of float8, with signs, come from sample_planes. */
+static void add_counts(const struct dtype *d, const uint32_t counts[256], uint32_t sum[256])
+{
+	for (int e = 0; e < 256 && dtype_has_top(d); e++)
+		sum[e] += counts[e];
+}
+
 /*
  * Choose a segment's base and, unless `flat`, its offsets if they make the frame smaller. Store the histogram of the
- * segment's sampled symbols in s->raw, and add the histogram after lowering to s->all.
+ * segment's sampled symbols in s->raw, and add the histogram after lowering to s->counts[0].
  */
 static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
-			   uint64_t stride, int flat, int finest, int parts, struct sample *s)
+			   uint64_t stride, int flat, int finest, struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	int eighth = eighth_log2(d), zero = model_zero(&j->h, d);
-	uint32_t raw[256], lowered[256];
 	uint64_t samples, empty;
 	uint16_t centre;
 
 	fit_rows(src, k, j, g, finest);
-	centre = choose_base(g->mean, eighth, zero, parts == 1 ? WIRE_MAX_SHIFT : 0);
+	centre = choose_base(g->mean, eighth, zero, dtype_is_float8(d) ? 0 : WIRE_MAX_SHIFT, 0);
 	if (flat) {
 		base_alone(g, centre);
 	} else {
-		g->base = choose_base(g->mean, eighth, zero, finest);
+		g->base = choose_base(g->mean, eighth, zero, finest, g->kind);
 		if (g->kind & WIRE_SEGMENT_COLS)
 			fit_cols(src, k, j, g, finest);
 	}
-	empty = count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
-	choose_fold(s->raw, parts, raw);
-	choose_fold(s->lowered, parts, lowered);
-	samples = choose_total(raw) + empty;
-	s->nzeros += lowered[0] + empty;
+	empty = count_segment(src, k, j, g, stride, s->raw, s->lowered);
+	samples = choose_total(s->raw) + empty;
+	s->nzeros += s->lowered[0] + empty;
 	s->nvalues += samples;
 	if (flat || model_asked(&j->h) == CODEC_MODEL_SEPARABLE ||
-	    choose_offsets_pay(choose_cost(raw), choose_cost(lowered), samples, g->count,
+	    choose_offsets_pay(choose_cost(s->raw), choose_cost(s->lowered), samples, g->count,
 			       segment_rows(g) + segment_cols(g))) {
-		choose_add_lowered(s->lowered, parts, 0, s->all);
+		add_counts(d, s->lowered, s->counts[0]);
 		return;
 	}
 	base_alone(g, centre);
 	if (d->form == FORM_FLOAT8) { /* symbols wrap around after 256, patterns only after 2047 symbols */
-		count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
-		choose_add_lowered(s->lowered, parts, 0, s->all);
-	} else {
-		choose_add_lowered(s->raw, parts, d->octave > 128 || parts > 1 ? centre : centre / 8u, s->all);
+		count_segment(src, k, j, g, stride, s->raw, s->lowered);
+		add_counts(d, s->lowered, s->counts[0]);
+	} else if (dtype_has_top(d)) {
+		choose_add_lowered(s->raw, d->octave > 128 ? centre : centre / 8u, s->counts[0]);
 	}
 }
 
 /*
  * Choose the segments' bases and offsets, and count the symbols of plane 0. `alone`: drop the record of a single
- * segment without offsets, unless its base saves more bits than the record costs.
+ * segment without offsets.
  */
 static void choose_segments(const struct source *src, const struct kernels *k, struct job *j, int flat, int alone,
 			    struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t stride = choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), cost = 0;
-	int pattern = (s->is_constant | s->has_zero_run) >> 1 & 1, phase = 0, finest = WIRE_MAX_SHIFT, parts = 1;
+	uint64_t stride = choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW);
+	int pattern = (s->is_constant | s->has_zero_run) >> 1 & 1, finest = WIRE_MAX_SHIFT;
 	struct segment *segment = job_segments(j);
-	uint32_t raw[256];
 
 	if (!family_of(&j->h)->whole_octaves)
 		finest = choose_finest(s->counts[1], d->octave, pattern);
-	if (!finest && d->octave == 128 && j->h.n >= CHOOSE_PARTS_MIN)
-		parts = CHOOSE_PARTS;
-	memset(s->all, 0, 256 * (size_t)parts * sizeof *s->all);
 	for (uint64_t i = 0; i < j->model.nsegments; i++)
-		choose_segment(src, k, j, segment + i, stride, flat, finest, parts, s);
-	choose_fold(s->all, parts, s->counts[0]);
-	if (parts > 1)
-		phase = choose_phase(s->all, s->counts[0], &cost);
-	for (uint64_t i = 0; i < j->model.nsegments; i++)
-		segment[i].base =
-			(uint16_t)((segment[i].base + phase) % (WIRE_CIRCLE(model_zero(&j->h, d)) >> eighth_log2(d)));
+		choose_segment(src, k, j, segment + i, stride, flat, finest, s);
 	if (!alone || j->model.nsegments > 1 || segment->kind)
 		return;
-	choose_fold(s->raw, parts, raw);
-	if (parts > 1 && choose_record_pays(choose_cost(raw), cost, s->nvalues, j->h.n))
-		return;
 	j->model.nsegments = 0;
-	memcpy(s->counts[0], raw, sizeof raw);
+	if (dtype_has_top(dtype_of(src->dtype)))
+		memcpy(s->counts[0], s->raw, sizeof s->counts[0]);
 }
 
 /* Choose the scale model, and count the symbols of all planes. */
@@ -496,27 +483,34 @@ void model_choose(const struct source *src, const codec_context *with, const str
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	struct segment whole = {.count = j->h.n};
+	uint8_t without;
 
-	memset(s->counts, 0, d->nbytes * sizeof *s->counts);
+	memset(s->counts, 0, sizeof *s->counts);
 	s->nzeros = s->nvalues = s->has_empty_row = s->has_zero_run = s->is_constant = 0;
 	j->model.nsegments = j->model.nibbles = 0;
 	if (!family_of(&j->h)->whole_octaves)
-		sample_planes(src, k, j, s, d->octave != 0);
+		sample_planes(src, k, j, s, dtype_has_top(d));
 	if (!d->octave)
 		return;
 	model_cut(j, with);
 	if (!j->model.nsegments) {
-		s->nzeros = count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), 1,
-					  s->raw, NULL);
+		if (dtype_is_float8(d))
+			return;
+		s->nzeros = count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), s->raw,
+					  NULL);
 		memcpy(s->counts[0], s->raw, sizeof s->counts[0]);
 		s->nvalues = choose_total(s->counts[0]) + s->nzeros;
 		s->nzeros += s->counts[0][0];
 		return;
 	}
 	choose_segments(src, k, j, is_flat(j), !is_based(j), s);
-	if (is_based(j)) { /* plane 1 has bits of the exponent, which the model changes */
-		memset(s->counts + 1, 0, (d->nbytes - 1u) * sizeof *s->counts);
-		s->has_zero_run = 0;
+	if (is_based(j)) /* plane 1 has bits of the exponent, which the model changes */
 		sample_planes(src, k, j, s, 1);
+	if (dtype_is_float8(d) && j->model.nsegments) {
+		memcpy(s->counts[1], s->counts[0], sizeof s->counts[0]);
+		without = (uint8_t)(s->is_constant << 1 & 2);
+		sample_planes(src, k, j, s, 0);
+		s->is_constant = (uint8_t)((s->is_constant & 1) | without);
+		s->has_zero_run |= (uint8_t)(s->has_zero_run << 1); /* the model does not change zeros */
 	}
 }

@@ -42,16 +42,17 @@ struct part {
 
 /* Statistics of a sample of the tensor. */
 struct sample {
+	/* of bytes, by plane; float8 with a scale model: [0] with the model, [1] without, and so for bits below */
 	uint32_t counts[WIRE_MAX_PLANES][256];
 	uint64_t nzeros, nvalues; /* values, also those of empty quad rows, which the counts do not have */
 	uint8_t has_empty_row;    /* 1: all values of a sampled quad row are 0 */
 	uint8_t has_zero_run; /* bit p: a sampled run of 128 bytes of plane p is all zero, not those of an empty row */
 	uint8_t is_constant;  /* bit p: all sampled bytes of plane p are equal */
 	/*
-	 * Histograms of the symbols of plane 0; choose.h defines the bins. raw: one segment, before its offsets are
-	 * subtracted; lowered: the same segment afterwards; all: all segments, as encoded.
+	 * Counts of the symbols of patterns, and as many more bins that fit.c needs. raw: one segment, before its
+	 * offsets are subtracted; lowered: the same segment afterwards.
 	 */
-	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], all[CHOOSE_BINS];
+	uint32_t raw[512], lowered[512];
 };
 
 /* DELTA: a block's contribution to the digests of base and result, and the state of its list of changes. */

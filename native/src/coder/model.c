@@ -151,7 +151,7 @@ static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
 	uint32_t bases = (uint32_t)(WIRE_CIRCLE(model_zero(&j->h, d)) >> eighth_log2(d));
-	uint32_t row = load32(frame + at + 8), rows_shift, cols_shift;
+	uint32_t row = load32(frame + at + 8), rows_shift, cols_shift, most = (uint32_t)dtype_most_shift(d);
 	int matrix;
 
 	s->count = load64(frame + at);
@@ -170,8 +170,8 @@ static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j
 		BAD(at + 8, row, s->kind ? WIRE_FLAT_ROW : 0);
 	if (matrix && (row < WIRE_MATRIX_MIN || s->count % row || s->count / row < WIRE_MATRIX_MIN))
 		BAD(at + 8, row, WIRE_MATRIX_MIN);
-	if (rows_shift > (s->kind ? WIRE_MAX_SHIFT : 0) || cols_shift > (matrix ? WIRE_MAX_SHIFT : 0))
-		BAD(at + 13, s->shifts, WIRE_MAX_SHIFT);
+	if (rows_shift > (s->kind ? most : 0) || cols_shift > (matrix ? most : 0))
+		BAD(at + 13, s->shifts, most);
 	if (s->base >= bases)
 		BAD(at + 14, s->base, bases - 1);
 	if (family_of(&j->h)->whole_octaves && (s->base % 8 || rows_shift != (s->kind ? WIRE_MAX_SHIFT : 0) ||

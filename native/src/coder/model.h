@@ -8,10 +8,11 @@
 /* Number of values whose offsets are computed at once; these offsets fit the first-level cache. */
 #define OFFSETS 4096
 
-/* Return log2 of the number of patterns in an eighth of an octave. */
+/* Return log2 of the number of patterns in the unit of offsets: an eighth of an octave, for float8 a number of the
+ * type. */
 static inline int eighth_log2(const struct dtype *d)
 {
-	return __builtin_ctz(d->octave) - 3;
+	return dtype_is_float8(d) ? FORM_SHIFT8 : __builtin_ctz(d->octave) - 3;
 }
 
 static inline int model_asked(const struct header *h)

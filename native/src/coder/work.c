@@ -89,7 +89,7 @@ void work_place(const struct header *h, void *memory, struct work *w)
 	for (int i = 1; i < d->nbytes; i++)
 		w->plane[i] = work_take(&p, m + 64);
 	w->symbol = work_take(&p, m + 64);
-	w->high = work_take(&p, m / 2 + 64);
+	w->raw = work_take(&p, m + 64);
 	w->offset = work_take(&p, 2 * MIN(m, OFFSETS) + 64);
 	w->region = work_take(&p, region_buffer(h, d, m));
 	w->values = (char *)w->region;

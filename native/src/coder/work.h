@@ -23,7 +23,7 @@ static inline uint64_t padded(uint64_t n)
  */
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES]; /* m + 64 bytes each: kernels may read or write 64 more bytes than they use */
-	uint8_t *symbol, *high;          /* m + 64, m / 2 + 64 bytes: symbols and high nibbles of a plane */
+	uint8_t *symbol, *raw;           /* m + 64 bytes each: symbols and raw bits of a plane */
 	uint8_t *region;  /* encode: the block's region; points into the frame if region_bound bytes are free there */
 	uint16_t *offset; /* scale model's offsets of OFFSETS values */
 	struct fitted fitted; /* encode: row offsets of the block */

@@ -71,6 +71,26 @@ BITS_FN uint16_t bits_unturn(uint16_t y, uint16_t offset, int s)
 	return (uint16_t)((y >> s & 1) << 15 | bits_raise(u, offset, (uint16_t)(1 << s)));
 }
 
+/*
+ * Return the symbol of a byte in a coded plane with `raw` bits per value outside of symbols (WIRE_RAW_BITS): the low
+ * nibble (4); the byte without its highest bit (1), and without its lowest bit, too (2). bits_raw: return the other
+ * bits of the byte. bits_with_raw: the inverse of both.
+ */
+BITS_FN uint8_t bits_symbol(uint8_t x, int raw)
+{
+	return (uint8_t)(x >> (raw == 2) & 255 >> raw);
+}
+
+BITS_FN uint8_t bits_raw(uint8_t x, int raw)
+{
+	return (uint8_t)(raw == 4 ? x >> 4 : (x >> 7 | x << 1) & ((1 << raw) - 1));
+}
+
+BITS_FN uint8_t bits_with_raw(uint8_t symbol, uint8_t bits, int raw)
+{
+	return (uint8_t)(raw == 4 ? symbol | bits << 4 : symbol << (raw == 2) | bits >> 1 | bits << 7);
+}
+
 /* Lower an exponent for TRUNCATE: rotate 1..last by `by` < last; 0 is unchanged. bits_raise_exponent is the inverse. */
 BITS_FN uint8_t bits_lower_exponent(uint8_t e, uint8_t by, uint8_t last)
 {

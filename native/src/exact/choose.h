@@ -3,7 +3,7 @@
  *
  * Decoders make no such decisions. All encoders must make the same decisions to produce equal bytes. Sample positions
  * depend on shapes only, and all arithmetic is on integers. `eighth` is log2 of the number of patterns in an eighth of
- * an octave.
+ * an octave, the unit of offsets. Float8 has another unit: a number of the type.
  *
  * One file: the decisions follow the sections of docs/spec/encoder.md.
  */
@@ -18,12 +18,10 @@
 #define CHOOSE_SEGMENT_MIN 8192 /* shorter segments (in values) and the gaps between are merged into flat ones */
 #define CHOOSE_ROWS 1024        /* number of rows sampled per segment, for its base and the shift of its row offsets */
 #define CHOOSE_COL_ROWS 128     /* number of rows sampled per segment, for column offsets */
-#define CHOOSE_RUNS 4           /* number of runs sampled per row, to estimate its mean */
 #define CHOOSE_RUN 32           /* values per run; 4 runs of 32 estimate the mean to about a tenth of a step */
-#define CHOOSE_PARTS_MIN 524288 /* minimum number of values for which bases are tuned to an eighth of an octave */
-#define CHOOSE_PARTS 8
-#define CHOOSE_BINS (256 * CHOOSE_PARTS)
-#define CHOOSE_NONE (-1) /* mean of a row whose patterns are all too small for the scale model */
+#define CHOOSE_RUNS8 8          /* number of runs sampled per row of float8, to estimate its mean; others: 4 */
+#define CHOOSE_COL_ROWS8 512    /* as CHOOSE_COL_ROWS, for float8 */
+#define CHOOSE_NONE (-1)        /* mean of a row whose patterns are all too small for the scale model */
 
 /*
  * Return the position of sample i among n < 2^32 positions, if `take` samples are taken. Samples are spread by the
@@ -64,20 +62,29 @@ BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n
 }
 
 /*
- * Return the index of the first value of sampled run i in a row of n > CHOOSE_RUNS * CHOOSE_RUN values. In shorter
+ * Return the number of runs that are sampled per row, to estimate its mean. float8: 1 for these dtypes, whose offsets
+ * must be more precise, because symbols have bits of the mantissa.
+ */
+BITS_FN uint64_t choose_runs(int float8)
+{
+	return float8 ? CHOOSE_RUNS8 : 4;
+}
+
+/*
+ * Return the index of the first value of sampled run i of `runs` in a row of n > runs * CHOOSE_RUN values. In shorter
  * rows, all values are sampled, and there are no runs.
  */
-BITS_FN uint64_t choose_run(uint64_t i, uint64_t n)
+BITS_FN uint64_t choose_run(uint64_t i, uint64_t runs, uint64_t n)
 {
-	return i * (n - CHOOSE_RUN) / (CHOOSE_RUNS - 1);
+	return i * (n - CHOOSE_RUN) / (runs - 1);
 }
 
 /* Return the number of rows, out of nrows, that are sampled to compute the offsets of columns. */
-BITS_FN uint64_t choose_col_rows(uint64_t nrows)
+BITS_FN uint64_t choose_col_rows(uint64_t nrows, int float8)
 {
-	uint64_t half = nrows / 2 < 64 ? 64 : nrows / 2;
+	uint64_t half = nrows / 2 < 64 ? 64 : nrows / 2, most = float8 ? CHOOSE_COL_ROWS8 : CHOOSE_COL_ROWS;
 
-	half = half < CHOOSE_COL_ROWS ? half : CHOOSE_COL_ROWS;
+	half = half < most ? half : most;
 	return nrows < half ? nrows : half;
 }
 
@@ -116,16 +123,17 @@ BITS_FN int choose_clamped(int nibble)
 }
 
 /*
- * Return the smallest shift, at least `shift`, with which at most one in 32 of n offsets is clamped. Offsets are stored
- * as nibbles, in units of 2^shift eighths of an octave. Clamped offsets cost bits but decode correctly.
+ * Return the smallest shift, from `shift` to `most`, with which at most one in 32 of n offsets is clamped; `most` if
+ * there is none. Offsets are stored as nibbles, in units of 2^shift grains. Clamped offsets cost bits but decode
+ * correctly.
  */
-BITS_FN int choose_shift(const int8_t *eighths, uint64_t n, int shift)
+BITS_FN int choose_shift(const int8_t *grains, uint64_t n, int shift, int most)
 {
-	for (; shift < WIRE_MAX_SHIFT; shift++) {
+	for (; shift < most; shift++) {
 		uint64_t outside = 0;
 
 		for (uint64_t i = 0; i < n; i++) {
-			int nibble = choose_nibble(eighths[i], shift);
+			int nibble = choose_nibble(grains[i], shift);
 
 			outside += choose_clamped(nibble) != nibble;
 		}
@@ -156,45 +164,32 @@ BITS_FN int choose_centre(int octave)
 /*
  * Return the base that moves a mean pattern to choose_centre, in eighths of an octave, a multiple of 1 << shift. The
  * distribution of exponents falls steeply above its mode. Measured costs are lowest if the mean lies just below a power
- * of two.
+ * of two, or further below it in segments without offsets of columns, whose distribution is wider.
  */
-BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
+BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift, uint32_t kind)
 {
-	int octave = 8 << eighth, top = (octave < 128 ? octave : 128) * 7 / 8, grain = eighth + shift;
+	int octave = 8 << eighth, wide = kind == WIRE_SEGMENT_ROWS && octave == 128 && shift < WIRE_MAX_SHIFT;
+	int top = (octave < 128 ? octave : 128) * (wide ? 3 : 7) / 8, grain = eighth + shift;
 	int base = ((mean - choose_centre(octave) - top + (1 << grain >> 1)) >> grain) * (1 << shift);
 
 	return (uint16_t)(base < 0 ? base + (WIRE_CIRCLE(zero) >> eighth) : base);
 }
 
-/*
- * Shift a histogram down by a base of `by` bins, and add it to `sum`. A symbol has `parts` bins: 1, or CHOOSE_PARTS if
- * plane 0 has one symbol per octave and the eighths of an octave matter.
- */
-BITS_LARGE_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t by, uint32_t *sum)
+/* Add the counts of symbols to `sum`, after symbols 1 to 255 are shifted down, around, by a base of `by` symbols. */
+BITS_LARGE_FN void choose_add_lowered(const uint32_t counts[256], uint32_t by, uint32_t sum[256])
 {
-	uint32_t zeros = (uint32_t)parts, circle = 255 * zeros, low = by % circle;
+	uint32_t low = by % 255;
 
-	for (uint32_t i = 0; i < zeros; i++)
-		sum[i] += bins[i];
-	for (uint32_t i = low; i < circle; i++)
-		sum[zeros + i - low] += bins[zeros + i];
+	sum[0] += counts[0];
+	for (uint32_t i = low; i < 255; i++)
+		sum[1 + i - low] += counts[1 + i];
 	for (uint32_t i = 0; i < low; i++)
-		sum[zeros + circle - low + i] += bins[zeros + i];
-}
-
-/* Compute the count of each symbol: the sum of its `parts` bins. */
-BITS_LARGE_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[256])
-{
-	for (int e = 0; e < 256; e++)
-		counts[e] = bins[e * parts];
-	for (int i = 1; i < parts; i++)
-		for (int e = 0; e < 256; e++)
-			counts[e] += bins[e * parts + i];
+		sum[256 - low + i] += counts[1 + i];
 }
 
 /*
  * Return the coded size in bits of symbols with these counts, under a Huffman code of unlimited length. Values get
- * codes as in book_from_counts. Called at least eight times per segment, so it must be faster than building a book.
+ * codes as in book_from_counts. Called twice per segment, so it must be faster than building a book.
  */
 BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 {
@@ -231,36 +226,6 @@ BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 }
 
 /*
- * Return the number of eighths of an octave by which to raise all bases to minimize the symbols' cost. Replace
- * `counts`, and their cost *cost in bits, by the counts and the cost under the raised bases. Raising by an eighth moves
- * the first bin of each symbol to the preceding symbol.
- */
-BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts[256], uint64_t *cost)
-{
-	uint32_t raised[256];
-	int best = 0;
-
-	*cost = choose_cost(counts);
-	for (int e = 0; e < 256; e++)
-		raised[e] = counts[e];
-	for (int phase = 1; phase < CHOOSE_PARTS; phase++) {
-		const uint32_t *part = bins + phase - 1;
-		uint64_t bits;
-
-		for (int e = 1; e < 256; e++)
-			raised[e] += part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS] - part[e * CHOOSE_PARTS];
-		bits = choose_cost(raised);
-		if (bits >= *cost)
-			continue;
-		*cost = bits;
-		best = phase;
-		for (int e = 0; e < 256; e++)
-			counts[e] = raised[e];
-	}
-	return best;
-}
-
-/*
  * Return 1 if a change saves more than `bits` bits in `count` values. `before` and `after`: coded size in bits of
  * `samples` of these values without and with the change.
  */
@@ -270,18 +235,10 @@ BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint6
 	return samples && before > after && ((before - after) << 16) / samples * count > bits << 16;
 }
 
-/*
- * Return 1 if the `offsets` offsets of a segment save more bits than they cost. choose_record_pays: return 1 if the
- * record of a segment without offsets saves more bits than it costs.
- */
+/* Return 1 if the `offsets` offsets of a segment save more bits than they cost. */
 BITS_FN int choose_offsets_pay(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t offsets)
 {
 	return choose_pays(before, after, samples, count, 4 * offsets + 64);
-}
-
-BITS_FN int choose_record_pays(uint64_t before, uint64_t after, uint64_t samples, uint64_t count)
-{
-	return choose_pays(before, after, samples, count, 8 * (4 + WIRE_SEGMENT_NBYTES) + 64);
 }
 
 BITS_FN uint64_t choose_total(const uint32_t counts[256])
@@ -298,7 +255,7 @@ BITS_FN uint64_t choose_total(const uint32_t counts[256])
  * of that product for a uniform distribution. Divided by total^2 the result is at least ln 2 times the bits per value
  * that a codebook can save, and twice that near the uniform distribution. Computing it is much faster than building a
  * book. Squares are added in 32 bits so that the loop vectorizes; the sum does not overflow, because a sample of a
- * plane has at most 64 * 128 values.
+ * plane has at most 256 * 128 values.
  */
 BITS_FN uint64_t choose_excess_of(uint32_t squares, uint64_t values, uint64_t total)
 {
@@ -339,7 +296,7 @@ BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_patter
 	uint32_t counts[256] = {0}, values = 2 * (uint32_t)octave;
 	uint64_t total;
 
-	if (octave > 128) /* the mantissas' upper bits are in plane 0 */
+	if (octave > 128) /* float16, float8: the mantissas' upper bits are in plane 0 */
 		return 0;
 	for (uint32_t i = 0; i < 256; i++)
 		counts[i % values] += plane1[i];
@@ -349,13 +306,13 @@ BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_patter
 
 /*
  * Return the number of samples to take of `nrows`: rows of 128 values in planes other than the exponent, or blocks in
- * row codecs. choose_even returns the position of sample i.
+ * row codecs. choose_even returns the position of sample i. More rows of float8 are sampled, whose books are larger.
  */
-BITS_FN uint64_t choose_plane_rows(uint64_t nrows)
+BITS_FN uint64_t choose_plane_rows(uint64_t nrows, int float8)
 {
-	uint64_t half = (nrows + 1) / 2;
+	uint64_t half = (nrows + 1) / 2, most = float8 ? 256 : 64;
 
-	return half < 64 ? half : 64;
+	return half < most ? half : most;
 }
 
 BITS_FN uint64_t choose_code_blocks(uint64_t nblocks)
@@ -384,14 +341,15 @@ BITS_FN int choose_saves(uint64_t cost, uint64_t count, uint64_t raw)
 }
 
 /*
- * Treatment of a plane: coded with the book that was built, whole (CODED) or low nibbles only (HALVED); raw in every
- * block (FIXED); or chosen block by block (BY_BLOCK).
+ * Treatment of a plane: coded with the book that was built (CODED); raw in every block (FIXED); or chosen block by
+ * block (BY_BLOCK).
  */
-enum { CHOOSE_CODED, CHOOSE_HALVED, CHOOSE_FIXED, CHOOSE_BY_BLOCK };
+enum { CHOOSE_CODED, CHOOSE_FIXED, CHOOSE_BY_BLOCK };
 
 /* Properties of a sampled plane, besides its counts. */
 struct choose_sample {
-	int exponent; /* 1: plane 0 of a float */
+	int exponent; /* 1: plane 0 of a float, except float8 */
+	int float8;   /* 1: plane of a float8 */
 	int given;    /* 1: plane 0 has an agreed codebook */
 	int constant; /* 1: all bytes are equal */
 	int by_block; /* 1: has runs of zeros, or zeros that blocks may omit */
@@ -406,25 +364,26 @@ BITS_LARGE_FN uint64_t choose_price(const codebook *b, uint64_t sample, uint64_t
 }
 
 /*
- * Replace *b by a book of low nibbles if the values then cost fewer than *cost bits. Return 1 if *b was replaced. The
- * low bytes of sums of products are more often even than odd; a book of all byte values with codes of at most 8 bits
- * cannot exploit that.
+ * Replace *b by a book for symbols with `raw` raw bits per value (WIRE_RAW_BITS) if the values then cost fewer than
+ * *cost bits. Return 1 if *b was replaced. The low bytes of sums of products are more often even than odd, which a book
+ * of all byte values with codes of at most 8 bits cannot exploit. Neither can such a book code 256 values of float8
+ * well, whose signs and last bits are mostly random.
  */
-BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint64_t n, int max_code_length,
-				uint64_t *cost, codebook *b)
+BITS_LARGE_FN int choose_raw_bits(const uint32_t counts[256], int raw, uint64_t total, uint64_t n, int max_code_length,
+				  uint64_t *cost, codebook *b)
 {
-	uint32_t low[256] = {0};
-	uint64_t halved;
-	codebook nibbles;
+	uint32_t kept[256] = {0};
+	uint64_t less;
+	codebook symbols;
 
 	for (int i = 0; i < 256; i++)
-		low[i & 15] += counts[i];
-	book_from_counts(&nibbles, low, max_code_length);
-	halved = book_cost(&nibbles, low, 8) + 4 * total + choose_price(&nibbles, total, n);
-	if (halved >= *cost)
+		kept[bits_symbol((uint8_t)i, raw)] += counts[i];
+	book_from_counts(&symbols, kept, max_code_length);
+	less = book_cost(&symbols, kept, 8) + (uint64_t)raw * total + choose_price(&symbols, total, n);
+	if (less >= *cost)
 		return 0;
-	*cost = halved;
-	*b = nibbles;
+	*cost = less;
+	*b = symbols;
 	return 1;
 }
 
@@ -435,19 +394,26 @@ BITS_FN int choose_may_pay(uint64_t excess, uint64_t total, uint64_t n)
 }
 
 /* Return CHOOSE_* for a plane, given the coded size `cost` in bits of `total` sampled values. */
-BITS_FN int choose_fate(uint64_t cost, uint64_t total, int halved, struct choose_sample s)
+BITS_FN int choose_fate(uint64_t cost, uint64_t total, struct choose_sample s)
 {
 	if (choose_saves(cost, total, 8))
-		return halved ? CHOOSE_HALVED : CHOOSE_CODED;
+		return CHOOSE_CODED;
 	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
 }
 
-/* Return CHOOSE_* for a plane of n values, and the book in *b if one was built. */
-BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n, int max_code_length,
-			       codebook *b)
+/* How a plane is stored, and its estimated size in bits, of the sampled values. */
+struct choose_result {
+	int what; /* CHOOSE_* */
+	int raw;  /* WIRE_RAW_BITS */
+	uint64_t cost;
+};
+
+/* Choose how a plane of n values is stored. If it is coded, *b is the book. */
+BITS_LARGE_FN struct choose_result choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n,
+						int max_code_length, codebook *b)
 {
 	uint64_t total = choose_total(counts), cost = 8 * total, excess = 0;
-	int uneven = 0, halved = 0;
+	int uneven = 0, raw = 0;
 
 	if (s.exponent) {
 		if (!s.given)
@@ -461,9 +427,22 @@ BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample 
 		book_from_counts(b, counts, max_code_length);
 		cost = book_cost(b, counts, 8) + choose_price(b, total, n);
 	}
-	if (uneven)
-		halved = choose_halved(counts, total, n, max_code_length, &cost, b);
-	return choose_fate(cost, total, halved, s);
+	if (uneven && choose_raw_bits(counts, 4, total, n, max_code_length, &cost, b))
+		raw = 4;
+	for (int bits = 1; uneven && s.float8 && bits <= 2; bits++)
+		if (choose_raw_bits(counts, bits, total, n, max_code_length, &cost, b))
+			raw = bits;
+	return (struct choose_result){choose_fate(cost, total, s), raw, cost};
+}
+
+/*
+ * Return 1 if a float8 tensor of n values has its scale model of `nbytes` bytes: if it makes the frame smaller, or the
+ * caller asked for it. before, after: results without and with the model, for `total` sampled values.
+ */
+BITS_FN int choose_model8(struct choose_result before, struct choose_result after, uint64_t nbytes, uint64_t total,
+			  uint64_t n, int asked)
+{
+	return after.what == CHOOSE_CODED && (asked || after.cost + 8 * nbytes * total / n < before.cost);
 }
 
 /*
@@ -483,13 +462,16 @@ BITS_FN uint32_t choose_mode(uint64_t n, int constant, uint64_t coded, uint64_t 
 /* a block samples one in 8 rows of 128 values to decide if coding a plane other than the exponent saves enough */
 #define CHOOSE_BLOCK_STRIDE 8
 
-/*
- * Return the largest size in bytes at which a coded plane of n values is kept, escapes included; halved: without high
- * nibbles.
- */
-BITS_FN uint64_t choose_coded_most(uint64_t n, int halved)
+/* Return the size in bytes of the raw bits of n values, `raw` bits each. */
+BITS_FN uint64_t choose_raw_nbytes(uint64_t n, int raw)
 {
-	return (halved ? n / 2 : n) - 1;
+	return (n * (uint64_t)raw + 7) / 8;
+}
+
+/* Return the largest size in bytes, without raw bits, at which a coded plane of n >= 2 values is kept. */
+BITS_FN uint64_t choose_coded_most(uint64_t n, int raw)
+{
+	return n - choose_raw_nbytes(n, raw) - 1;
 }
 
 /* Return log2 of the number of values per block: one block for all n values, within the format's limits. */

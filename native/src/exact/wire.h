@@ -61,8 +61,14 @@
 	X(DELTA, delta, WIRE_DTYPES_ALL, 1, 0, 0, 0)                                                                   \
 	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, CODEC_OPTION_STOCHASTIC, 8, 0)
 
-/* LOSSLESS: 1 if regions contain only plane 0, and plane 0 is not halved. size: bytes per value. */
-#define WIRE_ONLY_PLANE_0(fixed, halved, size) ((fixed) == (1u << (size)) - 2 && !((halved) & 1))
+/*
+ * LOSSLESS: number of bits of each value that follow the symbols of coded plane p raw: 4 if the plane is halved, 1 or 2
+ * for float8. halved: field of the header; size: bytes per value.
+ */
+#define WIRE_RAW_BITS(halved, p, size) ((halved) >> (p) & 1 ? 4 : (size) == 1 ? (int)((halved) >> 1) : 0)
+#define WIRE_HALVED(raw_bits, p) ((raw_bits) == 4 ? 1u << (p) : 2u * (uint32_t)(raw_bits)) /* the inverse */
+/* LOSSLESS: 1 if regions contain only plane 0, and plane 0 has no raw bits. */
+#define WIRE_ONLY_PLANE_0(fixed, halved, size) ((fixed) == (1u << (size)) - 2 && !WIRE_RAW_BITS(halved, 0, size))
 
 #define WIRE_PIECE_ZERO (1u << 8) /* region: piece 0 of all mantissas is 0 and omitted; << i: piece i */
 #define WIRE_TAIL_AT 8 /* region head, CODEC_OPTION_BITS: trailing zero bits omitted from all fields; 5 bits */
@@ -161,7 +167,8 @@
 #define WIRE_SEGMENT_NBYTES 16 /* bytes per record; at most WIRE_MAX_PARTS or WIRE_MAX_ROW_PARTS records */
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
-#define WIRE_MAX_SHIFT 3   /* exponent offsets are nibble << shift, in eighths of an octave */
+#define WIRE_MAX_SHIFT 3   /* offsets are nibble << shift, in grains: eighths of an octave, float8: whole numbers */
+#define WIRE_MAX_SHIFT8 2  /* float8: base and offsets of row and column add up to less than two circles */
 #define WIRE_FLAT_ROW 512  /* number of consecutive values that share an offset in a part without columns */
 #define WIRE_MATRIX_MIN 64 /* minimum length of the shorter side of a matrix with offsets of rows and columns */
 

@@ -25,12 +25,15 @@ enum form {
 	FORM_FLOAT2, /* bits_turn of the upper two bytes, then the other bytes */
 	FORM_FLOAT4,
 	FORM_FLOAT8,
+	FORM_E4M3, /* one plane: the sign, then the lowered pattern of 7 bits */
+	FORM_E5M2,
 	FORM_COUNT
 };
 
 /* Plane 0 of a float is 8 bits of its lowered pattern: the bits from this one on. */
 #define FORM_SHIFT 7
 #define FORM_SHIFT64 4 /* for FORM_FLOAT8 */
+#define FORM_SHIFT8 8  /* for FORM_E4M3 and FORM_E5M2, whose patterns have 7 bits, followed by 8 zero bits */
 
 /*
  * State of the lane coder: the next 32 + tail[i] bits of each lane i, in decoding order. While encoding, `part` has the
@@ -187,8 +190,7 @@ struct kernels {
 	void (*patterns[FORM_COUNT])(const void *src, size_t n, uint16_t *p);
 	void (*lower)(const uint16_t *p, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *u);
 	/*
-	 * offset[i] = (start + grain * cols[i]) mod WIRE_CIRCLE(zero); |start| <= half of that, |cols| <= 64, grain <=
-	 * 128
+	 * offset[i] = (start + grain * cols[i]) mod WIRE_CIRCLE(zero); |start| <= half of that, |grain * cols| <= 8192
 	 */
 	void (*offsets)(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *offset);
 
@@ -203,6 +205,13 @@ struct kernels {
 	 */
 	void (*halve)(const uint8_t *p, size_t n, uint8_t *symbol, uint8_t *high);
 	void (*unhalve)(uint8_t *symbol, const uint8_t *high, size_t n);
+
+	/*
+	 * take_bits: separate n bytes of float8 into symbols, and bits that are stored raw (bits_symbol, bits_raw; raw:
+	 * 1 or 2), each in a byte of its own. join_bits is the inverse, in place.
+	 */
+	void (*take_bits)(const uint8_t *p, size_t n, int raw, uint8_t *symbol, uint8_t *bits);
+	void (*join_bits)(uint8_t *symbol, const uint8_t *bits, int raw, size_t n);
 
 	/*
 	 * Return the digest of nbytes bytes: the sum of checksum_of_chunk over chunks, the last one padded with zeros.

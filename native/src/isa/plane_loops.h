@@ -176,6 +176,55 @@ PLANES(bytes8, 8, NULL)
 PLANES(float8, 8, offset)
 #undef PLANES
 
+/*
+ * Lower the patterns of n bytes of float8. offset: multiples of 256, so that bytes can be subtracted as bits_lower
+ * subtracts words.
+ */
+static inline void split1(const uint8_t *restrict x, size_t n, const uint16_t *restrict offset, uint8_t zero,
+			  uint8_t *restrict y)
+{
+	for (size_t i = 0; i < n; i++) {
+		uint8_t p = x[i] & 127, d = (uint8_t)(p - zero - (offset[i] >> 8)), moves = (uint8_t)-(p >= zero);
+		uint8_t u = (uint8_t)((d & 127) + (zero & (uint8_t)((d >> 7) - 1)));
+
+		y[i] = x[i] ^ ((p ^ u) & moves);
+	}
+}
+
+static inline void merge1(const uint8_t *restrict y, size_t n, const uint16_t *restrict offset, uint8_t zero,
+			  uint8_t *restrict x)
+{
+	for (size_t i = 0; i < n; i++) {
+		uint8_t u = y[i] & 127, s = (uint8_t)(u + (offset[i] >> 8)), moves = (uint8_t)-(u >= zero);
+		uint8_t p = (uint8_t)((s & 127) + (zero & (uint8_t)-(s >> 7)));
+
+		x[i] = y[i] ^ ((u ^ p) & moves);
+	}
+}
+
+#define PLANES8(form, zero)                                                                                            \
+	static void split_##form(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)             \
+	{                                                                                                              \
+		split1(src, n, offset, zero, plane[0]);                                                                \
+	}                                                                                                              \
+	static void merge_##form(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,             \
+				 int nontemporal)                                                                      \
+	{                                                                                                              \
+		(void)nontemporal;                                                                                     \
+		merge1(plane[0], n, offset, zero, dst);                                                                \
+	}
+PLANES8(e4m3, 8)
+PLANES8(e5m2, 4)
+#undef PLANES8
+
+static void patterns_float1(const void *src, size_t n, uint16_t *restrict p)
+{
+	const uint8_t *x = src;
+
+	for (size_t i = 0; i < n; i++)
+		p[i] = (uint16_t)((x[i] & 127) << 8);
+}
+
 static void patterns_float2(const void *src, size_t n, uint16_t *restrict p)
 {
 	for (size_t i = 0; i < n; i++)
@@ -296,6 +345,26 @@ static void unhalve(uint8_t *restrict symbol, const uint8_t *restrict high, size
 		symbol[i] = (uint8_t)(symbol[i] | (high[i - half] & 0xf0));
 }
 
+static void take_bits(const uint8_t *p, size_t n, int raw, uint8_t *restrict symbol, uint8_t *restrict bits)
+{
+	if (raw == 1) /* a constant `raw` in each loop lets the compiler vectorize it well */
+		for (size_t i = 0; i < n; i++)
+			symbol[i] = bits_symbol(p[i], 1), bits[i] = bits_raw(p[i], 1);
+	else
+		for (size_t i = 0; i < n; i++)
+			symbol[i] = bits_symbol(p[i], 2), bits[i] = bits_raw(p[i], 2);
+}
+
+static void join_bits(uint8_t *restrict symbol, const uint8_t *restrict bits, int raw, size_t n)
+{
+	if (raw == 1)
+		for (size_t i = 0; i < n; i++)
+			symbol[i] = bits_with_raw(symbol[i], bits[i], 1);
+	else
+		for (size_t i = 0; i < n; i++)
+			symbol[i] = bits_with_raw(symbol[i], bits[i], 2);
+}
+
 #ifndef COUNT_LEAST
 #define COUNT_LEAST(e, least, n, m) 0
 #endif
@@ -374,8 +443,15 @@ static size_t rows(const uint8_t *p, size_t n, uint8_t *bitmap)
 }
 
 #define KERNEL_LOOPS                                                                                                   \
-	.split = {split_bytes1, split_bytes2, split_bytes4, split_bytes8, split_float2, split_float4, split_float8},   \
-	.merge = {merge_bytes1, merge_bytes2, merge_bytes4, merge_bytes8, merge_float2, merge_float4, merge_float8},   \
-	.patterns = {[FORM_FLOAT2] = patterns_float2, patterns_float4, patterns_float8}, .stream = STREAM, .sum = sum, \
-	.columns = columns, .lower = lower, .offsets = offsets, .halve = halve, .unhalve = unhalve, .digest = digest,  \
-	.count = count, .under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows
+	.split = {split_bytes1, split_bytes2, split_bytes4, split_bytes8, split_float2,                                \
+		  split_float4, split_float8, split_e4m3,   split_e5m2},                                               \
+	.merge = {merge_bytes1, merge_bytes2, merge_bytes4, merge_bytes8, merge_float2,                                \
+		  merge_float4, merge_float8, merge_e4m3,   merge_e5m2},                                               \
+	.patterns = {[FORM_FLOAT2] = patterns_float2,                                                                  \
+		     patterns_float4,                                                                                  \
+		     patterns_float8,                                                                                  \
+		     patterns_float1,                                                                                  \
+		     patterns_float1},                                                                                 \
+	.stream = STREAM, .sum = sum, .columns = columns, .lower = lower, .offsets = offsets, .halve = halve,          \
+	.unhalve = unhalve, .take_bits = take_bits, .join_bits = join_bits, .digest = digest, .count = count,          \
+	.under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows

@@ -69,6 +69,8 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 		at += 8;
 	}
 	for (int p = 0; p < WIRE_MAX_PLANES; p++) {
+		int symbols = 256 >> WIRE_RAW_BITS(j->h.halved, p, dtype_of(j->h.dtype)->nbytes);
+
 		if (!(j->h.coded >> p & 1))
 			continue;
 		if (!(p == 0 && j->h.flags & WIRE_FLAG_PRIOR)) {
@@ -76,9 +78,9 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 
 			if (!n)
 				SIDE(at, end - at, 0);
-			for (int i = 16; i < 256 && j->h.halved >> p & 1; i++)
+			for (int i = symbols; i < 256; i++)
 				if (j->books[p].length[i])
-					SIDE(at, i, 15);
+					SIDE(at, i, symbols - 1);
 			at += (uint64_t)n;
 		}
 		book_to_lookup(j->books + p, j->lookup + p);

@@ -1,27 +1,55 @@
 /* choose.c - choose which planes are coded and which are raw in every block, and their codebooks. */
 #include "lossless.h"
 
+static struct choose_sample sample_of(const struct dtype *d, const struct sample *s, int p)
+{
+	int has_zeros = s->has_empty_row || (dtype_has_top(d) && choose_prunes(s->nzeros, s->nvalues));
+
+	return (struct choose_sample){.exponent = p == 0 && dtype_has_top(d),
+				      .float8 = dtype_is_float8(d),
+				      .constant = s->is_constant >> p & 1,
+				      .by_block = has_zeros || s->has_zero_run >> p & 1};
+}
+
+/* Choose how the plane of a float8 tensor with a scale model is stored, and drop the model unless it pays. */
+static struct choose_result choose_float8(struct job *j, const struct sample *s)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+	struct choose_result after, before;
+	codebook without;
+
+	after = choose_plane(s->counts[0], sample_of(d, s, 0), j->h.n, j->h.max_code_length, j->books);
+	before = choose_plane(s->counts[1], sample_of(d, s, 1), j->h.n, j->h.max_code_length, &without);
+	if (choose_model8(before, after, model_side_nbytes(j), choose_total(s->counts[0]), j->h.n,
+			  model_asked(&j->h) == CODEC_MODEL_SEPARABLE))
+		return after;
+	j->model.nsegments = 0;
+	j->books[0] = without;
+	return before;
+}
+
 static codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
-	int has_zeros = s->has_empty_row || (d->octave && choose_prunes(s->nzeros, s->nvalues));
 
 	for (int p = 0; p < d->nbytes; p++) {
-		struct choose_sample sample = {.exponent = p == 0 && d->octave,
-					       .constant = s->is_constant >> p & 1,
-					       .by_block = has_zeros || s->has_zero_run >> p & 1};
-		int bit = 1 << p, what;
+		struct choose_sample sample = sample_of(d, s, p);
+		struct choose_result got;
+		int bit = 1 << p;
 
 		if (sample.exponent && with->ncodebooks) {
 			TRY(codebook_load(with->codebooks, &j->h, j->books));
 			j->codebook_id = with->codebooks->id;
 			sample.given = 1;
 		}
-		what = choose_plane(s->counts[p], sample, j->h.n, j->h.max_code_length, j->books + p);
-		j->h.halved |= (uint8_t)(what == CHOOSE_HALVED ? bit : 0);
-		j->h.fixed |= (uint8_t)(what == CHOOSE_FIXED ? bit : 0);
-		if (what != CHOOSE_CODED && what != CHOOSE_HALVED)
+		if (sample.float8 && j->model.nsegments)
+			got = choose_float8(j, s);
+		else
+			got = choose_plane(s->counts[p], sample, j->h.n, j->h.max_code_length, j->books + p);
+		j->h.fixed |= (uint8_t)(got.what == CHOOSE_FIXED ? bit : 0);
+		if (got.what != CHOOSE_CODED)
 			continue;
+		j->h.halved |= (uint8_t)WIRE_HALVED(got.raw, p);
 		j->h.coded |= (uint8_t)bit;
 		book_to_codes(j->books + p, j->codes + p);
 	}

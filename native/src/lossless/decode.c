@@ -3,22 +3,28 @@
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-/* Read the high nibbles of n values, and join them with the low nibbles in `low`. */
-static codec_status read_high(struct cursor *c, const struct kernels *k, uint8_t *low, uint64_t n, codec_fault *f)
+/* Read the `raw` raw bits of each of n values, and join them with the symbols in `symbol`. */
+static codec_status read_raw_bits(struct cursor *c, const struct kernels *k, int raw, uint8_t *symbol, uint64_t n,
+				  struct work *w, codec_fault *f)
 {
-	const uint8_t *high = c->frame + c->at;
-	uint64_t nbytes = (n + 1) / 2;
+	const uint8_t *from = c->frame + c->at;
+	uint64_t nbytes = choose_raw_nbytes(n, raw), used = n * (uint64_t)raw % 8;
 	uint8_t any = 0;
 
 	if (c->end - c->at < nbytes)
 		BAD(c->at, c->end - c->at, nbytes);
 	for (uint64_t i = 0; i < n; i++)
-		any |= low[i];
-	if (any > 15)
-		BAD(c->at, any, 15);
-	if (n % 2 && high[nbytes - 1] > 15)
-		BAD(c->at + nbytes - 1, high[nbytes - 1], 15);
-	k->unhalve(low, high, n);
+		any |= symbol[i];
+	if (any > 255 >> raw)
+		BAD(c->at, any, 255 >> raw);
+	if (used && from[nbytes - 1] >> used)
+		BAD(c->at + nbytes - 1, from[nbytes - 1], (1 << used) - 1);
+	if (raw == 4) {
+		k->unhalve(symbol, from, n);
+	} else {
+		k->unpack_codes(from, n, raw, w->raw);
+		k->join_bits(symbol, w->raw, raw, n);
+	}
 	c->at += nbytes;
 	return CODEC_OK;
 }
@@ -61,7 +67,7 @@ static codec_status read_head(const struct header *h, const struct dtype *d, uin
 		if (h->fixed >> i & 1 ? mode[i] != 0 : mode[i] == WIRE_MODE_CODED && !(h->coded >> i & 1))
 			BAD(at, head, h->coded);
 	}
-	if (head & WIRE_REGION_PRUNED && (!d->octave || mode[0] != WIRE_MODE_CODED))
+	if (head & WIRE_REGION_PRUNED && (!dtype_has_top(d) || mode[0] != WIRE_MODE_CODED))
 		BAD(at, head, WIRE_MODE_CODED);
 	return CODEC_OK;
 }
@@ -116,8 +122,8 @@ static void merge_block(const struct job *j, const struct kernels *k, const stru
 	const struct dtype *d = dtype_of(j->h.dtype);
 	uint64_t n;
 
-	if (!d->octave) {
-		k->merge[d->form](plane, m, NULL, values, nontemporal);
+	if (!d->octave || (d->nbytes == 1 && !j->model.nsegments)) {
+		k->merge[d->octave ? FORM_BYTES1 : d->form](plane, m, NULL, values, nontemporal);
 		return;
 	}
 	for (uint64_t i = 0; i < m; i += n, values += n * d->nbytes) {
@@ -145,6 +151,7 @@ static codec_status check_pruned(const struct job *j, const struct kernels *k, c
 static codec_status read_coded(const struct job *j, const struct kernels *k, struct block *o, int i, uint64_t n,
 			       uint8_t *out, struct work *w, codec_fault *f)
 {
+	int raw = WIRE_RAW_BITS(j->h.halved, i, dtype_of(j->h.dtype)->nbytes);
 	struct cursor *c = &o->c;
 
 	if (i)
@@ -152,7 +159,7 @@ static codec_status read_coded(const struct job *j, const struct kernels *k, str
 	else
 		TRY(close_plane(j->lookup, c, &o->top, n, f));
 	TRY(read_literals(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
-	return j->h.halved >> i & 1 ? read_high(c, k, out, n, f) : CODEC_OK;
+	return raw ? read_raw_bits(c, k, raw, out, n, w, f) : CODEC_OK;
 }
 
 /* Read plane i of n values. Set *got to the address of its bytes: in the frame if they are raw, else `out`. */

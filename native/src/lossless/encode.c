@@ -10,17 +10,19 @@
  */
 static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
 {
-	int is_halved = j->h.halved >> i & 1;
-	const book_codes *codes = &j->codes[i];
-	uint64_t cost = 0, count = 0, raw = is_halved ? 4 : 8;
+	int raw = WIRE_RAW_BITS(j->h.halved, i, dtype_of(j->h.dtype)->nbytes);
+	uint64_t cost = 0, count = 0;
+	uint8_t price[256]; /* size in bits of the code and the literal of each byte's symbol */
 
+	for (int x = 0; x < 256; x++) {
+		uint8_t length = j->codes[i].length[bits_symbol((uint8_t)x, raw)];
+
+		price[x] = (uint8_t)((length & 15) + (length & 0x80) / 16);
+	}
 	for (uint64_t r = 0; r < n; r += CHOOSE_BLOCK_STRIDE * WIRE_ROW)
-		for (uint64_t v = r; v < MIN(n, r + WIRE_ROW); v++, count++) {
-			uint8_t length = codes->length[is_halved ? plane[v] & 15 : plane[v]];
-
-			cost += (length & 15) + (length & 0x80) / 16;
-		}
-	return choose_saves(cost, count, raw);
+		for (uint64_t v = r; v < MIN(n, r + WIRE_ROW); v++, count++)
+			cost += price[plane[v]];
+	return choose_saves(cost, count, (uint64_t)(8 - raw));
 }
 
 /*
@@ -49,8 +51,8 @@ static void split_block(const struct job *j, const struct kernels *k, const stru
 	const struct dtype *d = dtype_of(j->h.dtype);
 	uint64_t n;
 
-	if (!d->octave) {
-		k->split[d->form](values, m, NULL, plane);
+	if (!d->octave || (d->nbytes == 1 && !j->model.nsegments)) {
+		k->split[d->octave ? FORM_BYTES1 : d->form](values, m, NULL, plane);
 		return;
 	}
 	for (uint64_t i = 0; i < m; i += n, values += n * d->nbytes) {
@@ -109,20 +111,26 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 			  uint64_t n, uint8_t *p)
 {
 	const book_codes *codes = &j->codes[i];
-	int exponent = i == 0 && dtype_of(j->h.dtype)->octave;
-	int halved = j->h.halved >> i & 1;
-	uint64_t got, half = (n + 1) / 2, most = choose_coded_most(n, halved);
+	const struct dtype *d = dtype_of(j->h.dtype);
+	int exponent = i == 0 && dtype_has_top(d), raw = WIRE_RAW_BITS(j->h.halved, i, d->nbytes);
+	uint64_t got, most = choose_coded_most(n, raw);
 
 	if (!(j->h.coded >> i & 1) || (!exponent && !plane_pays(j, i, plane, n)))
 		return 0;
-	if (halved) {
-		k->halve(plane, n, w->symbol, w->high);
-		got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, most, p);
-		if (got)
-			memcpy(p + got, w->high, half);
-		return got ? got + half : 0;
-	}
-	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
+	if (!raw)
+		return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
+	if (raw == 4)
+		k->halve(plane, n, w->symbol, w->raw);
+	else
+		k->take_bits(plane, n, raw, w->symbol, w->raw);
+	got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, most, p);
+	if (!got)
+		return 0;
+	if (raw == 4)
+		memcpy(p + got, w->raw, choose_raw_nbytes(n, raw));
+	else
+		k->pack_codes(w->raw, n, raw, p + got);
+	return got + choose_raw_nbytes(n, raw);
 }
 
 /*
@@ -198,7 +206,7 @@ uint64_t encode_block(struct job *j, const struct kernels *k, const struct sourc
 			continue;
 		p += put_plane(j, k, w, i, plane[i], i ? count : m, p, &mode);
 		head |= mode << 2 * i;
-		if (i == 0 && mode == WIRE_MODE_CODED && d->octave && (h->fixed | 1) != all)
+		if (i == 0 && mode == WIRE_MODE_CODED && dtype_has_top(d) && (h->fixed | 1) != all)
 			count -= prune_zeros(h, k, plane, d->nbytes, m);
 	}
 	if (count < m)

@@ -29,10 +29,13 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 		BAD(WIRE_AT_FIXED, h->fixed, planes);
 	if (h->coded & (~planes | h->fixed))
 		BAD(WIRE_AT_CODED, h->coded, planes & ~(uint32_t)h->fixed);
-	if (h->halved & (~h->coded | (d->octave != 0)))
+	if (dtype_is_float8(d) ? h->halved && (!h->coded || h->halved > 4 || h->halved == 3)
+			       : h->halved & (~h->coded | dtype_has_top(d)))
 		BAD(WIRE_AT_HALVED, h->halved, h->coded);
 	if (h->flags & (WIRE_FLAG_PRIOR | WIRE_FLAG_SEGMENTS) && (!(h->coded & 1) || !d->octave))
 		BAD(WIRE_AT_FLAGS, h->flags, 0);
+	if (h->flags & WIRE_FLAG_PRIOR && dtype_is_float8(d))
+		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
 	return CODEC_OK;
 }
 
