@@ -101,8 +101,8 @@ LAYOUTS = {"fsdp": fsdp, "hsdp": hsdp, "tensor_parallel": tensor_parallel}
 def publish_layout(rank, size, folder, layout):
     """Publish versions of a model; return the versions of which a receiver on rank 0 gets other values."""
     model, wrong = LAYOUTS[layout](size), []
-    with Publisher(folder, group=dist.group.WORLD, snapshot_every=2) as publisher, codec.WeightReceiver() as receiver:
-        for version in range(4):
+    with Publisher(folder, group=dist.group.WORLD, snapshot_every=1) as publisher, codec.WeightReceiver() as receiver:
+        for version in range(3):
             step(model, version)
             update = publisher.stage(model)
             assert publisher.commit() == publisher.version == version
