@@ -66,7 +66,7 @@ class OfferedFiles(Protocol):
         ...
 
 
-class FolderFiles:
+class ServedFolder:
     """Files in the folder of a store."""
 
     def __init__(self, root: Path) -> None:

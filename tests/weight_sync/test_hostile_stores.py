@@ -49,7 +49,10 @@ def endless(begin, more):
 def test_replies_that_never_end_are_cut(monkeypatch, begin, more):
     monkeypatch.setattr(http, "_BLOCK_SECONDS", 0.2)
     began = time.monotonic()
-    with hostile(endless(begin, more)) as url, pytest.raises(codec.ArgumentError, match="not complete in time|timed out"):
+    with (
+        hostile(endless(begin, more)) as url,
+        pytest.raises(codec.ArgumentError, match=r"not complete in time|timed out"),
+    ):
         read_head(url.replace("http", "https") if begin.startswith(b"\x16") else url, timeout=0.3)
     assert time.monotonic() - began < 10
 

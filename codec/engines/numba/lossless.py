@@ -1,5 +1,8 @@
 # pyright: basic
-"""Lossless: conversion between values, byte planes and regions (docs/spec/format.md, sections 3 to 7)."""
+"""Lossless: conversion between values, byte planes and regions (docs/spec/format.md, sections 3 to 7).
+
+One file: decoding of a region reverses the steps of encoding.
+"""
 
 from typing import Any, NamedTuple
 

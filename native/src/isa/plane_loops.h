@@ -3,6 +3,8 @@
  *
  * Included by scalar.c, avx2.c, avx512.c and neon.c, whose compiler flags enable the vectorizer's instructions. Loads
  * and stores allow unaligned addresses, because tensors and frames may lie at any address.
+ *
+ * One file: the loops that split values into planes stand beside those that merge them.
  */
 #include "kernels.h"
 
