@@ -142,7 +142,7 @@ DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t he
 	}
 	v.struct_nbytes = sizeof v;
 	*(codec_view *)a.view = v;
-	*(found *)a.found = {~0ull, 0, 0, 0, 0, 0};
+	*(found *)a.found = {~0ull, 0, 0, 0, 0, 0, 0};
 	*(opened *)a.opened = {v.frame_nbytes, checksum, head, o->base, o->result, o->status, (uint32_t)decoder};
 	if (first)
 		put_decodings(a, a.checking, true, false, decoder);
