@@ -115,7 +115,7 @@ def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads:
     context = call.context
     flags = context.flags
     context.flags &= ~_FIRST  # below, a separate pass validates all blocks before decoding
-    keep = flags & _FIRST == lib.CODEC_VERIFY_FIRST
+    keep = loops is lib and flags & _FIRST == lib.CODEC_VERIFY_FIRST
     job, work_nbytes = _open(call, context, info, source, nbytes, keep)
     if flags & _FIRST:
         _pass_over_blocks(loops, call, None, info, source, nbytes, job, work_nbytes, threads)
@@ -128,7 +128,8 @@ def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads:
 def _open(call: Call, context: Any, info: Any, source: Any, nbytes: int, keep: bool = False) -> tuple[Any, int]:
     """Open a decoding job; return it, and the size in bytes of each thread's work buffer.
 
-    `keep`: the job has memory for the symbols that a check decodes, which is faster if the blocks are decoded later.
+    `keep`: the job has memory for the symbols that the C library's check decodes, which is faster if it decodes the
+    blocks later.
     """
     job_size, work_size, kept = (ffi.new("size_t *") for _ in range(3))
     check(lib.codec_job_nbytes(ffi.addressof(info.spec), tensor_like(info), job_size, work_size))

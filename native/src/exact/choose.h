@@ -413,6 +413,7 @@ BITS_LARGE_FN struct choose_result choose_plane(const uint32_t counts[256], stru
 						int max_code_length, codebook *b)
 {
 	uint64_t total = choose_total(counts), cost = 8 * total, excess = 0;
+	struct choose_result chosen;
 	int uneven = 0, raw = 0;
 
 	if (s.exponent) {
@@ -432,7 +433,10 @@ BITS_LARGE_FN struct choose_result choose_plane(const uint32_t counts[256], stru
 	for (int bits = 1; uneven && s.float8 && bits <= 2; bits++)
 		if (choose_raw_bits(counts, bits, total, n, max_code_length, &cost, b))
 			raw = bits;
-	return (struct choose_result){choose_fate(cost, total, s), raw, cost};
+	chosen.what = choose_fate(cost, total, s);
+	chosen.raw = raw;
+	chosen.cost = cost;
+	return chosen;
 }
 
 /*
