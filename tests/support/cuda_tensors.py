@@ -51,6 +51,10 @@ class DeviceTensor(torch.Tensor):
     def is_cuda(self):
         return True
 
+    @property
+    def is_cpu(self):
+        return False
+
     def untyped_storage(self):
         return _Storage(super().untyped_storage())
 
