@@ -10,7 +10,7 @@ from support.tiers import NIGHTLY
 
 # Distance between the system calls at which faults are tried. Primes, so that the points cover all phases of a loop.
 STEPS = {"first snapshot": 11, "update": 29, "snapshot": 11, "open": 11, "recovery": 29}
-STEPS |= {"shared first snapshot": 97, "shared update": 61, "shared snapshot": 97}
+STEPS |= {"shared first snapshot": 211, "shared update": 101, "shared snapshot": 211}
 PUBLICATION = 83
 
 
