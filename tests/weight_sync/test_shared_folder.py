@@ -367,13 +367,20 @@ def test_first_receiver_checks_the_values_and_completes_a_killed_update(tmp_path
 
 def test_wait_for_another_receiver_can_be_interrupted(two):
     first, second, all_weights, updates = two
-    previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def interrupt(*_):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         with first._base.preparing():
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            # again and again: a signal just before the system call does not end it
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
             with pytest.raises(KeyboardInterrupt):
                 second.apply(updates[0])
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert second.version == 0
     second.apply(updates[0])
