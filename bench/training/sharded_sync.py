@@ -26,8 +26,8 @@ sent        bytes that both workers receive
 memory      largest growth of resident memory, on rank 0 / another trainer rank / a worker
 collectives Gloo's collectives on trainer rank 1 in one synchronization, counted by torch.profiler
 
-.. [1] https://github.com/verl-project/verl/blob/main/docs/advance/delta_weight_sync.md. There, values are compared on
-   GPUs, and NCCL carries the bytes.
+.. [1] The page "delta weight sync" of verl's documentation. There, values are compared on GPUs, and NCCL carries the
+   bytes.
 """
 
 import argparse

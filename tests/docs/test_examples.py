@@ -28,7 +28,7 @@ FRAMEWORKS = {
     f"codec.integrations.{name}"
     for name in (
         *("accelerate", "flower", "flower_records", "lightning", "lmcache", "numcodecs", "nvflare", "sglang"),
-        *("torchft", "transformers", "verl", "vllm", "vllm_tier", "vllm_trainer", "zarr"),
+        *("torchft", "transformers", "verl", "verl_shards", "vllm", "vllm_tier", "vllm_trainer", "zarr"),
     )
 }
 MODULES = ["codec", *(m.name for m in pkgutil.walk_packages(codec.__path__, "codec.") if not m.name.endswith("_cffi"))]

@@ -1,4 +1,4 @@
-"""Encode and decode allocate at most 2.5% of the tensor's size plus 1 MiB, besides input and output."""
+"""Encode and decode allocate at most 2.5% of the tensor's size plus 1 MiB (float8: 5%), besides input and output."""
 
 import numpy as np
 import pytest
@@ -12,13 +12,15 @@ from support.specs import LOSSY, TOPKS, TRUNCATES
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_memory_of_lossless(dtype):
+    # float8 has as many offsets of rows and columns as bfloat16, in half of the bytes
+    share = 0.05 if dtype.startswith(("float8_e4", "float8_e5")) else 0.025
     for n in (0, 1, 1000, 4096, 1 << 14, 1 << 18, 1 << 24, 1 << 30, 1 << 36):
         for shape in ((n,), (1, n), (64, n // 64)):
             total = int(np.prod(shape, dtype=object)) * ITEMSIZE[dtype]
             t = new_tensor(DTYPES[dtype], shape)
             size = ffi.new("size_t *")
             assert lib.codec_scratch(spec_struct(Lossless()), t, size) == 0
-            assert size[0] <= total / 40 + (1 << 20)
+            assert size[0] <= total * share + (1 << 20)
 
 
 @pytest.mark.parametrize("spec", [*LOSSY.values(), *TOPKS.values(), *TRUNCATES.values()])
