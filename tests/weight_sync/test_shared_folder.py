@@ -1,4 +1,7 @@
-"""Receivers of several processes share the weights in a folder, and each has a version of its own."""
+"""Receivers of several processes share the weights in a folder, and each has a version of its own.
+
+One file: all tests begin with two receivers of one folder.
+"""
 
 import multiprocessing
 import os
