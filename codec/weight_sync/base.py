@@ -49,7 +49,8 @@ class Base:
     weights : Weights
         Tensors of this version, with digests.
     unneeded : dict of int to bytes
-        Digests of those parts of this version, by rank, of which no tensor is kept, as far as they are known.
+        Digests of parts of this version, by the rank that wrote the part, of which this object keeps no tensor. Empty
+        after a restart.
     """
 
     def __init__(

@@ -276,7 +276,7 @@ class Connection(Closing):
 
     @contextmanager
     def _within(self, seconds: float, what: str) -> Generator[None]:
-        """Context that ends the connection, and raises TimeoutError, if a server sends `what` byte by byte."""
+        """Context that ends the connection, and raises TimeoutError, if a server sends `what` byte by byte or stops."""
         late = threading.Event()
         used = self._socket
 
@@ -291,10 +291,12 @@ class Connection(Closing):
         timer.start()
         try:
             yield
+        except TimeoutError:  # of the socket
+            late.set()
         finally:
             timer.cancel()
             if late.is_set():
-                raise TimeoutError(f"{what} was not complete in time")
+                raise TimeoutError(f"{what} was not complete in time") from None
 
     @contextmanager
     def _errors(self) -> Generator[None]:

@@ -16,7 +16,7 @@ from codec.weight_sync.closing import Closing
 from codec.weight_sync.fan_out import FanOut
 from codec.weight_sync.http import Cafile
 from codec.weight_sync.mirror import Mirror
-from codec.weight_sync.offered import ServedFolder
+from codec.weight_sync.offered import OfferedFiles, ServedFolder
 
 if TYPE_CHECKING:
     import ssl
@@ -132,7 +132,7 @@ def serve(
     finally:
         del token  # tracebacks may show local variables
     mirror = _mirror(source, secret, context, cafile)
-    files: ServedFolder | Any = ServedFolder(folder_at("source", source)) if mirror is None else mirror.files
+    files: OfferedFiles = ServedFolder(folder_at("source", source)) if mirror is None else mirror.files
     fan_out = FanOut() if mirror is None else None
     host = host if host is not None else "127.0.0.1" if mirror is None else mirror.ip
     try:

@@ -51,7 +51,7 @@ def test_replies_that_never_end_are_cut(monkeypatch, begin, more):
     began = time.monotonic()
     with (
         hostile(endless(begin, more)) as url,
-        pytest.raises(codec.ArgumentError, match=r"not complete in time|timed out"),
+        pytest.raises(codec.ArgumentError, match="was not complete in time"),
     ):
         read_head(url.replace("http", "https") if begin.startswith(b"\x16") else url, timeout=0.3)
     assert time.monotonic() - began < 10

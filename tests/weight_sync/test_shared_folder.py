@@ -1,7 +1,4 @@
-"""Receivers of several processes share the weights in a folder, and each has a version of its own.
-
-One file: all tests begin with two receivers of one folder.
-"""
+"""Receivers of several processes share the weights in a folder, and each has a version of its own."""
 
 import multiprocessing
 import os
@@ -17,13 +14,16 @@ from support.processes import run
 from support.tiers import NIGHTLY
 from support.weight_updates import equal, stepped, versions, weights
 
-# A child process opens the folder beside a receiver of the parent, and applies an update. A trace function kills the
-# child at a given line of the modules that write. The receiver of the parent, and the next one, then use the folder.
+# A child process opens the folder beside a receiver of the parent, and applies an update. The child is killed at a
+# given line of the modules that write. The receiver of the parent, and the next one, then use the folder.
 # Likewise, a receiver is interrupted at a given line, after which neither this nor another one may wait for a lock.
 KILLED = """
-import shutil, tempfile
+import contextlib, shutil, tempfile
 sys.path.insert(0, {tests!r})
+from support.fault_lines import at_line, raising
 from support.weight_updates import equal, versions
+
+FOLDERS = "sync/shared_folder.py", "sync/folder.py"
 
 all_weights, updates = versions(3)
 root = tempfile.mkdtemp()
@@ -38,17 +38,8 @@ def attempt(point):
     other = opened(folder)
     child = os.fork()
     if child == 0:
-        left = point
-        def trace(frame, event, arg):
-            nonlocal left
-            if not frame.f_code.co_filename.endswith(("sync/shared_folder.py", "sync/folder.py", "sync/base.py")):
-                return None
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return trace
-        sys.settrace(trace)
-        opened(folder).apply(updates[0])
+        with at_line(point, lambda: os.kill(os.getpid(), signal.SIGKILL), "sync/base.py", *FOLDERS):
+            opened(folder).apply(updates[0])
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert (other.version, equal(all_weights[0], other.tensors())) == (0, True), point
@@ -71,23 +62,10 @@ def attempt(point):
 def interrupted(point):
     folder = tempfile.mkdtemp(dir=root)
     with codec.WeightReceiver(all_weights[0], folder=folder, shared=True) as first, opened(folder) as other:
-        program, left = dict(first.tensors()), point
-        def trace(frame, event, arg):
-            nonlocal left
-            if not frame.f_code.co_filename.endswith(("sync/shared_folder.py", "sync/folder.py")):
-                return None
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return trace
+        program = dict(first.tensors())
         signal.alarm(60)
-        sys.settrace(trace)
-        try:
+        with contextlib.suppress(KeyboardInterrupt), at_line(point, raising(KeyboardInterrupt), *FOLDERS) as lines:
             first.apply(updates[0], program.update)
-        except KeyboardInterrupt:
-            pass
-        sys.settrace(None)
         assert first.unloaded or equal(all_weights[first.version], program), point
         assert equal(all_weights[first.version], first.tensors()), point
         other.apply(updates[0])
@@ -99,7 +77,7 @@ def interrupted(point):
         assert equal(all_weights[2], program)
         assert len(os.listdir(folder)) == 5, (point, os.listdir(folder))
     signal.alarm(0)
-    return left <= 0
+    return lines.count > point
 
 point = 3
 while interrupted(point):
