@@ -1,7 +1,10 @@
 """Checkpoints of changes whose storage fails at a system call; support/storage_faults.py runs the operations."""
 
 import logging
+import shutil
+import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,6 +29,7 @@ class Saving:
 
     def __init__(self, kind):
         self.keep = 2 if kind == "save and delete" else None
+        self.saved = None
 
     def writer(self, root, base=None):
         return codec.torch.checkpoint_writer(root, full_every=3, base=base, keep=self.keep)
@@ -38,10 +42,10 @@ class Saving:
             assert all(isinstance(each, (OSError, codec.CodecError, RuntimeError)) for each in causes), causes
             raise codec.StateError(str(e)) from None
 
-    def complete(self, root):
-        """Return the steps of all complete checkpoints, after loading each of them."""
+    def complete(self, root, loaded=None):
+        """Return the steps of all complete checkpoints, after loading the last `loaded` of them; default: all."""
         steps = sorted(int(path.parent.name) for path in root.glob("[0-9]*/.metadata"))
-        for step in steps:
+        for step in steps if loaded is None else steps[-loaded:]:
             state = {"w": torch.zeros(30_000), "tail": torch.zeros(9), "object": {"step": -1}}
             dcp.load(state, storage_reader=codec.torch.checkpoint_reader(root / str(step)), no_dist=True)
             expected = state_of(step)
@@ -52,10 +56,13 @@ class Saving:
         return steps
 
     def prepare(self, root):
-        """Save two full checkpoints, with two of changes after the first one."""
-        writer = self.writer(root)
-        for step in range(4):
-            self.save(writer, root, step)
+        """Write two full checkpoints, with two of changes after the first one: save them once, then copy the files."""
+        if self.saved is None:
+            self.saved = tempfile.TemporaryDirectory()
+            writer = self.writer(Path(self.saved.name))
+            for step in range(4):
+                self.save(writer, Path(self.saved.name), step)
+        shutil.copytree(self.saved.name, root, dirs_exist_ok=True)
 
     def operate(self, root, armed):
         """Save with the fault, then again in the same process."""
@@ -65,7 +72,7 @@ class Saving:
         assert self.complete(root)[-1] in (3, 4)
         for step in (5, 6):
             self.save(writer, root, step)
-            assert self.complete(root)[-1] == step
+            assert self.complete(root, 1)[-1] == step
 
     def check(self, root, killed):
         """Go on as the next process, from the last complete checkpoint."""
@@ -74,7 +81,8 @@ class Saving:
         writer = self.writer(root, root / str(last))
         for step in range(last + 1, last + 4):
             self.save(writer, root, step)
-            assert self.complete(root)[-1] == step
+            assert self.complete(root, 1)[-1] == step
+        self.complete(root)
         if self.keep is not None:
             assert not [path.name for path in root.iterdir() if path.name.endswith(".deleted")]
 
