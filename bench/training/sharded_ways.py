@@ -2,6 +2,7 @@
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -126,21 +127,21 @@ class Side:
         return x
 
 
-class Way:
+class Way(ABC):
     """Way to send the weights; the first synchronization sends all of them."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
 
+    @abstractmethod
     def send(self) -> None:
         """Send the weights: called on all trainer ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self) -> float:
         """Receive the weights: called on workers. Return the seconds during which the served weights change."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most ways store nothing
         """Free what this way has stored."""
 
 
