@@ -426,9 +426,8 @@ CODEC_API codec_status codec_traits(const codec_spec *spec, uint32_t *traits);
 
 /**
  * Set *nbytes to the scratch size in bytes that encoding or decoding a tensor like `like` needs. It is at most 2.5% of
- * the tensor plus 1 MiB, for LOSSLESS of float8 5%. DELTA lists changes before it applies them, and needs at most 75% of
- * the tensor plus 6 MiB.
- * `like->data` is not read.
+ * the tensor plus 1 MiB, for LOSSLESS of float8 5%. DELTA lists changes before it applies them, and needs at most 75%
+ * of the tensor plus 6 MiB. `like->data` is not read.
  */
 CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
