@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument(
         "--dtypes",
         nargs="+",
-        default=["float32", "float32:bfloat16", "bfloat16", "float16", "float64", "int8"],
+        default=["float32", "float32:bfloat16", "bfloat16", "float16", "float64", "float8_e4m3fn", "int8"],
     )
     parser.add_argument("--isas", nargs="+", default=list(isas()))
     parser.add_argument(

@@ -25,6 +25,10 @@ def tensor(dtype: str, n: int, cols: int = 1024) -> np.ndarray[Any, Any]:
         return (x.view(np.uint32) >> 16).astype(np.uint16)
     if dtype == "float32:bfloat16":
         return (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    if dtype == "float8_e4m3fn":  # with a scale per row
+        import ml_dtypes
+
+        return (x * (448 / np.abs(x).max(1, keepdims=True))).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     if dtype == "int8":
         return np.clip(x * 8, -127, 127).astype(np.int8)
     return x
