@@ -126,9 +126,9 @@ def step(model, seed, names=None):
 def fresh(model, path):
     """Save the model, load it into an engine of another process, and return that engine's weights and completion."""
     model.save_pretrained(path)
-    done = subprocess.run(
-        [sys.executable, __file__, path, path / "result"], check=False, capture_output=True, text=True
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # tests/support is not installed
+    command = [sys.executable, __file__, path, path / "result"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path / "result")
 

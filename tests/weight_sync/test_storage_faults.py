@@ -9,9 +9,9 @@ from support.storage_faults import FAULTS, OPERATIONS, run_faults
 from support.tiers import NIGHTLY
 
 # Distance between the system calls at which faults are tried. Primes, so that the points cover all phases of a loop.
-STEPS = {"first snapshot": 11, "update": 29, "snapshot": 11, "open": 11, "recovery": 29}
-STEPS |= {"shared first snapshot": 211, "shared update": 101, "shared snapshot": 211}
-PUBLICATION = 83
+STEPS = {"first snapshot": 23, "update": 59, "snapshot": 23, "open": 23, "recovery": 59}
+STEPS |= {"shared first snapshot": 419, "shared update": 211, "shared snapshot": 419}
+PUBLICATION = 167
 
 
 @pytest.mark.parametrize("faults", [[fault] for fault in FAULTS] if NIGHTLY else [list(FAULTS)], ids=", ".join)

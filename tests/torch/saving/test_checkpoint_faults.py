@@ -5,7 +5,7 @@ import pytest
 from support.storage_faults import FAULTS, run_faults
 from support.tiers import NIGHTLY
 
-STEP = 61  # distance between the system calls at which faults are tried
+STEP = 127  # distance between the system calls at which faults are tried
 
 
 @pytest.mark.parametrize("faults", [[fault] for fault in FAULTS] if NIGHTLY else [list(FAULTS)], ids=", ".join)
