@@ -45,7 +45,8 @@ def test_adapters_reach_a_server_without_a_shared_disk(network, tmp_path):
     server, url = start_server(tmp_path / "model", log, *OPTIONS, host="10.77.0.2", prefix=prefix, **LORA)
     try:
         command = ("ip", "netns", "exec", network.names[0], sys.executable, "-P", __file__, url, str(tmp_path))
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # tests/support is not installed
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900, env=environment)
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait(60)
