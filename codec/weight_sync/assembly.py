@@ -8,7 +8,7 @@ import numpy as np
 
 from codec._c.library import ITEMSIZE, UNSIGNED
 from codec.errors import FrameError
-from codec.weight_sync.shards import Box, Layout, Name, blocks, layouts
+from codec.weight_sync.shards import Box, Layout, Name, blocks, check_layouts, layouts
 from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update
 
 Decode = Callable[[Name, int, Bytes], None]  # function of (key, piece, out): write the values of a piece to `out`
@@ -97,9 +97,6 @@ def _copies(shard: Box, begin: int, end: int, target: Box) -> list[_Copy]:
 def check_cover(update: Update) -> None:
     """Raise FrameError if the shards of a snapshot have values in common, or do not cover a tensor."""
     try:
-        found = layouts({key: kind.shape for key, kind in update.kinds.items()})
+        check_layouts(layouts({key: kind.shape for key, kind in update.kinds.items()}))
     except ValueError as e:
         raise FrameError(f"the update is invalid: {e}") from None
-    for name, layout in found.items():
-        if not layout.covers(Box((0,) * len(layout.shape), layout.shape)):
-            raise FrameError(f"the update is invalid: its shards do not cover {name!r}")

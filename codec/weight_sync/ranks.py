@@ -12,7 +12,7 @@ from typing import Any
 
 from codec._c.library import DTYPES
 from codec.errors import ArgumentError, CodecError, PeerError
-from codec.weight_sync.shards import Box, Name, Shard, layouts
+from codec.weight_sync.shards import Name, Shard, check_layouts, layouts
 from codec.weight_sync.update import TensorKind
 
 Held = dict[Shard, TensorKind]
@@ -127,12 +127,9 @@ def assigned(held: Sequence[Held]) -> list[list[Shard]]:
             if kinds.setdefault(key, kind) != kind or dtypes.setdefault(key.name, kind.dtype) != kind.dtype:
                 raise ArgumentError(f"rank {rank} holds {key!r} as {kind}, other ranks in another dtype or shape")
     try:
-        found = layouts({key: kind.shape for key, kind in kinds.items()})
+        check_layouts(layouts({key: kind.shape for key, kind in kinds.items()}))
     except ValueError as e:
         raise ArgumentError(f"the shards of the ranks do not fit together: {e}") from None
-    for name, layout in found.items():
-        if not layout.covers(Box((0,) * len(layout.shape), layout.shape)):
-            raise ArgumentError(f"the shards of all ranks do not cover {name!r}, whose shape is {layout.shape}")
     loads = [0] * len(held)
     chosen: list[list[Shard]] = [[] for _ in held]
     for key in sorted(holders, key=lambda key: (-kinds[key].nbytes, key)):

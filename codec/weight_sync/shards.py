@@ -6,8 +6,10 @@ the same tables; a table has a whole tensor or shards of it.
 
 import functools
 import hashlib
+import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -107,7 +109,7 @@ def layouts(shapes: Mapping[Name, Shape]) -> dict[str, Layout]:
     Raises
     ------
     ValueError
-        Two shards name other shapes of the same tensor, or have values in common.
+        Two shards name other shapes of the same tensor.
     """
     found: dict[str, Layout] = {}
     for key, shape in shapes.items():
@@ -116,24 +118,39 @@ def layouts(shapes: Mapping[Name, Shape]) -> dict[str, Layout]:
         if layout.shape != whole:
             raise ValueError(f"shards of {tensor_of(key)!r} name the shapes {layout.shape} and {whole}")
         layout.boxes[key] = box_of(key, shape)
-    for name, layout in found.items():
-        if len(layout.boxes) > 1 and not _disjoint(tuple(layout.boxes.values())):
-            raise ValueError(f"shards of {name!r} have values in common")
     return found
 
 
+def check_layouts(found: Mapping[str, Layout]) -> None:
+    """Check that each value of each tensor is in exactly one shard.
+
+    Raises
+    ------
+    ValueError
+        Shards of a tensor have values in common, or do not cover the tensor.
+    """
+    for name, layout in found.items():
+        boxes = tuple(layout.boxes.values())
+        if _tile(boxes, layout.shape):
+            continue
+        if sum(box.size for box in boxes) < math.prod(layout.shape):
+            raise ValueError(f"the shards do not cover {name!r}, whose shape is {layout.shape}")
+        raise ValueError(f"shards of {name!r} have values in common")
+
+
 @functools.lru_cache(1 << 10)  # most layers of a model have the same layout
-def _disjoint(boxes: tuple[Box, ...]) -> bool:
-    begin = np.array([b.offsets for b in boxes], object).reshape(len(boxes), -1)
-    end = begin + np.array([b.shape for b in boxes], object).reshape(begin.shape)
-    full = np.array([b.size > 0 for b in boxes])
-    for i in range(len(boxes) - 1):
-        if full[i]:
-            rest = slice(i + 1, None)
-            meets = (np.maximum(begin[i], begin[rest]) < np.minimum(end[i], end[rest])).all(axis=1)
-            if (meets & full[rest]).any():
-                return False
-    return True
+def _tile(boxes: tuple[Box, ...], shape: Shape) -> bool:
+    """Return True if each value of a tensor of this shape is in exactly one box. The boxes lie in the tensor.
+
+    The number of boxes that hold a value is the sum of the signs of all corners before the value: the sign of a corner
+    is -1 if an odd number of its indices are ends of the box. So boxes tile the tensor if and only if the signs at each
+    point add up to those of the tensor's own corners. This takes linear time, also for the shards of a hostile update.
+    """
+    signs = Counter[Shape]()
+    for box, factor in [*((box, 1) for box in boxes), (Box((0,) * len(shape), shape), -1)]:
+        for corner in itertools.product(*(((a, 1), (a + n, -1)) for a, n in zip(*box, strict=True))):
+            signs[tuple(at for at, _ in corner)] += factor * math.prod(sign for _, sign in corner)
+    return not any(signs.values())
 
 
 @functools.lru_cache(1 << 12)

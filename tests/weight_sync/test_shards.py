@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import math
 import struct
+from contextlib import nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import codec
-from codec.weight_sync.shards import Box, Shard, blocks, layouts
+from codec.weight_sync.shards import Box, Shard, blocks, check_layouts, layouts
 from support.weight_updates import equal, stepped
 
 
@@ -239,12 +240,42 @@ def test_hostile_shards_are_rejected(at, value, message):
     assert receiver.version is None
 
 
-def test_shards_with_common_values_are_found():
+def test_shards_must_tile_their_tensor():
+    """Counts of the shards that hold each value of a small tensor say the same, also if one shard is moved."""
+    rng, whole = np.random.default_rng(0), Box((0, 0, 0), (2, 3, 4))
+    found = set()
+    for _ in range(60):
+        shards = split({"w": np.empty(whole.shape)}, rng.integers(1, 3, 3))
+        boxes = {key: x.shape for key, x in shards.items()}
+        key, shape = list(boxes.items())[rng.integers(len(boxes))]
+        if rng.integers(3):
+            del boxes[key]
+            at = tuple(int(rng.integers(n - m + 1)) for n, m in zip(whole.shape, shape, strict=True))
+            boxes[Shard("w", whole.shape, at)] = shape
+        counts = np.zeros(whole.shape, int)
+        for key, shape in boxes.items():
+            counts[Box(key.offsets, shape).slices] += 1
+        missing = counts.size > sum(map(math.prod, boxes.values()))
+        message = None if (counts == 1).all() else "do not cover 'w'" if missing else "in common"
+        found.add(message)
+        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+            check_layouts(layouts(boxes))
+    assert found == {None, "do not cover 'w'", "in common"}
+
+
+def test_layouts_know_which_boxes_they_cover():
     boxes = {Shard("w", (4, 4), at): (2, 2) for at in ((0, 0), (2, 0), (0, 2), (2, 2))}
     assert layouts(boxes)["w"].covers(Box((0, 0), (4, 4)))
     assert not layouts(dict([*boxes.items()][:3]))["w"].covers(Box((0, 0), (4, 4)))
-    with pytest.raises(ValueError, match="in common"):
-        layouts(boxes | {Shard("w", (4, 4), (1, 1)): (1, 1)})
     assert layouts(boxes | {Shard("w", (4, 4), (1, 1)): (0, 1)})["w"].covers(Box((0, 0), (4, 4)))
     with pytest.raises(ValueError, match="name the shapes"):
         layouts(boxes | {"w": (4, 5)})
+
+
+def test_many_shards_are_checked_in_linear_time():
+    """A small hostile update can name so many shards that comparing each pair would take minutes."""
+    n = 30_000
+    boxes = {Shard("w", (n,), (k,)): (1,) for k in range(n)}
+    check_layouts(layouts(boxes))
+    with pytest.raises(ValueError, match="in common"):
+        check_layouts(layouts(boxes | {Shard("w", (n,), (5,)): (2,)}))
