@@ -30,6 +30,7 @@ FORMAT = 4
 PIECE_NBYTES = 1 << 25  # size of a piece in bytes; the last piece of a tensor may be smaller
 MAX_RANK = 8
 
+_MOST_VALUES = 1 << 60  # limit of the product of the dimensions that are not 0: without it, no array has such a shape
 _SHARD = 0x80  # bit of the rank of an entry that describes a shard
 _NO_BASE = (1 << 64) - 1
 _HEAD = Struct("<8sIIQQQQQQ16s16s16s")
@@ -366,6 +367,8 @@ def _entries(index: bytes, count: int, at: int) -> dict[Name, TensorEntry]:
         if len(encoded) != length or not length or dtype not in DTYPE_NAMES or rank > MAX_RANK:
             raise ValueError(f"tensor {name!r:.120} has an invalid name, dtype or number of dimensions")
         shape, *more = (tuple(take(_SIZE)[0] for _ in range(rank)) for _ in range(3 if given & _SHARD else 1))
+        if any(math.prod(filter(None, sizes)) >= _MOST_VALUES for sizes in (shape, *more[:1])):
+            raise ValueError(f"tensor {name!r:.120} has more values than a tensor can have")
         key, kind = Shard(name, *more) if more else name, TensorKind(DTYPE_NAMES[dtype], shape)
         if key in entries or (isinstance(key, Shard) and not key.whole.holds(Box(key.offsets, shape))):
             raise ValueError(f"tensor {key!r:.120} occurs twice, or is not a box of its tensor")

@@ -225,7 +225,8 @@ def test_shards_are_as_the_specification_says():
         (37, 1, "in common"),  # the first shard begins at row 1
         (37, 3, "is not a box"),
         (37, 2**64 - 1, "is not a box"),
-        (21, 2**64 - 1, "name the shapes"),
+        (21, 2**57, "name the shapes"),
+        (21, 2**58, "more values than a tensor can have"),  # 6 * 2^58
         (45, 1, "is not a box"),
     ],
 )

@@ -136,6 +136,14 @@ def test_names_that_occur_twice_are_rejected():
         codec.Update(rebuilt(data, lambda head, index: index.__setitem__(slice(2, 4), b"ab")))
 
 
+@pytest.mark.parametrize("shape", [(0, 1 << 60), (1 << 63, 0), (0, (1 << 64) - 1), (1 << 40, 0, 1 << 20)])
+def test_shapes_that_no_array_can_have_are_rejected(shape):
+    """A tensor without values needs no bytes, whatever its other dimensions."""
+    data = bytes(codec.WeightSender({"w": np.empty((0,) * len(shape), np.float32)}).snapshot().data)
+    with pytest.raises(codec.FrameError, match="more values than a tensor can have"):
+        codec.Update(rebuilt(data, lambda head, index: struct.pack_into(f"<{len(shape)}Q", index, 5, *shape)))
+
+
 def test_frames_of_other_codecs_and_tensors_are_rejected():
     """Frames in an update are lossless, of the dtype and size that the index names."""
     x = np.linspace(0, 1, 3000, dtype=np.float32)
