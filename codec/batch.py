@@ -276,7 +276,8 @@ def decode_many(
     most = None if max_nbytes is None else check_limit(max_nbytes)
     if is_pack(frames):
         how = {"like": like, "codebooks": codebooks, "options": options}
-        return _decode_pack(Pack(frames), view_bytes(frames), spec, base, out, most, how)
+        memory = view_bytes(frames)  # contiguous, also if an array is not
+        return _decode_pack(Pack(memory.array()), memory, spec, base, out, most, how)
     keys, given = _items("frames", frames)
     outs = _alike("out=", out, frames, keys)
     bases = _alike("base=", base, frames, keys)

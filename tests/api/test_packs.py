@@ -53,6 +53,7 @@ def test_packs_round_trip(kind):
     assert [len(m) for m in Pack(data).members] == [1, 4, 1, 1]
     assert codec.decode(bytes(Pack(data).frames[0])).tobytes() == TENSORS["w"].tobytes()
     assert codec.decode_many(memoryview(bytearray(data)), max_nbytes=Pack(data).nbytes) is not None
+    assert len(codec.decode_many(np.frombuffer(data, np.uint8).repeat(2)[::2])) == len(TENSORS)
     assert codec.decode_many(codec.encode_many(kind(), pack=True)) == kind()
 
 
