@@ -1,14 +1,19 @@
 """Packs: many tensors in one message, in which small tensors share frames (docs/spec/packs.md)."""
 
+import itertools
 import re
 import struct
+from math import prod
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import codec
 from codec.packs import Pack
+from reference import decoder as oracle
 from support.command import run
 
 RNG = np.random.default_rng(0)
@@ -168,6 +173,90 @@ def test_hostile_packs_are_rejected():
     bomb = made([(b"", i, (1 << 20,)) for i in range(times)], [large] * times)
     with pytest.raises(codec.LimitError):  # 2 GiB of zeros
         codec.decode_many(bomb)
+
+
+def need(condition):
+    if not condition:
+        raise ValueError
+
+
+def number_in(table):
+    """Return the next number of an iterator of bytes."""
+    value = 0
+    for k in range(9):
+        byte = next(table)
+        value |= (byte & 127) << 7 * k
+        if byte < 128:
+            return value
+    raise ValueError
+
+
+def expected(data):
+    """Return name, dtype, shape and bytes of a pack's tensors, by docs/spec/packs.md alone; None if it is invalid."""
+    try:
+        magic, version, flags, zero, count, number, nbytes, zeros, check = struct.unpack_from("<4sBBHIIIIQ", data)
+        need((magic, version, zero, zeros) == (b"CODP", 1, 0, 0) and flags < 2 and nbytes <= len(data) - 32)
+        need(check == codec.digest(data[:24] + data[32 : 32 + nbytes]))
+        frames, rest, table = [], data[32 + nbytes :], iter(data[32 : 32 + nbytes])
+        for _ in range(number):
+            size = struct.unpack_from("<Q", rest, 16)[0]
+            frames.append(oracle.decode(rest[:size]))
+            rest = rest[size:]
+        need(not rest)
+        found = []
+        for _ in range(count):
+            name = None
+            if flags:
+                size = number_in(table)
+                need(size <= nbytes)
+                name = bytes(itertools.islice(table, size)).decode()
+                need(len(name.encode()) == size)
+            frame, rank = number_in(table), number_in(table)
+            need(frame < number and rank <= 8)
+            found.append((name, frame, tuple(number_in(table) for _ in range(rank))))
+        need(not [*table] and (not flags or len({name for name, _, _ in found}) == count))
+        for k, (_, shape, _) in enumerate(frames):
+            shapes = [own for _, frame, own in found if frame == k]
+            need(shapes == [shape] or (len(shapes) > 1 and all(map(prod, shapes))))
+            need(len(shapes) == 1 or shape == (sum(map(prod, shapes)),))
+        values, tensors = [frame[2] for frame in frames], []
+        for name, frame, shape in found:
+            size = prod(shape) * len(frames[frame][2]) // max(1, prod(frames[frame][1]))
+            tensors.append((name, frames[frame][0], shape, values[frame][:size]))
+            values[frame] = values[frame][size:]
+        return tensors
+    except (ValueError, struct.error, StopIteration, RuntimeError, oracle.Bad):
+        return None
+
+
+FRAMES = [codec.encode(np.arange(3.0)), codec.encode(np.zeros((0, 4), np.int16)), codec.encode(np.float32(2))]
+PACKS = [
+    made([(b"a", 0, (1,)), (b"b", 1, (0, 4)), (b"c", 0, (2, 1)), (b"", 2, ())], FRAMES, named=True),
+    made([(b"", 0, (3,)), (b"", 1, (0, 4)), (b"", 2, ())], FRAMES),
+]
+
+
+@given(st.sampled_from(PACKS), st.data())
+def test_packs_with_any_header_and_table(pack, data):
+    """Packs with right digests are read as the specification says, or rejected without a change of `out`."""
+    nbytes = struct.unpack_from("<I", pack, 16)[0]
+    head, table, rest = bytearray(pack[:24]), bytearray(pack[32 : 32 + nbytes]), pack[32 + nbytes :]
+    for _ in range(data.draw(st.integers(1, 3))):
+        at, few = data.draw(st.integers(0, len(table))), st.binary(max_size=2)
+        if data.draw(st.integers(0, 3)):
+            table[at : at + data.draw(st.integers(0, 2))] = data.draw(few | st.sampled_from([b"\xff" * 9, b"\x80\0"]))
+        else:
+            head[data.draw(st.sampled_from([5, 8, 12]))] = data.draw(st.integers(0, 5))
+    struct.pack_into("<I", head, 16, len(table))
+    changed = bytes(head) + struct.pack("<Q", codec.digest(bytes(head + table))) + bytes(table) + rest
+    tensors = expected(changed)
+    if tensors is None:
+        with pytest.raises(codec.FrameError):
+            codec.decode_many(changed)
+        return
+    got = codec.decode_many(changed)
+    got = [*got.items()] if head[5] else [(None, x) for x in got]
+    assert [(name, x.shape, x.tobytes()) for name, x in got] == [(name, shape, x) for name, _, shape, x in tensors]
 
 
 def test_damaged_packs_are_rejected():
