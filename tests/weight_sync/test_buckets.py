@@ -185,6 +185,15 @@ def test_list_with_the_highest_number_is_an_error_for_publishers(url):
         assert publisher.publish(weights()) == 0
 
 
+@pytest.mark.parametrize("name", ["head-" + "\u0669" * 20, "head-" + "9" * 21, "old-head-" + "9" * 20])
+def test_objects_of_other_names_are_no_lists(url, name):
+    """\u0669 is the digit 9 in Arabic."""
+    with Publisher(url) as publisher:
+        ObjectStore(url).put(name, b"")
+        assert publisher.publish(weights()) == 0
+    assert pull(codec.WeightReceiver(), url) == 0
+
+
 def test_store_that_replaces_objects_is_refused(url, monkeypatch):
     def create(self, name, data):
         self.put(name, data)
