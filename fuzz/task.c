@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "codec/codec_engine.h"
+#include "exact/choose.h"
 #include "exact/round.h"
 #include "exact/wire.h"
 #include "task.h"
@@ -22,11 +23,16 @@ static int is_mx(const codec_spec *p)
 	return p->codec == CODEC_FLOAT8 && (p->variant == CODEC_MXFP8_E4M3 || p->variant == CODEC_MXFP8_E5M2);
 }
 
+static int is_exact(const codec_spec *p)
+{
+	return p->codec == CODEC_LOSSLESS || p->codec == CODEC_TRUNCATE;
+}
+
 void pick_spec(struct task *k)
 {
 	static const uint32_t ROWS[] = {0, 0, 1, 2, 3, 16, 64, 1000, 2560, 2561, 8192, 16384, 16385, 20000, 1u << 31};
 #define NUMBER(name, ...) CODEC_##name,
-	static const uint32_t CODECS[] = {WIRE_CODECS(NUMBER)};
+	static const uint32_t CODECS[] = {WIRE_CODECS(NUMBER) CODEC_LOSSLESS, CODEC_LOSSLESS, CODEC_TRUNCATE};
 #undef NUMBER
 #define COUNT(name, family, dtypes, variants, ...) [CODEC_##name] = (variants),
 	static const uint8_t VARIANTS[] = {WIRE_CODECS(COUNT)};
@@ -82,7 +88,7 @@ void pick_tensor(struct task *k)
 {
 	static const uint8_t DTYPES[] = {1, 2, 3, 4, 1, 2, 3, 4, 1, 5, 6, 7, 8, 9, 16, 17, 18, 19, 20, 21, 22, 23, 24};
 	static const uint8_t FLOATS[] = {1, 3, 4};
-	static const uint64_t NS[] = {0, 20, 600, 600, 3000, 5000, 9000, 20000, MOST};
+	static const uint64_t NS[] = {0, 20, 600, 600, 3000, 5000, 9000, 20000, 60000};
 	struct source *s = &k->s;
 	uint64_t n = 1 + below(s, NS[one_in(s, 3) ? below(s, 9) : below(s, 7)]), large;
 	codec_tensor *t = &k->t;
@@ -98,6 +104,11 @@ void pick_tensor(struct task *k)
 	}
 	if (t->rank)
 		t->shape[large] = one_in(s, 24) ? 0 : n;
+	if (is_exact(&k->spec) && one_in(s, 8)) { /* a matrix whose row offsets are computed when blocks are encoded */
+		t->rank = 2;
+		t->shape[0] = CHOOSE_ROWS + 1 + below(s, 300);
+		t->shape[1] = WIRE_MATRIX_MIN + below(s, 16);
+	}
 	k->n = 1;
 	for (uint32_t i = 0; i < t->rank; i++)
 		k->n *= t->shape[i];
@@ -120,6 +131,10 @@ static void put_value(uint8_t *p, uint32_t dtype, float x, uint64_t low)
 									 : 0x7bff);
 		break;
 	case CODEC_FLOAT32: break;
+	case CODEC_FLOAT8_E4M3FN:
+	case CODEC_FLOAT8_E5M2:
+	case CODEC_FLOAT8_E4M3FNUZ:
+	case CODEC_FLOAT8_E5M2FNUZ: u = (u >> 24 & 0x80) | (u >> 20 & 0x7f); break;
 	default: u = (uint64_t)(int64_t)(fabsf(x) < 0x1p50f ? x * 16 : 0); break;
 	}
 	memcpy(p, &u, codec_dtype_nbytes(dtype));
@@ -142,6 +157,8 @@ void make_values(struct task *k, uint8_t *p, uint32_t dtype, int finite)
 		u = (uint32_t)(x & 0x80000000) | (uint32_t)e << 23 | (uint32_t)(x & mantissa);
 		if (style == 4 || (style == 5 && x >> 62) || (style == 6 && i / 300 % 7 != 3))
 			u = style == 4 ? bits_of(1.5f) : 0;
+		if (style == 9 && i / 300 & 1) /* runs of zeros in all planes but the first */
+			u &= 0xff000000;
 		if (style == 7 && x >> 56 == 0)
 			u = (uint32_t)(x >> 20) & 0x807fffff; /* subnormal */
 		if (odd == 5 && x >> 52 == 0)
@@ -360,7 +377,7 @@ void pick_rest(struct task *k)
 		pick_segments(k);
 	if (codec_bound(p, &k->t, &k->bound) != CODEC_OK || codec_scratch(p, &k->t, &k->need) != CODEC_OK)
 		return;
-	if ((p->codec == CODEC_LOSSLESS || p->codec == CODEC_TRUNCATE) && one_in(s, 3)) {
+	if (is_exact(p) && one_in(s, 3)) {
 		scratch = malloc(k->need);
 		pick_book(k, scratch);
 		free(scratch);

@@ -4,7 +4,6 @@
 
 #include "check.h"
 
-#define MOST 60000 /* maximum number of values */
 #define SEGMENTS 8
 #define GROUPS 3
 

@@ -25,6 +25,7 @@ SAFETENSORS = {
 _TORCH_ONLY = {"F4": "float4_e2m1fn_x2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
 TORCH = SAFETENSORS | _TORCH_ONLY
 CODES = {name: code for code, name in TORCH.items()}
+_MOST_VALUES = 1 << 60  # limit of the product of the dimensions that are not 0, as in frames
 _PER_BYTE = {"F4": 2}  # by dtype whose values are smaller than a byte: values that torch stores in an item of one byte
 _WIRE = {"complex64": "uint64"}  # dtypes that frames lack, each with the dtype as which its bits are encoded
 _ALIGNMENT = 8  # alignment of the header's end, in bytes
@@ -218,6 +219,10 @@ def _tensor(name: str, entry: Any) -> FileTensor:
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"the entry of {name!r} lacks a dtype, a shape or offsets") from None
     fits = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+    count = 1
+    for n in shape if fits else ():
+        if (count := count * (n or 1)) >= _MOST_VALUES:
+            raise ValueError(f"{name!r} in its header has more values than a tensor can have")
     if not fits or (
         dtype in TORCH and math.prod(shape) * itemsize_of(dtype) != (end - begin) * _PER_BYTE.get(dtype, 1)
     ):

@@ -241,6 +241,15 @@ def test_headers_are_parsed_or_refused(text):
             continue
 
 
+@pytest.mark.parametrize(
+    "shape", [[0, 1 << 63], [1 << 30, 0, 1 << 30], [10**4000] * 2000], ids=["long", "empty", "slow"]
+)
+def test_shapes_that_no_array_can_have_are_refused(shape):
+    """Tensors without values need no bytes. The product of many large dimensions would take hours."""
+    with pytest.raises(ValueError, match="more values than a tensor can have"):
+        parse(json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode())
+
+
 def test_index_of_repetitive_names_is_restored():
     """A header whose compression ratio exceeds the reader's limit is stored uncompressed, and restored."""
     entries = {f"{'x' * 400}{i}": ("U8", (0,), b"") for i in range(4_000)}
