@@ -3,6 +3,7 @@
  * without a planted fault must decode to their result. Every error must leave the destination unchanged, also when
  * decoding in place.
  */
+#include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
@@ -21,6 +22,29 @@ static codec_tensor tensor(const struct delta_case *c, void *values)
 			      .shape = {c->n},
 			      .data = values,
 			      .nbytes = c->n * c->item};
+}
+
+/* Copy the changes of a checked frame, and apply them to the base: this must give the result. */
+static void list_changes(const struct delta_case *c, const void *job, struct source *s)
+{
+	uint32_t *at = malloc(c->n / 8 * sizeof *at); /* aligned, as for its type */
+	struct exact values = exact(c->n / 8 * c->item, s);
+	uint8_t *now = malloc(c->n * c->item);
+	size_t count;
+	codec_status status = codec_decode_changes(job, at, values.p, c->n / 8, &count);
+
+	CHECK(status == CODEC_OK || status == CODEC_SHORT_OUTPUT, status, 0);
+	if (c->n)
+		memcpy(now, c->base, c->n * c->item);
+	for (size_t i = 0; i < count && status == CODEC_OK; i++) {
+		CHECK(at[i] < c->n, at[i], c->n);
+		memcpy(now + at[i] * c->item, values.p + i * c->item, c->item);
+	}
+	if (status == CODEC_OK && c->n && c->fault <= DELTA_WRONG_CODE)
+		CHECK(memcmp(now, c->result, c->n * c->item) == 0, count, c->n);
+	free(now);
+	free(at);
+	exact_free(&values);
 }
 
 /* Check all blocks in two ranges, compare the checksum, and decode the blocks, perhaps in other ranges. */
@@ -42,6 +66,8 @@ static codec_status decode_steps(const struct delta_case *c, codec_tensor *dst, 
 	}
 	if (status == CODEC_OK && plan.nblocks)
 		status = codec_decode_close(with, job.p, sum);
+	if (status == CODEC_OK && plan.nblocks)
+		list_changes(c, job.p, s);
 	if (status == CODEC_OK && plan.nblocks && one_in(s, 3)) { /* check a part again; lists must remain valid */
 		codec_range r = {.first = below(s, plan.nblocks), .count = 1};
 

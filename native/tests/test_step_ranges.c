@@ -208,8 +208,8 @@ static void test_one_pass_saves_scan(void **unused)
 }
 
 /*
- * DELTA: blocks can be checked in some ranges and then decoded in place in different ranges. Each step requires the
- * base.
+ * DELTA: blocks can be checked in some ranges and then decoded in place in different ranges, or their changes copied if
+ * they are few. Each step requires the base.
  */
 static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 {
@@ -221,7 +221,8 @@ static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
 	const size_t work_nbytes = SCRATCH;
 	codec_range range = {.count = 1};
-	size_t written;
+	uint32_t *at = malloc(N * sizeof *at);
+	size_t written, count = 0;
 	codec_plan plan;
 
 	(void)unused;
@@ -242,11 +243,22 @@ static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 		assert_int_equal(codec_decode_check(frame, written, &none, job, &range, work, SCRATCH),
 				 CODEC_MISSING_BASE);
 		for (int k = 0; k < 2; k++) {
+			assert_int_equal(codec_decode_changes(job, at, out, N, &count), CODEC_SHORT_OUTPUT);
 			range = CHECKS[k];
 			assert_int_equal(CHECK(), CODEC_OK);
 			sum += range.checksum;
 		}
 		assert_int_equal(codec_decode_close(&with, job, sum), CODEC_OK);
+		assert_int_equal(codec_decode_changes(job, at, out, N, &count), i ? CODEC_SHORT_OUTPUT : CODEC_OK);
+		if (!i) {
+			assert_int_equal(count, 80);
+			for (size_t v = 0; v < count; v++)
+				assert_true(at[v] == 3 + 501 * v && out[v] == x[at[v]]);
+			assert_int_equal(codec_decode_changes(job, at, out, 79, &count), CODEC_SHORT_OUTPUT);
+			assert_int_equal(codec_decode_changes(job, NULL, out, N, &count), CODEC_BAD_ARGUMENT);
+			assert_int_equal(codec_decode_changes(job, at, out, N, NULL), CODEC_BAD_ARGUMENT);
+			assert_int_equal(codec_decode_changes(NULL, at, out, N, &count), CODEC_BAD_ARGUMENT);
+		}
 		for (int k = 0; k < 3; k++) {
 			range = WRITES[k];
 			assert_int_equal(DECODE_BLOCKS(&to), CODEC_OK);
@@ -264,6 +276,7 @@ static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 			status = codec_decode_close(&with, job, range.checksum);
 		assert_int_equal(status, CODEC_ALREADY_APPLIED);
 	}
+	free(at);
 	free(job);
 	free(work);
 }
@@ -311,6 +324,7 @@ static void test_check_keeps_symbols(void **unused)
 	assert_int_equal(codec_decode_blocks(changed, written, &to, &unchecked, job, &all, work, work_nbytes),
 			 CODEC_OK);
 	assert_memory_equal(out, x, sizeof x);
+	assert_int_equal(codec_decode_changes(job, NULL, NULL, 0, &need), CODEC_BAD_ARGUMENT); /* only of DELTA */
 	/* a directory in which the first region is shorter than what was checked */
 	for (int i = 0; i < 4; i++)
 		changed[info.directory_offset + i] = (uint8_t)((info.regions_offset / 8 + 2) >> 8 * i);

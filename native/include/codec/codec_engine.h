@@ -131,6 +131,16 @@ CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec
 CODEC_API codec_status codec_decode_check(const void *frame, size_t nbytes, const codec_context *with, const void *job,
 					  codec_range *range, void *work, size_t work_nbytes);
 
+/**
+ * DELTA: copy the changes that codec_decode_check has found, after codec_decode_close: to `at` the indices of the
+ * values that change, to `values` their new values, and to *count their number. Both arrays have room for `room`
+ * changes.
+ *
+ * CODEC_SHORT_OUTPUT: there are more changes, or a block was not checked or changes more than one value in 8, of which
+ * the job keeps no list, or the tensor has 2^32 values or more. Decode the blocks instead.
+ */
+CODEC_API codec_status codec_decode_changes(const void *job, uint32_t *at, void *values, size_t room, size_t *count);
+
 /** Decode the blocks of *range. Set range->checksum; pass the sum over all ranges to codec_decode_close. */
 CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst,
 					   const codec_context *with, const void *job, codec_range *range, void *work,

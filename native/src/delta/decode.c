@@ -200,3 +200,26 @@ codec_status delta_decode_blocks(const uint8_t *frame, const codec_tensor *dst, 
 	}
 	return CODEC_OK;
 }
+
+codec_status delta_changes(const struct job *j, uint32_t *at, char *values, uint64_t room, size_t *count)
+{
+	const struct delta_block *block = job_delta_blocks(j), *end = block + j->h.nblocks;
+	const uint64_t item = dtype_of(j->h.dtype)->nbytes;
+	uint64_t n = 0, first = 0;
+
+	if (j->h.n >> 32)
+		return CODEC_SHORT_OUTPUT;
+	for (; block < end; block++, first += j->h.block) {
+		struct delta_list list;
+
+		if (block->state != DELTA_LISTED || block->changes > room - n)
+			return CODEC_SHORT_OUTPUT;
+		delta_list_at(j, block->list, &list);
+		if (block->changes)
+			memcpy(values + n * item, list.value, block->changes * item);
+		for (uint32_t i = 0; i < block->changes; i++)
+			at[n++] = (uint32_t)first + list.at[i];
+	}
+	*count = n;
+	return CODEC_OK;
+}

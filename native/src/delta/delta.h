@@ -86,4 +86,7 @@ int delta_is_unchanged(const struct job *j);
 uint64_t delta_list_first(const struct job *j, uint64_t b);
 void delta_list_at(const struct job *j, uint64_t index, struct delta_list *list);
 
+/* codec_decode_changes: copy the lists of all blocks of a job, with indices in the tensor. */
+codec_status delta_changes(const struct job *j, uint32_t *at, char *values, uint64_t room, size_t *count);
+
 #endif

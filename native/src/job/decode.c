@@ -311,6 +311,15 @@ codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor 
 	return dst ? step(frame, nbytes, dst, with, job, range, work, work_nbytes) : CODEC_BAD_ARGUMENT;
 }
 
+codec_status codec_decode_changes(const void *job, uint32_t *at, void *values, size_t room, size_t *count)
+{
+	const struct job *j = job_at(job, JOB_DECODE, JOB_READY);
+
+	if (!j || !count || !codec_is_delta(j->h.codec) || (room && (!at || !values)))
+		return CODEC_BAD_ARGUMENT;
+	return delta_changes(j, at, values, room, count);
+}
+
 codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t checksum)
 {
 	const struct job *j = job_at(job, JOB_DECODE, JOB_READY), *planned = job_at(job, JOB_DECODE, JOB_PLANNED);
