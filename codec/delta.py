@@ -1,18 +1,22 @@
-"""Functions for frames of Delta: merge several updates into one, and decode some blocks of an update."""
+"""Functions for frames of Delta: merge several updates, decode some blocks of an update, list its changes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from codec import _call
+from codec._c import pool
 from codec._c.library import DTYPE_NAMES, ITEMSIZE, UNSIGNED, check, ffi, lib
 from codec._c.spec_structs import spec_of
 from codec._call import new_tensor
-from codec._options import CallOptions
+from codec._options import CallOptions, settings_of
 from codec.arguments import shown, whole
 from codec.decoding import decode
 from codec.encoding import encode
+from codec.engines import blockwise
+from codec.engines.native.decoding import decode as decode_natively
+from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, CodecError, SpecError
 from codec.inspection import check_frame, inspect, read_header, views_of
 from codec.specs import Delta
@@ -165,3 +169,58 @@ def apply_delta_blocks(frame: Any, first: int, count: int, *, base: Any, out: An
 def _new(part: TensorView, dtype: str) -> Array:
     """Return a new flat array of this dtype, of the size of `part`."""
     return empty(dtype, (part.nbytes // ITEMSIZE[dtype],), None)[0]
+
+
+class DeltaChanges(NamedTuple):
+    """Changes of a frame of :class:`Delta`: indices in the flat tensor, uint32, and the bits of the new values."""
+
+    positions: Array
+    values: Array
+
+    @property
+    def nbytes(self) -> int:
+        """Size of both arrays in bytes."""
+        return self.positions.nbytes + self.values.nbytes
+
+    def put(self, out: Array) -> None:
+        """Write the new values to `out`, a flat array of bits that has the values of the base, or of the result."""
+        out[self.positions] = self.values
+
+
+def find_changes(frame: Any, *, base: Array, options: CallOptions | None = None) -> DeltaChanges | None:
+    """Check a frame of :class:`Delta` completely, as :func:`decode` does before it writes, and return its changes.
+
+    Parameters
+    ----------
+    frame : bytes or buffer
+        Whole frame.
+    base : numpy.ndarray
+        Base of the frame, or its bits as unsigned integers; writable, but not written.
+    options : CallOptions, optional
+        Number of threads. The engine is the C library.
+
+    Returns
+    -------
+    DeltaChanges or None
+        None: in a block of the frame, more than one value in 8 changes.
+
+    Raises
+    ------
+    FrameError, StateError, ArgumentError
+        As :func:`decode` with ``base=``.
+    """
+    v, threads = view_bytes(frame), settings_of(options).threads
+    room = base.size // 8
+    positions, values = np.empty(room, np.uint32), np.empty(room, f"uint{8 * base.itemsize}")
+    found: list[int | None] = []
+
+    def find(call: _call.Call, r: DecodeRequest, out: TensorView, *_: object) -> None:
+        call.keep = r, positions, values
+        call.set_base(out)
+        call.fill_tensor(out)
+        at, new = ffi.from_buffer("uint32_t[]", positions), ffi.from_buffer("char[]", values)
+        found.append(blockwise.find_changes(call, v, at, new, room, pool.choose_threads(threads, out.nbytes)))
+
+    decode_natively(DecodeRequest((v,), base, threads=threads, check_only=True, base=base), find)
+    (count,) = found
+    return None if count is None else DeltaChanges(positions[:count].copy(), values[:count].copy())

@@ -125,6 +125,33 @@ def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads:
     context.flags = flags
 
 
+def find_changes(call: Call, frame: TensorView, positions: Any, values: Any, room: int, threads: int) -> int | None:
+    """Check a frame of Delta against its base, and write its changes to arrays that have room for `room` of them.
+
+    Parameters
+    ----------
+    call : Call
+        Structs with the frame's header, and with the base, also as the tensor. The base is not written.
+    positions, values : pointer
+        Memory for the indices of the values that change, 4 bytes each, and for their new values.
+
+    Returns
+    -------
+    int or None
+        Number of changes; None: there are more than `room`, or more than one value in 8 changes in a block.
+    """
+    info, source, nbytes = call.info, frame.data, frame.nbytes
+    call.context.flags &= ~_FIRST
+    job, work_nbytes = _open(call, call.context, info, source, nbytes)
+    if info.nblocks:
+        _pass_over_blocks(lib, call, None, info, source, nbytes, job, work_nbytes, threads)
+    status = lib.codec_decode_changes(job, positions, values, room, call.size)
+    if status == _SHORT_OUTPUT:
+        return None
+    check(status)
+    return call.size[0]
+
+
 def _open(call: Call, context: Any, info: Any, source: Any, nbytes: int, keep: bool = False) -> tuple[Any, int]:
     """Open a decoding job; return it, and the size in bytes of each thread's work buffer.
 

@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-import numpy as np
-
 from codec._options import CallOptions
 from codec.arguments import whole
-from codec.errors import ChecksumError, CodecError, LimitError, StateError
+from codec.delta import DeltaChanges
+from codec.errors import CodecError, LimitError, StateError
 from codec.tensors.jax_arrays import of_kind
 from codec.weight_sync.assembly import BoxTarget, check_cover, write_target
-from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
-from codec.weight_sync.digests import piece_digest, sum_of, weights_digest
+from codec.weight_sync.checking import KeptChanges, check_digest, named, scratch_for
+from codec.weight_sync.coding import bits_of, decode_delta, decode_full, digest_of, digests_in, find_changes
+from codec.weight_sync.digests import piece_digest, sum_of
 from codec.weight_sync.identity import MAX_VERSION, Identity, UpdateHead
 from codec.weight_sync.order import check_base, check_order
 from codec.weight_sync.parts import PartedUpdate
 from codec.weight_sync.shards import Box, Layout, Name, Selection, layouts, tensor_of
-from codec.weight_sync.update import PIECE_NBYTES, Bytes, TensorKind, Update, WeightsSize, whole_kind
+from codec.weight_sync.update import Bytes, TensorKind, Update, WeightsSize, whole_kind
 from codec.weight_sync.weights import Given, Rest, Weights, allocated, copied, new_tensor
 
 
@@ -65,6 +65,7 @@ class Base:
         self.lock = threading.RLock()  # held while the weights change
         self.turn = threading.RLock()  # held by a receiver while it stages, loads and commits an update
         self._applying: Update | None = None  # update in place, which an exception has interrupted
+        self._kept = KeptChanges()  # of the update that was checked last
         self._changes = 0  # number of times that the weights began to change
         self._digest: tuple[int, bytes] | None = None  # digest of the weights, and the number of changes before it
         _bases.add(self)
@@ -135,7 +136,9 @@ class Base:
         check_order(update, self.identity, restart=restart)
 
     def check(self, update: Update) -> None:
-        """Check that an update can be applied: decode each of its frames into scratch memory, and verify the digests.
+        """Check that an update can be applied: decode each of its frames, and verify the digests.
+
+        The changes that are decoded here are kept, as far as there is room, until the update is applied or dropped.
 
         Raises
         ------
@@ -146,14 +149,15 @@ class Base:
         LimitError
             The weights would be larger than `max_nbytes`.
         """
+        self.drop()
         self.check_size(update)
-        kept, scratch = self.kinds_after(update), scratch_for(update)
+        after, scratch = self.kinds_after(update), scratch_for(update)
+        found = KeptChanges(update, self.weights.kinds)
         before = 0 if update.base is None else int.from_bytes(update.base_digest, "little")
-        changes = [self._check_frames(update, key, scratch if key in kept else None) for key in update.entries]
-        if update.base is None and len(kept) < len(update.entries):
-            return  # the digest of the snapshot covers tensors that are not decoded
-        if sum_of([before, update.absent, *changes]) != update.digest:
-            raise _other_digest()
+        changes = [self._check_frames(update, key, scratch if key in after else None, found) for key in update.entries]
+        if update.base is not None or len(after) == len(update.entries):  # else the digest covers other tensors, too
+            check_digest(update, sum_of([before, update.absent, *changes]))
+        self._kept = found
 
     def check_size(self, update: Update) -> None:
         """Check that an update fits these weights, and does not exceed `max_nbytes`; its frames are not read."""
@@ -197,7 +201,7 @@ class Base:
         self.decode(update, name, k, out)
         return out, digest_of(out) if update.base is None else digests_in(frame)[1]
 
-    def _check_frames(self, update: Update, key: Name, scratch: Bytes | None) -> int:
+    def _check_frames(self, update: Update, key: Name, scratch: Bytes | None, found: KeptChanges) -> int:
         """Decode the frames of a tensor, and return what the update adds to the digest of the weights.
 
         If `scratch` is None, the tensor is not kept: the digests are those that the frames state.
@@ -207,12 +211,14 @@ class Base:
         for k, (begin, end) in enumerate(kind.spans):
             if (frame := update.frame(key, k)) is None:
                 continue
-            if scratch is not None:
-                self.decode(update, key, k, scratch[: end - begin])
             if update.base is not None:
+                if scratch is not None:
+                    with named(key):
+                        found.add(key, k, find_changes(frame, self.weights[key].piece(k), kind.dtype, self.options))
                 before, after = digests_in(frame)
                 change += piece_digest(key, kind, k, after) - piece_digest(key, kind, k, before)
             elif scratch is not None:
+                self.decode(update, key, k, scratch[: end - begin])
                 change += piece_digest(key, kind, k, digest_of(scratch[: end - begin]))
         return change
 
@@ -222,18 +228,18 @@ class Base:
         If `update` is None, write the current values of the piece.
         """
         frame = None if update is None else update.frame(name, k)
-        if update is None or frame is None:
+        changes = None if update is None else self._kept.of(update, name, k)
+        if update is None or frame is None or changes is not None:
             out[:] = self.weights[name].piece(k)
+            if changes is not None:
+                changes.put(bits_of(out, self.weights[name].kind.dtype))
             return
         kind = update.entries[name].kind
-        try:
+        with named(name):
             if update.base is None:
                 decode_full(frame, out, kind.dtype, self.options)
             else:
                 decode_delta(frame, self.weights[name].piece(k), out, kind.dtype, self.options)
-        except CodecError as e:
-            e.of(name)
-            raise
 
     def tensors(self, names: Iterable[str], update: Update | None, like: Any) -> Iterator[tuple[str, Any]]:
         """Yield names and new tensors with the values after `update`, or the current values if `update` is None.
@@ -316,7 +322,8 @@ class Base:
         after = digests_in(_frame(update, name, k))[1]
         found = digest_of(out) if resumed else slot.digests[k]
         if found == slot.digests[k] != after:
-            self.write(out, lambda scratch: self.decode(update, name, k, scratch))
+            changes = self._kept.of(update, name, k)
+            self.write(out, lambda scratch: self.decode(update, name, k, scratch), changes)
         elif found != after and not self.restore(out, lambda saved: digest_of(saved) == after):
             raise StateError(f"{name!r} was damaged by an interrupted update: start from a snapshot")
         slot.digests[k] = after
@@ -335,8 +342,11 @@ class Base:
         """Allocate memory for tensors of these kinds."""
         return allocated(kinds)
 
-    def write(self, out: Bytes, decode: Callable[[Bytes], None]) -> None:
-        """Overwrite the piece `out` with its new value; call `decode` with the buffer to write the new value to."""
+    def write(self, out: Bytes, decode: Callable[[Bytes], None], changes: DeltaChanges | None) -> None:
+        """Overwrite the piece `out` with its new value; call `decode` with the buffer to write the new value to.
+
+        `changes` are those of the piece, if they are kept.
+        """
         decode(out)
 
     def restore(self, out: Bytes, is_right: Callable[[Bytes], bool]) -> bool:
@@ -346,6 +356,7 @@ class Base:
     def complete(self, weights: Weights, run: bytes | None, version: int) -> None:
         """Replace the weights and the version of this object, and the run if `run` is known."""
         self._changes += 1
+        self._kept = KeptChanges()
         self.weights, self.run, self.version = weights, run or self.run, version
 
     def preparing(self) -> AbstractContextManager[None]:
@@ -357,7 +368,8 @@ class Base:
         return None
 
     def drop(self) -> None:
-        """Release the values of a checked update that is not applied."""
+        """Release the values or changes of a checked update that is not applied."""
+        self._kept = KeptChanges()
 
     def close(self) -> None:
         """Release the files of the weights; weights in memory have none."""
@@ -373,22 +385,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def scratch_for(update: Update) -> Bytes:
-    """Return memory for the largest piece that `update` changes."""
-    largest = max((entry.kind.nbytes for entry in update.entries.values()), default=0)
-    return np.empty(min(largest, PIECE_NBYTES), np.uint8)
-
-
-def check_digest(update: Update, after: Mapping[Name, tuple[TensorKind, Sequence[bytes]]]) -> None:
-    """Check that `update` names the digest of the weights after it, given as in :func:`weights_digest`."""
-    if weights_digest(after) != update.digest:
-        raise _other_digest()
-
-
-def _other_digest() -> ChecksumError:
-    return ChecksumError("the weights after the update do not have the digest that the update names")
 
 
 def _frame(update: Update, name: Name, k: int) -> Bytes:

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from codec import delta
 from codec._c.library import UNSIGNED
 from codec._options import CallOptions
 from codec.batch import encode_many
 from codec.decoding import decode
-from codec.delta import compose_deltas
+from codec.delta import DeltaChanges, compose_deltas
 from codec.errors import FrameError, Status
 from codec.inspection import Info, digest, inspect
 from codec.specs import Delta, Lossless, Spec
@@ -49,20 +50,26 @@ def encode_full(pieces: Sequence[Bytes], dtypes: Sequence[str], options: CallOpt
 def decode_delta(frame: Bytes, base: Bytes, out: Bytes, dtype: str, options: CallOptions | None) -> None:
     """Decode a Delta frame of a piece; `out` may be `base`. Both are unchanged after an error."""
     _check(inspect(frame), Delta, dtype, len(out))
-    decode(frame, base=_bits(base, dtype), out=_bits(out, dtype), options=options)
+    decode(frame, base=bits_of(base, dtype), out=bits_of(out, dtype), options=options)
+
+
+def find_changes(frame: Bytes, base: Bytes, dtype: str, options: CallOptions | None) -> DeltaChanges | None:
+    """Check a Delta frame of a piece, and return its changes; None if they are too many to be listed."""
+    _check(inspect(frame), Delta, dtype, len(base))
+    return delta.find_changes(frame, base=bits_of(base, dtype), options=options)
 
 
 def merge_deltas(frames: Sequence[Bytes], base: Bytes, dtype: str) -> bytes:
     """Merge Delta frames of one piece, given in the order of application, into one frame."""
     for frame in frames:
         _check(inspect(frame), Delta, dtype, len(base))
-    return compose_deltas(frames, base=_bits(base, dtype))
+    return compose_deltas(frames, base=bits_of(base, dtype))
 
 
 def decode_full(frame: Bytes, out: Bytes, dtype: str, options: CallOptions | None) -> None:
     """Decode a Lossless frame of a piece in a snapshot."""
     _check(inspect(frame), Lossless, dtype, len(out))
-    decode(frame, out=_bits(out, dtype), options=options)
+    decode(frame, out=bits_of(out, dtype), options=options)
 
 
 def _check(info: Info, spec: type[Spec], dtype: str, nbytes: int) -> None:
@@ -73,11 +80,11 @@ def _check(info: Info, spec: type[Spec], dtype: str, nbytes: int) -> None:
         raise FrameError(message, Status.BAD_HEADER)
 
 
-def _bits(piece: Bytes, dtype: str) -> Any:
+def bits_of(piece: Bytes, dtype: str) -> Any:
     """Return a view of a piece as unsigned integers of the dtype's size."""
     return piece.view(UNSIGNED[dtype])
 
 
 def _values(piece: Bytes, dtype: str) -> View:
     """Return a view of a piece as a tensor of the dtype."""
-    return view(_bits(piece, dtype), dtype)
+    return view(bits_of(piece, dtype), dtype)

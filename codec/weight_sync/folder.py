@@ -19,6 +19,7 @@ import numpy as np
 
 from codec._options import CallOptions
 from codec.arguments import whole
+from codec.delta import DeltaChanges
 from codec.errors import ArgumentError, FrameError, StateError
 from codec.files.replacing import replaced
 from codec.stores.locations import folder_at
@@ -216,7 +217,7 @@ class FolderBase(Base):
             self._forget()
             raise
 
-    def write(self, out: Bytes, decode: Callable[[Bytes], None]) -> None:
+    def write(self, out: Bytes, decode: Callable[[Bytes], None], changes: DeltaChanges | None) -> None:
         """Decode a piece, save it to the file ``piece``, and then overwrite the old value `out`."""
         scratch = np.empty(len(out), np.uint8)
         decode(scratch)

@@ -36,7 +36,8 @@ import numpy as np
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
 from codec.files.signing import SigningKey
-from codec.weight_sync.base import Base, check_digest, scratch_for
+from codec.weight_sync.base import Base
+from codec.weight_sync.checking import check_digest, scratch_for
 from codec.weight_sync.folder import FolderBase
 from codec.weight_sync.folder_state import FolderState, read_state, write_state
 from codec.weight_sync.identity import Identity, UpdateHead, other_run
@@ -276,10 +277,9 @@ class SharedFolderBase(FolderBase):
             current = read_state(self._path / "state").identity
         except StateError:
             return True
-        if current.matches(after):
-            return False
         is_own = self.identity is not None and current.matches(self.identity)
-        return is_own or (not other_run(current.run, after.run) and current.version < after.version)
+        is_older = not other_run(current.run, after.run) and current.version < after.version
+        return not current.matches(after) and (is_own or is_older)
 
     def _target_of(self, update: Update | None) -> _Version | None:
         """Return the stored version that `update` leads to; None if this receiver has not staged it."""
@@ -320,10 +320,10 @@ class SharedFolderBase(FolderBase):
                         digests.append(digest)
                     tensors.append((name, kind, digests))
                     begin += memory_nbytes([kind])
-                check_digest(update, {name: (kind, digests) for name, kind, digests in tensors})
                 file = self._created
                 assert file is not None
                 state = FolderState(update.run or self.run, update.version, tensors, file.name)
+                check_digest(update, state.identity.digest)
                 with self._writing():
                     os.ftruncate(fd, max(1, begin))  # padding after the last tensor
                     weights = self._mapped(state)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import codec
 from codec._c.library import DTYPES, ITEMSIZE
+from codec.delta import find_changes
 from codec.specs import check_contraction
 from reference import decoder as oracle
 from support.tensors import ALL_DTYPES, random_bits
@@ -41,6 +42,15 @@ def check(new, base, dtype, spec=DELTA):
         weights = base.copy()
         codec.decode(frame, base=weights, out=weights, options=options)
         assert (weights == new).all()
+        weights = base.copy()
+        changes = find_changes(frame, base=weights, options=options)
+        assert (weights == base).all()
+        if changes is None:
+            assert 8 * np.count_nonzero(new != base) > min(info.block or len(new), len(new))
+        else:
+            assert set(changes.positions) == set(np.flatnonzero(new != base))
+            changes.put(weights)
+            assert (weights == new).all()
     return frame
 
 
@@ -109,6 +119,8 @@ def test_wrong_base_is_refused_and_nothing_is_written(isa, threads, density):
         with pytest.raises(codec.StateError, match="not the tensor against which the frame was encoded") as e:
             codec.decode(frame, base=wrong, out=wrong, options=codec.options(threads=threads))
         assert e.value.code == codec.Status.OTHER_BASE
+        with pytest.raises(codec.StateError, match="not the tensor against which the frame was encoded"):
+            find_changes(frame, base=wrong, options=codec.options(threads=threads))
         assert (wrong == before).all()
 
 
@@ -144,6 +156,8 @@ def test_damage_is_reported_before_a_wrong_base(threads):
             w = given_base.copy()
             with pytest.raises(codec.FrameError):
                 codec.decode(damaged, base=w, out=w, options=options)
+            with pytest.raises(codec.FrameError):
+                find_changes(damaged, base=w, options=options)
             assert (w == given_base).all()
     for n in range(0, len(frame), 499):
         with pytest.raises(codec.FrameError):

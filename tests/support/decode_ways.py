@@ -6,6 +6,7 @@ import numpy as np
 
 import codec
 from codec._c.library import isas, use_isa
+from codec.delta import find_changes
 from reference import decoder as oracle
 from support import flatcall
 
@@ -36,7 +37,26 @@ def decode_all_ways(frame, **how):
                     results[isa, threads, "out"] = None
     if frame[5] == DELTA:
         results["numba"] = decode_delta(frame, kind, "numba", **how)
+        results["changes"] = apply_changes(frame, results["numba"], **how)
     return results
+
+
+def apply_changes(frame, expected, base=None, **how):
+    """Return the bytes of the base with the changes of a Delta frame; None if the frame is rejected.
+
+    Return `expected` if the changes are not listed.
+    """
+    if base is None:
+        return expected
+    weights = base.copy()
+    try:
+        changes = find_changes(frame, base=weights)
+    except codec.FrameError:
+        return None
+    if changes is None:
+        return expected
+    changes.put(weights)
+    return weights.tobytes()
 
 
 def decode_delta(frame, kind, engine, base=None, **how):

@@ -77,13 +77,13 @@ def test_piece_torn_by_a_kill_is_restored(tmp_path, monkeypatch, written):
     receiver = codec.WeightReceiver(all_weights[0], folder=tmp_path)
     original, calls = receiver._base.write, []
 
-    def torn(out, decode):
+    def torn(out, decode, changes):
         calls.append(None)
         if len(calls) < 4:
-            original(out, decode)
+            original(out, decode, changes)
             return
         copy = out.copy()
-        original(copy, decode)
+        original(copy, decode, changes)
         n = int(len(out) * written)
         out[:n] = copy[:n]
         raise SystemExit

@@ -223,11 +223,11 @@ def test_interrupted_commit_is_completed(chain, folder, tmp_path, monkeypatch):
         calls = []
         original = receiver._base.write
 
-        def write(out, decode, calls=calls, stop=stop, original=original):
+        def write(out, decode, changes, calls=calls, stop=stop, original=original):
             calls.append(None)
             if len(calls) == stop:
                 raise KeyboardInterrupt
-            original(out, decode)
+            original(out, decode, changes)
 
         monkeypatch.setattr(receiver._base, "write", write)
         with pytest.raises(KeyboardInterrupt):
