@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from codec._c.library import ITEMSIZE
 from codec.delta import DeltaChanges
 from codec.errors import ChecksumError, CodecError
 from codec.weight_sync.shards import Name
@@ -40,6 +41,25 @@ class KeptChanges:
     def of(self, update: Update, name: Name, k: int) -> DeltaChanges | None:
         """Return the changes of piece `k` of a tensor; None if they are not kept, or are those of another update."""
         return self._found.get((name, k)) if update is self._update else None
+
+
+def packed(changes: DeltaChanges) -> Bytes:
+    """Return the bytes of changes: itemsize and number of the values in 4 bytes each, positions, values."""
+    head = np.array([changes.values.itemsize, len(changes.values)], np.uint32)
+    return np.concatenate([x.view(np.uint8) for x in (head, *changes)])
+
+
+def with_packed(piece: Bytes, data: Bytes) -> Bytes:
+    """Return a copy of a piece with the changes that `data` begins with; the piece itself if `data` has none for it."""
+    itemsize, count = data[:8].view(np.uint32).tolist() if len(data) >= 8 else (0, 0)
+    end = 8 + (4 + itemsize) * count
+    if itemsize not in ITEMSIZE.values() or end > len(data) or len(piece) % itemsize:
+        return piece
+    new, values = piece.copy(), data[8 + 4 * count : end].view(f"uint{8 * itemsize}")
+    changes = DeltaChanges(data[8 : 8 + 4 * count].view(np.uint32), values)
+    if (changes.positions < len(piece) // itemsize).all():
+        changes.put(new.view(values.dtype))
+    return new
 
 
 def scratch_for(update: Update) -> Bytes:

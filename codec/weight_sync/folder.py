@@ -3,8 +3,9 @@
 The folder has a file ``state`` with run, version, names, dtypes, shapes, digests and the name of the file of values.
 Renaming a new ``state`` commits a version. A snapshot is written to a new file of values first. An update overwrites
 the file of values, so all that it needs is on the disk before the first value changes: the new ``state`` as ``next``,
-the update as ``pending``, and room for one piece as ``piece``, to which each new piece is written before it overwrites
-the old one. If a process is killed during an update, the next process that opens the folder completes the update.
+the update as ``pending``, and room for one piece as ``piece``, to which each new piece, or its changed values, are
+written before they overwrite the old ones. If a process is killed during an update, the next process that opens the
+folder completes the update.
 """
 
 import mmap
@@ -24,6 +25,7 @@ from codec.errors import ArgumentError, FrameError, StateError
 from codec.files.replacing import replaced
 from codec.stores.locations import folder_at
 from codec.weight_sync.base import Base
+from codec.weight_sync.checking import packed, with_packed
 from codec.weight_sync.coding import digest_of, digests_in
 from codec.weight_sync.folder_state import FolderState, read_state, state_of, write_state
 from codec.weight_sync.identity import MAX_VERSION
@@ -218,20 +220,26 @@ class FolderBase(Base):
             raise
 
     def write(self, out: Bytes, decode: Callable[[Bytes], None], changes: DeltaChanges | None) -> None:
-        """Decode a piece, save it to the file ``piece``, and then overwrite the old value `out`."""
-        scratch = np.empty(len(out), np.uint8)
-        decode(scratch)
+        """Save the new value of a piece, or its changes, to the file ``piece``, and then overwrite the old value."""
+        saved = None if changes is None else packed(changes)
+        if changes is None or saved is None or len(saved) > len(out):
+            changes, saved = None, np.empty(len(out), np.uint8)
+            decode(saved)
         with self._writing(), _opened(self._path / "piece", os.O_WRONLY | os.O_CREAT) as fd:
-            self._write(fd, scratch, 0)
-        out[:] = scratch
+            self._write(fd, saved, 0)
+        if changes is None:
+            out[:] = saved
+        else:
+            decode(out)
 
     def restore(self, out: Bytes, is_right: Callable[[Bytes], bool]) -> bool:
-        """Copy the piece saved in the file ``piece`` to `out`; return False if it is missing or another piece."""
+        """Complete `out` from the file ``piece``; return False if the file is missing or is for another piece."""
         with suppress(OSError), _opened(self._path / "piece", os.O_RDONLY) as fd:
             saved = np.frombuffer(os.pread(fd, len(out), 0), np.uint8)
-            if len(saved) == len(out) and is_right(saved):
-                out[:] = saved
-                return True
+            for new in (saved, with_packed(out, saved)):
+                if len(new) == len(out) and is_right(new):
+                    out[:] = new
+                    return True
         return False
 
     def complete(self, weights: Weights, run: bytes | None, version: int) -> None:

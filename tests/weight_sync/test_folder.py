@@ -70,10 +70,15 @@ def test_process_killed_at_any_point_leaves_a_committed_version():
     run(code, noise=("<string>:", "  child = os.fork()"), CODEC_NUM_THREADS="1")
 
 
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("written", [0.0, 0.3, 1.0])
-def test_piece_torn_by_a_kill_is_restored(tmp_path, monkeypatch, written):
-    """A piece that was half overwritten when the process was killed is restored from the file ``piece``."""
+def test_piece_torn_by_a_kill_is_restored(tmp_path, monkeypatch, written, kept):
+    """A piece that was half overwritten when the process was killed is restored from the file ``piece``.
+
+    The file has the changes of the piece if they are kept, otherwise the new piece.
+    """
     all_weights, updates = versions(2)
+    monkeypatch.setattr("codec.weight_sync.checking._SHARE", 1 if kept else 1 << 40)
     receiver = codec.WeightReceiver(all_weights[0], folder=tmp_path)
     original, calls = receiver._base.write, []
 
@@ -82,6 +87,7 @@ def test_piece_torn_by_a_kill_is_restored(tmp_path, monkeypatch, written):
         if len(calls) < 4:
             original(out, decode, changes)
             return
+        assert (changes is not None) == kept
         copy = out.copy()
         original(copy, decode, changes)
         n = int(len(out) * written)
