@@ -22,9 +22,10 @@ from codec.errors import ArgumentError, ChecksumError, FrameError, UnsupportedEr
 from codec.files.header import MAX_JSON
 from codec.weight_sync.base import Base
 from codec.weight_sync.files import read_safetensors
+from codec.weight_sync.kinds import Bytes
 from codec.weight_sync.mapping import mapped
 from codec.weight_sync.shards import tensor_of
-from codec.weight_sync.update import MAX_VERSION, Bytes, Update
+from codec.weight_sync.update import MAX_VERSION, Update
 from codec.weight_sync.weights import Slot
 
 _INDEX = "model.safetensors.index.json"

@@ -18,10 +18,11 @@ from codec.weight_sync.checking import KeptChanges, check_digest, named, scratch
 from codec.weight_sync.coding import bits_of, decode_delta, decode_full, digest_of, digests_in, find_changes
 from codec.weight_sync.digests import piece_digest, sum_of
 from codec.weight_sync.identity import MAX_VERSION, Identity, UpdateHead
+from codec.weight_sync.kinds import Bytes, TensorKind, WeightsSize
 from codec.weight_sync.order import check_base, check_order
 from codec.weight_sync.parts import PartedUpdate
 from codec.weight_sync.shards import Box, Layout, Name, Selection, layouts, tensor_of
-from codec.weight_sync.update import Bytes, TensorKind, Update, WeightsSize, whole_kind
+from codec.weight_sync.update import Update, whole_kind
 from codec.weight_sync.weights import Given, Rest, Weights, allocated, copied, new_tensor
 
 

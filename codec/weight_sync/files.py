@@ -16,9 +16,10 @@ from codec.files.opening import FileKind, MemoryBytes, kind_of, open_regular, op
 from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import merge_deltas
+from codec.weight_sync.kinds import Bytes, TensorKind
 from codec.weight_sync.mapping import mapped
 from codec.weight_sync.shards import Name
-from codec.weight_sync.update import MAX_RANK, Bytes, TensorKind, Update
+from codec.weight_sync.update import MAX_RANK, Update
 from codec.weight_sync.weights import Slot, Weights
 from codec.weight_sync.writing import Encoder, Progress, write_update
 

@@ -29,9 +29,10 @@ from codec.weight_sync.checking import packed, with_packed
 from codec.weight_sync.coding import digest_of, digests_in
 from codec.weight_sync.folder_state import FolderState, read_state, state_of, write_state
 from codec.weight_sync.identity import MAX_VERSION
+from codec.weight_sync.kinds import Bytes, TensorKind
 from codec.weight_sync.lock import Lock
 from codec.weight_sync.shards import Name, Selection, check_name
-from codec.weight_sync.update import Bytes, TensorKind, Update
+from codec.weight_sync.update import Update
 from codec.weight_sync.weights import Given, Rest, Weights, allocated, items, kind_of, memory_nbytes, pieces_of, view_of
 from codec.weight_sync.writing import remove_temporary
 

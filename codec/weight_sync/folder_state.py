@@ -11,8 +11,9 @@ from codec.errors import StateError
 from codec.files.replacing import replaced
 from codec.weight_sync.digests import sum_of, weights_digest
 from codec.weight_sync.identity import MAX_VERSION, Identity
+from codec.weight_sync.kinds import TensorKind
 from codec.weight_sync.shards import Name, Selection, Shard
-from codec.weight_sync.update import MAX_RANK, TensorKind
+from codec.weight_sync.update import MAX_RANK
 from codec.weight_sync.weights import Rest, Weights
 
 _FORMAT = 3

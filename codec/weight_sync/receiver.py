@@ -12,12 +12,13 @@ from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.identity import Identity
+from codec.weight_sync.kinds import TensorKind
 from codec.weight_sync.listing import Listed, check_newer
 from codec.weight_sync.served import Load, writer
 from codec.weight_sync.serving import Serving
 from codec.weight_sync.shards import Selection
 from codec.weight_sync.shared_folder import StoredUpdate, shared_base
-from codec.weight_sync.update import TensorKind, Update
+from codec.weight_sync.update import Update
 from codec.weight_sync.weights import Given, known_names
 
 

@@ -41,9 +41,10 @@ from codec.weight_sync.checking import check_digest, scratch_for
 from codec.weight_sync.folder import FolderBase
 from codec.weight_sync.folder_state import FolderState, read_state, write_state
 from codec.weight_sync.identity import Identity, UpdateHead, other_run
+from codec.weight_sync.kinds import Bytes, TensorKind, WeightsSize
 from codec.weight_sync.lock import Lock
 from codec.weight_sync.shards import Layout, Name
-from codec.weight_sync.update import Bytes, TensorEntry, TensorKind, Update, WeightsSize
+from codec.weight_sync.update import TensorEntry, Update
 from codec.weight_sync.weights import Given, Weights, memory_nbytes
 
 

@@ -9,25 +9,25 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from struct import Struct
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE
+from codec._c.library import DTYPE_NAMES, DTYPES
 from codec.errors import ChecksumError, FrameError, Status, UnsupportedError
 from codec.files.signing import SigningKey
 from codec.tensors.view import fetch, view_bytes
 from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, UpdateHead
+from codec.weight_sync.kinds import Bytes, Span, TensorKind, WeightsSize
 from codec.weight_sync.mapping import mapped
 from codec.weight_sync.shards import Box, Name, Shard, tensor_of
 from codec.weight_sync.signatures import check_signature, signature_in
 
 MAGIC = b"\x89CWU\r\n\x1a\n"
 FORMAT = 4
-PIECE_NBYTES = 1 << 25  # size of a piece in bytes; the last piece of a tensor may be smaller
 MAX_RANK = 8
 
 _MOST_VALUES = 1 << 60  # limit of the product of the dimensions that are not 0: without it, no array has such a shape
@@ -37,35 +37,6 @@ _HEAD = Struct("<8sIIQQQQQQ16s16s16s")
 HEAD_NBYTES = _HEAD.size + 16  # size of the header in bytes, with the digest of header and index
 _NAME, _KIND, _SIZE, _LENGTH = Struct("<H"), Struct("<BB"), Struct("<Q"), Struct("<I")
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Span = tuple[int, int]  # begin and end in bytes
-
-
-class TensorKind(NamedTuple):
-    """Dtype and shape of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all values."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
-
-    @property
-    def pieces(self) -> int:
-        """Number of pieces."""
-        return -(-self.nbytes // PIECE_NBYTES)
-
-    @property
-    def spans(self) -> list[Span]:
-        """Begin and end of each piece, as byte offsets in the tensor. Each piece is encoded as a separate frame."""
-        n = self.nbytes
-        return [(begin, min(begin + PIECE_NBYTES, n)) for begin in range(0, n, PIECE_NBYTES)]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {self.shape}"
-
 
 class TensorEntry(NamedTuple):
     """Entry of a tensor in the index of an update."""
@@ -73,18 +44,6 @@ class TensorEntry(NamedTuple):
     kind: TensorKind
     # Byte range of each piece's frame in the update. An empty range: the piece is unchanged.
     frames: tuple[Span, ...]
-
-
-class WeightsSize(NamedTuple):
-    """Number of tensors of weights, and bytes of their values."""
-
-    tensors: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, kinds: Collection[TensorKind]) -> "WeightsSize":
-        """Return the size of weights whose tensors are of these kinds."""
-        return cls(len(kinds), sum(kind.nbytes for kind in kinds))
 
 
 class Update:

@@ -16,10 +16,10 @@ from codec.stores.bucket import ObjectStore
 from codec.weight_sync import Publisher, fan_out, handler, pull
 from codec.weight_sync.arriving import Arriving
 from codec.weight_sync.identity import NO_DIGEST, UpdateHead
+from codec.weight_sync.kinds import WeightsSize
 from codec.weight_sync.listing import Listed, Listing
 from codec.weight_sync.parts import Part, Parts
 from codec.weight_sync.source import StoreReader, listing_of
-from codec.weight_sync.update import WeightsSize
 from support.hostile_servers import hostile
 
 RUN, DIGEST, KEY = b"a run of 16 byte", b"d" * 16, SigningKey.to_sign(b"k" * 16)
