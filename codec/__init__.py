@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # imported on first use, see __getattr__
     from codec import weight_sync as weight_sync
     from codec.weight_sync.receiver import WeightReceiver
     from codec.weight_sync.sender import WeightSender
-    from codec.weight_sync.update import Update
+    from codec.weight_sync.updates.update import Update
 
 __version__ = "0.1.0"
 
@@ -133,7 +133,7 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any attribute
-    _OF_WEIGHT_SYNC = {"Update": "update", "WeightReceiver": "receiver", "WeightSender": "sender"}
+    _OF_WEIGHT_SYNC = {"Update": "updates.update", "WeightReceiver": "receiver", "WeightSender": "sender"}
 
     def __getattr__(name: str) -> object:
         """Import :mod:`codec.kv`, :mod:`codec.torch`, :mod:`codec.weight_sync` or one of its classes on first use."""

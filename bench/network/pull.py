@@ -21,7 +21,7 @@ import numpy as np
 
 import codec
 from codec.weight_sync import Publisher, pull
-from codec.weight_sync.handler import Server
+from codec.weight_sync.http.handler import Server
 
 
 def overflows() -> int:

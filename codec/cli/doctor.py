@@ -59,7 +59,7 @@ def add_commands(commands: Any) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     """Print versions, engines, instruction sets, packages and environment variables."""
     from codec import __version__
-    from codec.weight_sync.environment import MIRROR, VARIABLES
+    from codec.weight_sync.http.environment import MIRROR, VARIABLES
 
     entries: dict[str, Any] = {
         "codec": __version__,

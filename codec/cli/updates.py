@@ -78,7 +78,7 @@ def run_make(args: argparse.Namespace) -> int:
 def run_apply(args: argparse.Namespace) -> int:
     """Run ``codec delta apply``: apply updates to the weights in a file."""
     from codec.weight_sync.files import apply_files
-    from codec.weight_sync.update import Update
+    from codec.weight_sync.updates.update import Update
 
     args.output = check_output(args.output, args.force, args.old, *args.updates)
     updates = [Update.open(path) for path in args.updates]
@@ -99,7 +99,7 @@ def run_apply(args: argparse.Namespace) -> int:
 def run_compose(args: argparse.Namespace) -> int:
     """Run ``codec delta compose``: merge a chain of updates into one update."""
     from codec.weight_sync.files import compose_files
-    from codec.weight_sync.update import Update
+    from codec.weight_sync.updates.update import Update
 
     args.output = check_output(args.output, args.force, args.old, *args.updates)
     updates = [Update.open(path) for path in args.updates]
@@ -122,7 +122,7 @@ def is_update(path: str) -> bool:
 
 def update_entries(path: str) -> dict[str, Any]:
     """Return the entries that ``codec inspect`` prints for an update."""
-    from codec.weight_sync.update import Update
+    from codec.weight_sync.updates.update import Update
 
     return _entries(Update.open(path), path)
 
@@ -135,7 +135,7 @@ def verify_update(path: str) -> str:
     FrameError
         The update is damaged.
     """
-    from codec.weight_sync.update import Update
+    from codec.weight_sync.updates.update import Update
 
     update = Update.open(path)
     for name, entry in update.entries.items():
@@ -153,7 +153,7 @@ def check_signed_update(path: str, key: SigningKey) -> bool:
     FrameError
         The file is not an update, or its signature does not match.
     """
-    from codec.weight_sync.update import Update
+    from codec.weight_sync.updates.update import Update
 
     update = Update.open(path)
     if update.signature is None:

@@ -14,7 +14,7 @@ from codec.files.header import CODES, compose
 from codec.integrations.adapters import CONFIG, DTYPES, WEIGHTS, Adapter
 from codec.stores.locations import folder_at
 from codec.tensors.view import TensorView
-from codec.weight_sync.identity import Identity
+from codec.weight_sync.updates.identity import Identity
 
 _FOLDER = re.compile(r"(\d{20})-[0-9a-f]{32}")
 _ABANDONED = 3600.0  # age of temporary folders that are deleted, in seconds

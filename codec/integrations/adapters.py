@@ -15,10 +15,10 @@ import numpy as np
 
 from codec.errors import ArgumentError
 from codec.weight_sync.files import read_safetensors
-from codec.weight_sync.kinds import TensorKind
-from codec.weight_sync.mapping import mapped
-from codec.weight_sync.shards import tensor_of
-from codec.weight_sync.weights import kind_of, view_of
+from codec.weight_sync.updates.kinds import TensorKind
+from codec.weight_sync.updates.mapping import mapped
+from codec.weight_sync.updates.shards import tensor_of
+from codec.weight_sync.updates.weights import kind_of, view_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # files of a folder that PEFT saves
 DTYPES = ("float64", "float32", "bfloat16", "float16")  # in the order in which files of safetensors place them

@@ -29,10 +29,10 @@ from codec.integrations.adapters import CONFIG, MAX_RANK, Adapter, adapter_weigh
 from codec.tensors.view import view
 from codec.weight_sync import Publisher
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.identity import Identity
 from codec.weight_sync.pulling import pull
 from codec.weight_sync.receiver import WeightReceiver
-from codec.weight_sync.update import Update
+from codec.weight_sync.updates.identity import Identity
+from codec.weight_sync.updates.update import Update
 
 __all__ = ["AdapterPublisher", "AdapterReceiver", "LoraServer"]
 

@@ -30,17 +30,17 @@ from codec.files.shards import weight_map
 from codec.files.signing import SigningKey
 from codec.integrations.slime_version import Version, write_version
 from codec.tensors.view import TensorView
-from codec.weight_sync import environment
+from codec.weight_sync.bases.folder import FolderBase
 from codec.weight_sync.files import read_safetensors
-from codec.weight_sync.folder import FolderBase
-from codec.weight_sync.identity import RUN_NBYTES
-from codec.weight_sync.listing import Listed, chain
-from codec.weight_sync.shards import tensor_of
-from codec.weight_sync.source import StoreReader
-from codec.weight_sync.store import UpdateStore
-from codec.weight_sync.update import Update
-from codec.weight_sync.weights import Weights
-from codec.weight_sync.writing import write_update
+from codec.weight_sync.http import environment
+from codec.weight_sync.store.source import StoreReader
+from codec.weight_sync.store.update_store import UpdateStore
+from codec.weight_sync.updates.identity import RUN_NBYTES
+from codec.weight_sync.updates.listing import Listed, chain
+from codec.weight_sync.updates.shards import tensor_of
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.weights import Weights
+from codec.weight_sync.updates.writing import write_update
 
 __all__ = ["fetch", "publish"]
 

@@ -20,13 +20,13 @@ import numpy as np
 
 from codec.errors import ArgumentError, ChecksumError, FrameError, UnsupportedError
 from codec.files.header import MAX_JSON
-from codec.weight_sync.base import Base
+from codec.weight_sync.bases.base import Base
 from codec.weight_sync.files import read_safetensors
-from codec.weight_sync.kinds import Bytes
-from codec.weight_sync.mapping import mapped
-from codec.weight_sync.shards import tensor_of
-from codec.weight_sync.update import MAX_VERSION, Update
-from codec.weight_sync.weights import Slot
+from codec.weight_sync.updates.kinds import Bytes
+from codec.weight_sync.updates.mapping import mapped
+from codec.weight_sync.updates.shards import tensor_of
+from codec.weight_sync.updates.update import MAX_VERSION, Update
+from codec.weight_sync.updates.weights import Slot
 
 _INDEX = "model.safetensors.index.json"
 _FILE = "model-00000-of-00001.safetensors"

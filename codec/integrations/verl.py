@@ -21,9 +21,9 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from codec.errors import StateError
 from codec.integrations.weights import worker_receiver
 from codec.weight_sync import Publisher
-from codec.weight_sync.listing import Listed, chain
 from codec.weight_sync.receiver import WeightReceiver
-from codec.weight_sync.source import read_head, read_update
+from codec.weight_sync.store.source import read_head, read_update
+from codec.weight_sync.updates.listing import Listed, chain
 
 __all__ = ["CodecCheckpointEngine"]
 

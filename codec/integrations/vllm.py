@@ -23,12 +23,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from codec.integrations.adapter_folders import version_path
 from codec.integrations.peft import AdapterReceiver
 from codec.integrations.weights import worker_receiver
-from codec.weight_sync.identity import Identity
-from codec.weight_sync.listing import Listed
 from codec.weight_sync.pulling import pull
 from codec.weight_sync.receiver import WeightReceiver
-from codec.weight_sync.source import read_update
-from codec.weight_sync.update import Update
+from codec.weight_sync.store.source import read_update
+from codec.weight_sync.updates.identity import Identity
+from codec.weight_sync.updates.listing import Listed
+from codec.weight_sync.updates.update import Update
 
 __all__ = ["CodecInitInfo", "CodecUpdateInfo", "CodecWeightTransferEngine", "register"]
 

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from codec.errors import ArgumentError
 from codec.integrations.weights import synchronize, synchronize_shards
 from codec.weight_sync import Publisher
-from codec.weight_sync.shards import Shard
+from codec.weight_sync.updates.shards import Shard
 
 __all__ = ["CodecTrainerInitInfo", "CodecTrainerWeightTransferEngine"]
 

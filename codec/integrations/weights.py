@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from codec.errors import StateError
 from codec.integrations.adapter_folders import version_path
 from codec.weight_sync import Publisher
-from codec.weight_sync.listing import Listed
 from codec.weight_sync.receiver import WeightReceiver
-from codec.weight_sync.update import Update
+from codec.weight_sync.updates.listing import Listed
+from codec.weight_sync.updates.update import Update
 
 
 class Client(Protocol):

@@ -7,10 +7,10 @@ A :class:`codec.WeightSender` encodes an update as bytes, which any transport ca
 for a trainer. This package needs no framework. It changes only tensors that the caller passes as ``into=``.
 """
 
+from codec.weight_sync.http.server import serve
 from codec.weight_sync.publisher import Publisher
 from codec.weight_sync.pulling import pull
-from codec.weight_sync.server import serve
-from codec.weight_sync.store import UpdateStore
+from codec.weight_sync.store.update_store import UpdateStore
 
 __all__ = [
     "Publisher",

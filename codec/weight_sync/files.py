@@ -14,14 +14,14 @@ from codec.files.header import SAFETENSORS, FileTensor, read_header
 from codec.files.index import is_container
 from codec.files.opening import FileKind, MemoryBytes, kind_of, open_regular, opened, printable, readable
 from codec.files.replacing import replaced
-from codec.weight_sync.base import Base
-from codec.weight_sync.coding import merge_deltas
-from codec.weight_sync.kinds import Bytes, TensorKind
-from codec.weight_sync.mapping import mapped
-from codec.weight_sync.shards import Name
-from codec.weight_sync.update import MAX_RANK, Update
-from codec.weight_sync.weights import Slot, Weights
-from codec.weight_sync.writing import Encoder, Progress, write_update
+from codec.weight_sync.bases.base import Base
+from codec.weight_sync.updates.coding import merge_deltas
+from codec.weight_sync.updates.kinds import Bytes, TensorKind
+from codec.weight_sync.updates.mapping import mapped
+from codec.weight_sync.updates.shards import Name
+from codec.weight_sync.updates.update import MAX_RANK, Update
+from codec.weight_sync.updates.weights import Slot, Weights
+from codec.weight_sync.updates.writing import Encoder, Progress, write_update
 
 
 def weights_in(path: str, memory: Bytes | None = None) -> Weights:

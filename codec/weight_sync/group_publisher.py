@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from codec.errors import ArgumentError, CodecError, StateError
-from codec.weight_sync.base import Base
+from codec.weight_sync.bases.base import Base
+from codec.weight_sync.bases.folder import base_in
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.folder import base_in
-from codec.weight_sync.identity import RUN_NBYTES, other_run
-from codec.weight_sync.listing import Listed
-from codec.weight_sync.parts import Part, PartedUpdate, Parts
+from codec.weight_sync.http.server import UpdateServer, serve
 from codec.weight_sync.ranks import Held, PublishingRanks, assigned, described, held_in, plan_of
-from codec.weight_sync.server import UpdateServer, serve
-from codec.weight_sync.shards import Shard, check_name, local_shards
-from codec.weight_sync.source import StoreReader
-from codec.weight_sync.store import UpdateStore
-from codec.weight_sync.update import Update
-from codec.weight_sync.weights import Given, is_streamed, items, kind_of, view_of
-from codec.weight_sync.writing import write_update
+from codec.weight_sync.store.source import StoreReader
+from codec.weight_sync.store.update_store import UpdateStore
+from codec.weight_sync.updates.identity import RUN_NBYTES, other_run
+from codec.weight_sync.updates.listing import Listed
+from codec.weight_sync.updates.parts import Part, PartedUpdate, Parts
+from codec.weight_sync.updates.shards import Shard, check_name, local_shards
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.weights import Given, is_streamed, items, kind_of, view_of
+from codec.weight_sync.updates.writing import write_update
 
 if TYPE_CHECKING:
     from codec.files.signing import Key, SigningKey
-    from codec.weight_sync.credentials import Tls
+    from codec.weight_sync.http.credentials import Tls
 
 
 class GroupPublisher(Closing):

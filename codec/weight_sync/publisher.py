@@ -11,17 +11,17 @@ from codec.files.signing import Key, SigningKey
 from codec.stores.locations import scheme_of
 from codec.weight_sync.closing import Closing
 from codec.weight_sync.group_publisher import GroupPublisher
-from codec.weight_sync.identity import Identity, other_run
-from codec.weight_sync.listing import chain
+from codec.weight_sync.http.server import UpdateServer, serve
 from codec.weight_sync.sender import WeightSender
-from codec.weight_sync.server import UpdateServer, serve
-from codec.weight_sync.source import read_update
-from codec.weight_sync.store import UpdateStore
-from codec.weight_sync.update import Update
-from codec.weight_sync.weights import Given
+from codec.weight_sync.store.source import read_update
+from codec.weight_sync.store.update_store import UpdateStore
+from codec.weight_sync.updates.identity import Identity, other_run
+from codec.weight_sync.updates.listing import chain
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.weights import Given
 
 if TYPE_CHECKING:
-    from codec.weight_sync.credentials import Tls
+    from codec.weight_sync.http.credentials import Tls
 
 
 class Publisher(Closing):

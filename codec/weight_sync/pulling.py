@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from codec.errors import ArgumentError, FrameError, LimitError
-from codec.weight_sync.environment import bearer_token
-from codec.weight_sync.http import Cafile
-from codec.weight_sync.listing import Listed, chain
+from codec.weight_sync.http.client import Cafile
+from codec.weight_sync.http.environment import bearer_token
 from codec.weight_sync.receiver import WeightReceiver
 from codec.weight_sync.served import Load
-from codec.weight_sync.source import TIMEOUT, Source, StoreReader
-from codec.weight_sync.update import Update
+from codec.weight_sync.store.source import TIMEOUT, Source, StoreReader
+from codec.weight_sync.updates.listing import Listed, chain
+from codec.weight_sync.updates.update import Update
 
 _MOST_LISTS = 10  # lists that one call reads: a hostile store could name other missing updates each time
 _INDEX_NBYTES = 1 << 26  # size that the index of an update may have, in bytes: that of a million tensors

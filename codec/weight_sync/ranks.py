@@ -12,8 +12,8 @@ from typing import Any
 
 from codec._c.library import DTYPES
 from codec.errors import ArgumentError, CodecError, PeerError
-from codec.weight_sync.kinds import TensorKind
-from codec.weight_sync.shards import Name, Shard, check_layouts, layouts
+from codec.weight_sync.updates.kinds import TensorKind
+from codec.weight_sync.updates.shards import Name, Shard, check_layouts, layouts
 
 Held = dict[Shard, TensorKind]
 

@@ -8,18 +8,18 @@ from typing import Any
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
 from codec.files.signing import Key, SigningKey
-from codec.weight_sync import environment
+from codec.weight_sync.bases.folder import base_in
+from codec.weight_sync.bases.shared_folder import shared_base
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.folder import base_in
-from codec.weight_sync.identity import Identity
-from codec.weight_sync.kinds import TensorKind
-from codec.weight_sync.listing import Listed, check_newer
+from codec.weight_sync.http import environment
 from codec.weight_sync.served import Load, writer
 from codec.weight_sync.serving import Serving
-from codec.weight_sync.shards import Selection
-from codec.weight_sync.shared_folder import StoredUpdate, shared_base
-from codec.weight_sync.update import Update
-from codec.weight_sync.weights import Given, known_names
+from codec.weight_sync.updates.identity import Identity
+from codec.weight_sync.updates.kinds import TensorKind
+from codec.weight_sync.updates.listing import Listed, check_newer
+from codec.weight_sync.updates.shards import Selection
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.weights import Given, known_names
 
 
 class WeightReceiver(Closing):
@@ -203,8 +203,7 @@ class WeightReceiver(Closing):
         self.staged = None
         parsed = update if isinstance(update, Update) else Update(update)
         if self.key is not None:
-            if not isinstance(parsed, StoredUpdate):  # which another receiver with this key has checked
-                parsed.check_signature(self.key)
+            parsed.check_signature(self.key)
             check_newer(parsed.run, parsed.version, self._base.identity)
         self._base.check_order(parsed, restart=restart)
         self._base.check(parsed)

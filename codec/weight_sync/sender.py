@@ -10,13 +10,13 @@ from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
 from codec.files.signing import Key, SigningKey
-from codec.weight_sync import environment
+from codec.weight_sync.bases.folder import base_in
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.folder import base_in
-from codec.weight_sync.identity import MAX_VERSION, RUN_NBYTES, Identity
-from codec.weight_sync.update import Update
-from codec.weight_sync.weights import Given, kinds_of
-from codec.weight_sync.writing import Progress, write_update
+from codec.weight_sync.http import environment
+from codec.weight_sync.updates.identity import MAX_VERSION, RUN_NBYTES, Identity
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.weights import Given, kinds_of
+from codec.weight_sync.updates.writing import Progress, write_update
 
 
 class WeightSender(Closing):

@@ -7,13 +7,13 @@ from typing import Any
 
 from codec.errors import ArgumentError
 from codec.tensors.view import is_torch, mark_written, view_output
-from codec.weight_sync.assembly import BoxTarget, write_target
-from codec.weight_sync.base import Base
-from codec.weight_sync.kinds import TensorKind
+from codec.weight_sync.bases.base import Base
 from codec.weight_sync.serving import Write
-from codec.weight_sync.shards import Box, Name, Shape, target_boxes
-from codec.weight_sync.update import Update
-from codec.weight_sync.weights import items
+from codec.weight_sync.updates.assembly import BoxTarget, write_target
+from codec.weight_sync.updates.kinds import TensorKind
+from codec.weight_sync.updates.shards import Box, Name, Shape, target_boxes
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.weights import items
 
 Load = Callable[[Iterator[tuple[str, Any]]], object]  # function of an iterator of (name, tensor)
 

@@ -15,8 +15,8 @@ After a folder was opened, all names are unloaded, because the program has start
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from codec.weight_sync.base import Base
-from codec.weight_sync.update import Update
+from codec.weight_sync.bases.base import Base
+from codec.weight_sync.updates.update import Update
 
 # Function of (names, update, whole): pass the values that the named tensors have after `update`, or their current
 # values if it is None, to the program, and return the names that were passed. Of names that are not in `whole`, the

@@ -40,6 +40,7 @@ TORCH = [  # layers within codec.torch; `__init__`, which exports the public nam
     {"local_steps", "one_bit_adam"},
     {"rounds"},
 ]
+WEIGHT_SYNC = [{"closing"}, {"updates"}, {"http"}, {"store", "bases"}]  # below the other modules of codec.weight_sync
 ENGINES = [{"request"}, {"blockwise", "small"}, {"native"}, {"numba", "cuda"}]  # layers within codec.engines
 ROOT = Path(codec.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
@@ -89,6 +90,16 @@ def test_engines_import_only_the_native_engine_and_shared_modules():
 def test_torch_packages_import_lower_floors_only():
     files = [name for name in FILES if name.startswith("torch.")]
     check_layers(TORCH, files, lambda name: name.split(".")[1])
+
+
+def test_packages_of_weight_sync_import_lower_layers_only():
+    files = [name for name in FILES if name.startswith("weight_sync.")]
+    packages = set().union(*WEIGHT_SYNC)
+
+    def part(name):
+        return name.split(".")[1] if name.split(".")[1] in packages else "above"
+
+    check_layers([*WEIGHT_SYNC, {"above"}], files, part)
 
 
 def test_torch_packages_stay_small_and_say_what_they_are_for():

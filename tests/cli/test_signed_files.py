@@ -9,7 +9,7 @@ import pytest
 
 import codec
 from codec.files import signing
-from codec.weight_sync import signatures
+from codec.weight_sync.updates import signatures
 from support.certificates import openssl
 from support.command import run
 from support.model_files import safetensors

@@ -137,7 +137,7 @@ def test_late_host_and_all_ranks_of_a_host_get_every_version(run, store, monkeyp
 def test_host_that_stopped_between_folder_and_copy_goes_on(run, monkeypatch):
     run.publish(run.write())
     run.publish(run.write())
-    monkeypatch.setattr(codec.weight_sync.folder.FolderBase, "apply", lambda self, update: 1 / 0)
+    monkeypatch.setattr(codec.weight_sync.bases.folder.FolderBase, "apply", lambda self, update: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         slime.fetch(str(run.engine), 2)
     assert run.versions() == ["weight_v000001"]
@@ -153,7 +153,7 @@ def test_host_that_stopped_between_folder_and_copy_goes_on(run, monkeypatch):
 def test_trainer_whose_copy_could_not_be_written_goes_on_with_the_next_version(run, monkeypatch):
     """The store has a version that the trainer's copy lacks, such as after a full disk."""
     run.publish(run.write())
-    monkeypatch.setattr(codec.weight_sync.folder.FolderBase, "apply", lambda self, update: 1 / 0)
+    monkeypatch.setattr(codec.weight_sync.bases.folder.FolderBase, "apply", lambda self, update: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.publish(run.write())
     monkeypatch.undo()

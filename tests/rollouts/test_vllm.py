@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 import codec
 from codec.integrations.vllm_trainer import CodecTrainerInitInfo, full_weights
-from codec.weight_sync.source import read_head
+from codec.weight_sync.store.source import read_head
 from support.group_publishing import publish_saved
 from support.ranks import run_ranks
 

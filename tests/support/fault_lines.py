@@ -3,6 +3,11 @@
 import linecache
 import sys
 from contextlib import contextmanager
+from pathlib import Path
+
+import codec
+
+MODULES = [str(path) for path in Path(codec.__file__).parent.rglob("*.py")]
 
 
 class Lines:
@@ -36,6 +41,8 @@ def at_line(point, fault, *where, armed=lambda: True):
     """
     lines = Lines()
     names = [name.partition(":") for name in where]
+    for file, _, _ in names:
+        assert any(path.endswith(file) for path in MODULES), f"no module is named {file}"
 
     def is_listed(code):
         return any(code.co_filename.endswith(file) and function in ("", code.co_name) for file, _, function in names)

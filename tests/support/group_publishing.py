@@ -12,7 +12,7 @@ from codec.weight_sync import Publisher, pull
 from support.fault_lines import at_line, raising
 from support.faults import die
 
-FILES = ("weight_sync/group_publisher.py", "weight_sync/ranks.py", "weight_sync/store.py:publish")
+FILES = ("weight_sync/group_publisher.py", "weight_sync/ranks.py", "weight_sync/store/update_store.py:publish")
 
 
 def bits(tensors):
@@ -201,7 +201,7 @@ def raises(error, message):
 
 def refused(rank, size, folder):
     """Publish weights that do not fit; return those that were accepted, or whose error says something else."""
-    from codec.weight_sync.shards import Shard
+    from codec.weight_sync.updates.shards import Shard
 
     x, wrong = torch.zeros(2, 3), []
     cases = {

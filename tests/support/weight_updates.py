@@ -4,6 +4,15 @@ import ml_dtypes
 import numpy as np
 
 import codec
+from codec.weight_sync.bases import checking
+from codec.weight_sync.updates import assembly, kinds
+from codec.weight_sync.updates import weights as slots
+
+
+def set_piece_nbytes(monkeypatch, nbytes):
+    """Set the size of a piece in bytes, in each module that has the constant."""
+    for module in (assembly, checking, kinds, slots):
+        monkeypatch.setattr(module, "PIECE_NBYTES", nbytes)
 
 
 def weights(seed=0, experts=3):

@@ -14,8 +14,8 @@ from codec.stores import calls
 from codec.stores.bucket import ObjectStore
 from codec.stores.locations import folder_at, location
 from codec.weight_sync import Publisher, UpdateStore, pull, serve
-from codec.weight_sync.source import read_head
-from codec.weight_sync.staging import StagingFolder
+from codec.weight_sync.store.source import read_head
+from codec.weight_sync.store.staging import StagingFolder
 from support.weight_updates import equal, published, stepped, weights
 
 
@@ -125,7 +125,7 @@ def test_publisher_knows_its_list_before_the_bucket_names_it(url, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["truncated", "longer", "another", "one bit"])
 def test_receiver_refuses_objects_that_are_not_as_listed(url, damage, monkeypatch):
-    monkeypatch.setattr("codec.weight_sync.bucket._BLOCK", 1000)
+    monkeypatch.setattr("codec.weight_sync.store.bucket._BLOCK", 1000)
     with Publisher(url) as publisher:
         published(publisher, 2)
     receiver, store = codec.WeightReceiver(), ObjectStore(url)
@@ -144,7 +144,7 @@ def test_receiver_refuses_objects_that_are_not_as_listed(url, damage, monkeypatc
 
 def test_large_updates_are_read_in_blocks(url, monkeypatch):
     reads = []
-    monkeypatch.setattr("codec.weight_sync.bucket._BLOCK", 4096)
+    monkeypatch.setattr("codec.weight_sync.store.bucket._BLOCK", 4096)
     around(monkeypatch, "read", lambda name, begin, end: reads.append((name, end - begin)))
     with Publisher(url, sign=b"k" * 32) as publisher:
         published(publisher, 1)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from codec.weight_sync import fan_out
-from codec.weight_sync.fan_out import FanOut
+from codec.weight_sync.http import fan_out
+from codec.weight_sync.http.fan_out import FanOut
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,13 @@ from support.processes import run
 from support.tiers import NIGHTLY
 from support.weight_updates import equal, stepped, versions, weights
 
-# A child process opens the folder and applies an update. A trace function counts the executed lines of the modules that
-# write, and kills the child at a given line. The parent then opens the folder as the next process would.
+# A child process opens the folder and applies an update. It is killed at a given line of the modules that write. The
+# parent then opens the folder as the next process would.
 KILLED = """
 import shutil, tempfile
 sys.path.insert(0, {tests!r})
-from support.weight_updates import equal, versions, weights, stepped
+from support.fault_lines import at_line
+from support.weight_updates import equal, versions
 
 all_weights, updates = versions(3)
 full = bytes(codec.WeightSender(all_weights[1], version=1).diff(all_weights[2], version=2, full=True).data)
@@ -26,17 +27,8 @@ def attempt(start, update, version, point):
     shutil.copytree(start, folder)
     child = os.fork()
     if child == 0:
-        left = point
-        def trace(frame, event, arg):
-            nonlocal left
-            if not frame.f_code.co_filename.endswith(("sync/folder.py", "sync/base.py", "sync/writing.py")):
-                return None
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return trace
-        sys.settrace(trace)
-        codec.WeightReceiver(folder=folder).apply(update)
+        with at_line(point, lambda: os.kill(os.getpid(), signal.SIGKILL), "bases/folder.py", "bases/base.py"):
+            codec.WeightReceiver(folder=folder).apply(update)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     with codec.WeightReceiver(folder=folder) as receiver:
@@ -55,7 +47,7 @@ codec.WeightReceiver(all_weights[0], folder=root + "/first").close()
 codec.WeightReceiver(all_weights[1], version=1, folder=root + "/second").close()
 for start, update, version in (("first", updates[0], 1), ("second", full, 2)):
     results = set()
-    point = 1
+    point = 0
     while (done := attempt(f"{{root}}/{{start}}", update, version, point))[0]:
         results.add(done[1])
         point += {step}
@@ -78,7 +70,7 @@ def test_piece_torn_by_a_kill_is_restored(tmp_path, monkeypatch, written, kept):
     The file has the changes of the piece if they are kept, otherwise the new piece.
     """
     all_weights, updates = versions(2)
-    monkeypatch.setattr("codec.weight_sync.checking._SHARE", 1 if kept else 1 << 40)
+    monkeypatch.setattr("codec.weight_sync.bases.checking._SHARE", 1 if kept else 1 << 40)
     receiver = codec.WeightReceiver(all_weights[0], folder=tmp_path)
     original, calls = receiver._base.write, []
 

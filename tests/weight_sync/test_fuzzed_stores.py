@@ -13,13 +13,14 @@ import codec
 from codec.files.signing import SigningKey
 from codec.stores import calls
 from codec.stores.bucket import ObjectStore
-from codec.weight_sync import Publisher, fan_out, handler, pull
-from codec.weight_sync.arriving import Arriving
-from codec.weight_sync.identity import NO_DIGEST, UpdateHead
-from codec.weight_sync.kinds import WeightsSize
-from codec.weight_sync.listing import Listed, Listing
-from codec.weight_sync.parts import Part, Parts
-from codec.weight_sync.source import StoreReader, listing_of
+from codec.weight_sync import Publisher, pull
+from codec.weight_sync.http import fan_out, handler
+from codec.weight_sync.http.arriving import Arriving
+from codec.weight_sync.store.source import StoreReader, listing_of
+from codec.weight_sync.updates.identity import NO_DIGEST, UpdateHead
+from codec.weight_sync.updates.kinds import WeightsSize
+from codec.weight_sync.updates.listing import Listed, Listing
+from codec.weight_sync.updates.parts import Part, Parts
 from support.hostile_servers import hostile
 
 RUN, DIGEST, KEY = b"a run of 16 byte", b"d" * 16, SigningKey.to_sign(b"k" * 16)

@@ -10,9 +10,11 @@ import urllib.request
 import pytest
 
 import codec
-from codec.weight_sync import Publisher, UpdateStore, handler, http, pull, serve
-from codec.weight_sync.listing import Listing
-from codec.weight_sync.source import read_head
+from codec.weight_sync import Publisher, UpdateStore, pull, serve
+from codec.weight_sync.http import client as http
+from codec.weight_sync.http import handler
+from codec.weight_sync.store.source import read_head
+from codec.weight_sync.updates.listing import Listing
 from support.hostile_servers import hostile
 from support.weight_updates import published
 

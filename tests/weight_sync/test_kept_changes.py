@@ -16,7 +16,7 @@ def test_frames_are_decoded_once(folder, tmp_path, monkeypatch):
         x[7::100] += 1
     update, whole = codec.WeightSender(old).diff(new), codec.WeightSender(old).diff({n: -x for n, x in old.items()})
     receiver, served = codec.WeightReceiver(old, folder=tmp_path if folder else None), dict(old)
-    calls, module = [], codec.weight_sync.base
+    calls, module = [], codec.weight_sync.bases.base
     for name in ("find_changes", "decode_delta"):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, name=name, call=original: (calls.append(name), call(*a))[1])

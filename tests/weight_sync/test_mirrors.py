@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 import codec
-from codec.weight_sync import Publisher, fan_out, handler, hints, http, pull, serve, server
-from codec.weight_sync.arriving import Arriving
-from codec.weight_sync.source import StoreReader, read_head, read_update
+from codec.weight_sync import Publisher, pull, serve
+from codec.weight_sync.http import client as http
+from codec.weight_sync.http import fan_out, handler, hints, server
+from codec.weight_sync.http.arriving import Arriving
+from codec.weight_sync.store.source import StoreReader, read_head, read_update
 from support.certificates import certificate
 from support.hostile_servers import hostile
 
@@ -310,7 +312,7 @@ def test_mirror_keeps_files_for_two_minutes(store, sent, monkeypatch):
         pulled(mirror)
         offered = mirror.mirror.files._files
         assert list(offered) == [f"{0:020d}.snapshot"]
-        from codec.weight_sync import offered as module
+        from codec.weight_sync.http import offered as module
 
         monkeypatch.setattr(module, "SECONDS", 0.0)
         end = time.monotonic() + 10

@@ -9,14 +9,14 @@ import pytest
 
 import codec
 from codec.weight_sync import UpdateStore, pull
-from codec.weight_sync.base import Base
-from codec.weight_sync.listing import Listing
-from codec.weight_sync.parts import Part, PartedUpdate, Parts
-from codec.weight_sync.server import serve
-from codec.weight_sync.shards import Shard
-from codec.weight_sync.signatures import signed
-from codec.weight_sync.source import StoreReader
-from codec.weight_sync.writing import write_update
+from codec.weight_sync.bases.base import Base
+from codec.weight_sync.http.server import serve
+from codec.weight_sync.store.source import StoreReader
+from codec.weight_sync.updates.listing import Listing
+from codec.weight_sync.updates.parts import Part, PartedUpdate, Parts
+from codec.weight_sync.updates.shards import Shard
+from codec.weight_sync.updates.signatures import signed
+from codec.weight_sync.updates.writing import write_update
 
 RUN = b"a run of 16 byte"
 KEY = codec.files.signing.SigningKey.to_sign(b"0123456789abcdef")

@@ -8,9 +8,9 @@ import pytest
 
 import codec
 from codec.weight_sync import Publisher, pull, serve
-from codec.weight_sync.identity import Identity, UpdateHead
-from codec.weight_sync.listing import Listed, Listing, chain
-from codec.weight_sync.source import read_head
+from codec.weight_sync.store.source import read_head
+from codec.weight_sync.updates.identity import Identity, UpdateHead
+from codec.weight_sync.updates.listing import Listed, Listing, chain
 from support.weight_updates import equal, published, stepped, weights
 
 

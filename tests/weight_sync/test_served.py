@@ -6,7 +6,7 @@ import torch
 
 import codec
 from codec.weight_sync import Publisher, pull
-from support.weight_updates import equal, stepped, versions, weights
+from support.weight_updates import equal, set_piece_nbytes, stepped, versions, weights
 
 
 @pytest.fixture
@@ -21,8 +21,7 @@ def copies(tensors):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make pieces so small that tensors have several."""
-    for module in ("update", "weights", "assembly"):
-        monkeypatch.setattr(f"codec.weight_sync.{module}.PIECE_NBYTES", 1 << 9)
+    set_piece_nbytes(monkeypatch, 1 << 9)
 
 
 def test_served_tensors_are_those_of_the_version(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import codec
-from codec.weight_sync.shards import Box, Shard, blocks, check_layouts, layouts
-from support.weight_updates import equal, stepped
+from codec.weight_sync.updates.shards import Box, Shard, blocks, check_layouts, layouts
+from support.weight_updates import equal, set_piece_nbytes, stepped
 
 
 def split(tensors, parts):
@@ -46,8 +46,7 @@ def model(seed=0):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make pieces so small that shards have several, whose ends are inside of rows."""
-    for module in ("update", "weights", "assembly"):
-        monkeypatch.setattr(f"codec.weight_sync.{module}.PIECE_NBYTES", 56)
+    set_piece_nbytes(monkeypatch, 56)
 
 
 def test_blocks_are_the_values_in_order():

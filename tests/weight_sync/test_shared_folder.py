@@ -9,7 +9,7 @@ import pytest
 
 import codec
 from codec.weight_sync import Publisher, pull
-from codec.weight_sync.source import StoreReader
+from codec.weight_sync.store.source import StoreReader
 from support.processes import run
 from support.tiers import NIGHTLY
 from support.weight_updates import equal, stepped, versions, weights
@@ -23,7 +23,7 @@ sys.path.insert(0, {tests!r})
 from support.fault_lines import at_line, raising
 from support.weight_updates import equal, versions
 
-FOLDERS = "sync/shared_folder.py", "sync/folder.py"
+FOLDERS = "bases/shared_folder.py", "bases/folder.py"
 
 all_weights, updates = versions(3)
 root = tempfile.mkdtemp()
@@ -38,7 +38,7 @@ def attempt(point):
     other = opened(folder)
     child = os.fork()
     if child == 0:
-        with at_line(point, lambda: os.kill(os.getpid(), signal.SIGKILL), "sync/base.py", *FOLDERS):
+        with at_line(point, lambda: os.kill(os.getpid(), signal.SIGKILL), "bases/base.py", *FOLDERS):
             opened(folder).apply(updates[0])
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -207,7 +207,7 @@ def test_two_phases_of_one_receiver_take_the_values_of_the_other(two, tmp_path, 
     """A tensor parallel server: all workers check an update, then all load it. Frames are decoded once."""
     first, second, all_weights, updates = two
     first.stage(updates[0])
-    monkeypatch.setattr(codec.weight_sync.base, "decode_delta", None)
+    monkeypatch.setattr(codec.weight_sync.bases.base, "decode_delta", None)
     second.stage(updates[0])
     assert (first.version, second.version) == (0, 0)
     for receiver in (second, first):

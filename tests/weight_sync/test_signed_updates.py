@@ -10,7 +10,7 @@ import pytest
 import codec
 from codec.files.signing import SigningKey
 from codec.weight_sync import Publisher, UpdateStore, pull, serve
-from codec.weight_sync.source import read_head
+from codec.weight_sync.store.source import read_head
 from support.weight_updates import equal, published, stepped, weights
 
 KEY, OTHER = b"0123456789abcdef", b"0123456789abcdeF"
@@ -175,14 +175,14 @@ def test_snapshot_of_an_earlier_run_is_refused_over_another_connection():
 def test_files_of_a_folder_cannot_change_after_their_check(store, monkeypatch):
     """A receiver with a key copies the files of a folder, which others may write to."""
     folder, all_weights = store
-    check = codec.weight_sync.update.check_signature
+    check = codec.weight_sync.updates.update.check_signature
 
     def then_change(*arguments):
         check(*arguments)
         for path in folder.glob("0*"):
             path.write_bytes(bytes(path.stat().st_size))
 
-    monkeypatch.setattr(codec.weight_sync.update, "check_signature", then_change)
+    monkeypatch.setattr(codec.weight_sync.updates.update, "check_signature", then_change)
     receiver = codec.WeightReceiver(verify=KEY)
     with pytest.raises(codec.FrameError):
         pull(receiver, folder)

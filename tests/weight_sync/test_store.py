@@ -12,7 +12,7 @@ import pytest
 import codec
 from codec.stores.bucket import ObjectStore
 from codec.weight_sync import Publisher, UpdateStore, pull, serve
-from codec.weight_sync.source import read_head
+from codec.weight_sync.store.source import read_head
 from support.weight_updates import equal, published, stepped, weights
 
 

@@ -9,8 +9,9 @@ import pytest
 
 import codec
 from codec.cli.main import main
-from codec.weight_sync import Publisher, UpdateStore, http, pull, serve
-from codec.weight_sync.environment import CA, SIGN, TLS, TOKEN, VARIABLES, VERIFY
+from codec.weight_sync import Publisher, UpdateStore, pull, serve
+from codec.weight_sync.http import client as http
+from codec.weight_sync.http.environment import CA, SIGN, TLS, TOKEN, VARIABLES, VERIFY
 from support.certificates import certificate, openssl
 from support.weight_updates import equal, published, weights
 

@@ -15,8 +15,10 @@ import pytest
 
 import codec
 from codec.files import signing
-from codec.weight_sync import Publisher, UpdateStore, credentials, handler, http, pull, serve
-from codec.weight_sync.source import read_head
+from codec.weight_sync import Publisher, UpdateStore, pull, serve
+from codec.weight_sync.http import client as http
+from codec.weight_sync.http import credentials, handler
+from codec.weight_sync.store.source import read_head
 from support.certificates import certificate, openssl
 from support.weight_updates import equal, published
 

@@ -217,7 +217,7 @@ def test_files_without_tensors_have_updates(metadata, tmp_path):
 
 def test_updates_that_no_reader_accepts_replace_nothing(files, tmp_path, monkeypatch):
     (tmp_path / "u").write_bytes(b"old")
-    monkeypatch.setattr(codec.weight_sync.writing, "head_and_index", lambda *_: bytes(100))
+    monkeypatch.setattr(codec.weight_sync.updates.writing, "head_and_index", lambda *_: bytes(100))
     with pytest.raises(codec.FrameError):
         diff_files(str(files[0]), str(files[1]), str(tmp_path / "u"))
     assert (tmp_path / "u").read_bytes() == b"old"

@@ -10,9 +10,10 @@ import urllib.request
 import pytest
 
 import codec
-from codec.weight_sync import Publisher, UpdateStore, handler, pull, serve
-from codec.weight_sync import server as server_module
-from codec.weight_sync.source import read_head
+from codec.weight_sync import Publisher, UpdateStore, pull, serve
+from codec.weight_sync.http import handler
+from codec.weight_sync.http import server as server_module
+from codec.weight_sync.store.source import read_head
 from support.weight_updates import equal, published
 
 

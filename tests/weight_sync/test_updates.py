@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import codec
-from codec.weight_sync import update as format_of
-from support.weight_updates import equal, stepped, versions, weights
+from support.weight_updates import equal, set_piece_nbytes, stepped, versions, weights
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +249,7 @@ def test_memory_that_something_else_has_changed_is_found(chain):
 
 
 def test_tensors_of_several_pieces(monkeypatch):
-    monkeypatch.setattr(format_of, "PIECE_NBYTES", 1 << 12)
-    monkeypatch.setattr("codec.weight_sync.weights.PIECE_NBYTES", 1 << 12)
+    set_piece_nbytes(monkeypatch, 1 << 12)
     rng = np.random.default_rng(0)
     old = {"x": rng.standard_normal(5000).astype(np.float32), "y": np.zeros(1024, np.float32)}
     new = {"x": old["x"].copy(), "y": old["y"]}
@@ -345,7 +343,7 @@ def test_unchanged_tensors_take_no_bytes_of_an_update():
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_frames_that_are_larger_than_the_block_in_which_they_move(monkeypatch, tmp_path, in_file):
-    monkeypatch.setattr("codec.weight_sync.writing.BATCH_NBYTES", 1000)
+    monkeypatch.setattr("codec.weight_sync.updates.writing.BATCH_NBYTES", 1000)
     rng = np.random.default_rng(1)
     old = {f"x{k}": rng.standard_normal(3000).astype(np.float32) for k in range(40)}
     new = {name: x * 1.01 if k % 3 == 0 else x.copy() for k, (name, x) in enumerate(old.items())}

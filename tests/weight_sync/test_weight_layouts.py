@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import codec
-from codec.weight_sync import Publisher, pull, writing
+from codec.weight_sync import Publisher, pull
+from codec.weight_sync.updates import writing
 from support.weight_updates import equal, stepped, weights
 
 RNG = np.random.default_rng(0)

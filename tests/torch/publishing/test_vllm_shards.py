@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import codec
 from codec.integrations.weights import Client
 from codec.weight_sync import pull
-from codec.weight_sync.listing import Listed
-from codec.weight_sync.source import read_update
+from codec.weight_sync.store.source import read_update
+from codec.weight_sync.updates.listing import Listed
 from support import vllm_interface
 from support.ranks import run_ranks
 

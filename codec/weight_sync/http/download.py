@@ -5,11 +5,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from codec.errors import ArgumentError, FrameError
-from codec.weight_sync.arriving import Arriving
-from codec.weight_sync.hints import NO_MIRROR, Hint
-from codec.weight_sync.http import Connection
-from codec.weight_sync.listing import Listed
-from codec.weight_sync.temporary import not_listed
+from codec.weight_sync.http.arriving import Arriving
+from codec.weight_sync.http.client import Connection
+from codec.weight_sync.http.hints import NO_MIRROR, Hint
+from codec.weight_sync.http.temporary import not_listed
+from codec.weight_sync.updates.listing import Listed
 
 Begin = Callable[[Listed], Arriving]
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Hashable
 from contextlib import contextmanager, suppress
 
-from codec.weight_sync.hints import MAX_DEPTH, SECONDS, Address, plain_ip
+from codec.weight_sync.http.hints import MAX_DEPTH, SECONDS, Address, plain_ip
 
 MIN_NBYTES = 1 << 18  # size below which the server sends a file itself
 READERS = 2  # number of receivers that the server sends a file at a time, and that read a file from a mirror

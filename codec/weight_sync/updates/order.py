@@ -1,8 +1,8 @@
 """Rules for the order of updates: which update may follow which weights."""
 
 from codec.errors import StateError
-from codec.weight_sync.identity import Identity, other_run
-from codec.weight_sync.update import Update
+from codec.weight_sync.updates.identity import Identity, other_run
+from codec.weight_sync.updates.update import Update
 
 
 def check_order(update: Update, at: Identity | None, *, restart: bool = False) -> None:

@@ -19,8 +19,8 @@ from typing import TypeVar
 from codec.errors import ArgumentError, PeerError, StateError
 from codec.stores.bucket import ObjectStore
 from codec.stores.calls import creates_once, pause, repeated, started
-from codec.weight_sync.listing import MAX_NBYTES, Listed
-from codec.weight_sync.temporary import copied
+from codec.weight_sync.http.temporary import copied
+from codec.weight_sync.updates.listing import MAX_NBYTES, Listed
 
 T = TypeVar("T")
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from codec.errors import ArgumentError, CodecError, FrameError
-from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.hints import HEADER, Hint
-from codec.weight_sync.temporary import copied, not_listed, truncated
+from codec.weight_sync.http import environment
+from codec.weight_sync.http.hints import HEADER, Hint
+from codec.weight_sync.http.temporary import copied, not_listed, truncated
 
 if TYPE_CHECKING:
     import mmap
     import ssl
     from http.client import HTTPConnection, HTTPResponse
 
-    from codec.weight_sync.arriving import Arriving
-    from codec.weight_sync.credentials import BearerToken
+    from codec.weight_sync.http.arriving import Arriving
+    from codec.weight_sync.http.credentials import BearerToken
 
 Cafile = str | PathLike[str] | bool | None
 
@@ -82,7 +82,7 @@ class Connection(Closing):
             self._tls = self._context(trusted) if parts.scheme == "https" else self._unencrypted(trusted)
 
     def _context(self, cafile: Cafile) -> "ssl.SSLContext":
-        from codec.weight_sync.credentials import client_context
+        from codec.weight_sync.http.credentials import client_context
 
         if isinstance(cafile, bool):
             raise ArgumentError(f"cafile must be a file of certificates for {self._url!r}, got {cafile}")
@@ -341,6 +341,6 @@ def _is_loopback(host: str) -> bool:
 def _tls_reason(error: BaseException) -> str | None:
     import ssl
 
-    from codec.weight_sync.credentials import tls_error
+    from codec.weight_sync.http.credentials import tls_error
 
     return tls_error(error) if isinstance(error, ssl.SSLError) else None

@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 
 from codec.errors import ArgumentError, StateError
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.download import fetched
-from codec.weight_sync.hints import Address, plain_ip
-from codec.weight_sync.http import Cafile, Connection
-from codec.weight_sync.listing import Listed
-from codec.weight_sync.offered import MirroredFiles
+from codec.weight_sync.http.client import Cafile, Connection
+from codec.weight_sync.http.download import fetched
+from codec.weight_sync.http.hints import Address, plain_ip
+from codec.weight_sync.http.offered import MirroredFiles
+from codec.weight_sync.updates.listing import Listed
 
 if TYPE_CHECKING:
-    from codec.weight_sync.credentials import BearerToken
+    from codec.weight_sync.http.credentials import BearerToken
 
 _REACH_SECONDS = 10.0  # time in which a mirror must reach itself
 

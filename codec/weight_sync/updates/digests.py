@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
-from codec.weight_sync.kinds import TensorKind
-from codec.weight_sync.shards import Name
-from codec.weight_sync.update import entry_head
+from codec.weight_sync.updates.kinds import TensorKind
+from codec.weight_sync.updates.shards import Name
+from codec.weight_sync.updates.update import entry_head
 
 _MODULUS = (1 << 128) - 1
 

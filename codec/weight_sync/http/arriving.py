@@ -9,7 +9,7 @@ import time
 
 from codec.errors import FrameError
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.temporary import disk
+from codec.weight_sync.http.temporary import disk
 
 
 class Arriving(Closing):

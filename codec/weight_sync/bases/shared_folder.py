@@ -1,6 +1,6 @@
 """Weights in a folder that the receivers of one machine share: the values are stored once, and mapped by all of them.
 
-The folder has the files of :mod:`codec.weight_sync.folder`, except that no file of values is overwritten:
+The folder has the files of :mod:`codec.weight_sync.bases.folder`, except that no file of values is overwritten:
 
 1. A file of values never changes once a state names it. So a receiver can read the version that it has mapped, whatever
    other receivers do. A deleted file exists until no receiver maps it.
@@ -31,21 +31,20 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
 from codec.files.signing import SigningKey
-from codec.weight_sync.base import Base
-from codec.weight_sync.checking import check_digest, scratch_for
-from codec.weight_sync.folder import FolderBase
-from codec.weight_sync.folder_state import FolderState, read_state, write_state
-from codec.weight_sync.identity import Identity, UpdateHead, other_run
-from codec.weight_sync.kinds import Bytes, TensorKind, WeightsSize
-from codec.weight_sync.lock import Lock
-from codec.weight_sync.shards import Layout, Name
-from codec.weight_sync.update import TensorEntry, Update
-from codec.weight_sync.weights import Given, Weights, memory_nbytes
+from codec.weight_sync.bases.base import Base
+from codec.weight_sync.bases.checking import check_digest, scratch_for
+from codec.weight_sync.bases.folder import FolderBase
+from codec.weight_sync.bases.folder_state import FolderState, read_state, write_state
+from codec.weight_sync.bases.lock import Lock
+from codec.weight_sync.bases.stored_update import StoredUpdate
+from codec.weight_sync.updates.identity import Identity, UpdateHead, other_run
+from codec.weight_sync.updates.kinds import Bytes, TensorKind
+from codec.weight_sync.updates.shards import Layout, Name
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.weights import Given, Weights, memory_nbytes
 
 
 class _Version(NamedTuple):
@@ -66,32 +65,6 @@ class _Turn:
     # Lock that this receiver holds. Only the frame that waits for its end refers to it otherwise: if an interrupt
     # comes before the frame can release it, it is released with the frame.
     lock: Callable[[], Lock | None] = lambda: None
-
-
-class StoredUpdate(Update):
-    """Update whose values another receiver has stored in the folder. It has no bytes.
-
-    Parameters
-    ----------
-    head : UpdateHead
-        Header of the update; its base may be a later version than `before`.
-    before, after : Weights
-        Weights of this receiver, and the stored ones.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, head: UpdateHead, before: Weights, after: Weights) -> None:
-        self.memory: Bytes = np.empty(0, np.uint8)
-        self.head, self.signature = head, None
-        self.total = WeightsSize.of(after.kinds.values())
-        self.entries = dict[Name, TensorEntry]()
-        for name, slot in after.items():
-            old = before.get(name)
-            known = old.digests if old is not None and old.kind == slot.kind and head.base is not None else None
-            changed = [known is None or digest != known[k] for k, digest in enumerate(slot.digests)]
-            if known is None or any(changed):  # the frame of a changed piece is not empty
-                self.entries[name] = TensorEntry(slot.kind, tuple((0, int(c)) for c in changed))
 
 
 class SharedFolderBase(FolderBase):

@@ -13,17 +13,17 @@ from codec.arguments import whole
 from codec.delta import DeltaChanges
 from codec.errors import CodecError, LimitError, StateError
 from codec.tensors.jax_arrays import of_kind
-from codec.weight_sync.assembly import BoxTarget, check_cover, write_target
-from codec.weight_sync.checking import KeptChanges, check_digest, named, scratch_for
-from codec.weight_sync.coding import bits_of, decode_delta, decode_full, digest_of, digests_in, find_changes
-from codec.weight_sync.digests import piece_digest, sum_of
-from codec.weight_sync.identity import MAX_VERSION, Identity, UpdateHead
-from codec.weight_sync.kinds import Bytes, TensorKind, WeightsSize
-from codec.weight_sync.order import check_base, check_order
-from codec.weight_sync.parts import PartedUpdate
-from codec.weight_sync.shards import Box, Layout, Name, Selection, layouts, tensor_of
-from codec.weight_sync.update import Update, whole_kind
-from codec.weight_sync.weights import Given, Rest, Weights, allocated, copied, new_tensor
+from codec.weight_sync.bases.checking import KeptChanges, check_digest, named, scratch_for
+from codec.weight_sync.updates.assembly import BoxTarget, check_cover, write_target
+from codec.weight_sync.updates.coding import bits_of, decode_delta, decode_full, digest_of, digests_in, find_changes
+from codec.weight_sync.updates.digests import piece_digest, sum_of
+from codec.weight_sync.updates.identity import MAX_VERSION, Identity, UpdateHead
+from codec.weight_sync.updates.kinds import Bytes, TensorKind, WeightsSize
+from codec.weight_sync.updates.order import check_base, check_order
+from codec.weight_sync.updates.parts import PartedUpdate
+from codec.weight_sync.updates.shards import Box, Layout, Name, Selection, layouts, tensor_of
+from codec.weight_sync.updates.update import Update, whole_kind
+from codec.weight_sync.updates.weights import Given, Rest, Weights, allocated, copied, new_tensor
 
 
 class Base:
@@ -329,8 +329,8 @@ class Base:
             raise StateError(f"{name!r} was damaged by an interrupted update: start from a snapshot")
         slot.digests[k] = after
 
-    # Storage of the weights: in memory here. FolderBase in codec/weight_sync/folder.py overrides the methods below to
-    # store the weights in files, and SharedFolderBase in codec/weight_sync/shared_folder.py to share the files.
+    # Storage of the weights: in memory here. FolderBase in folder.py overrides the methods below to store the weights
+    # in files, and SharedFolderBase in shared_folder.py to share the files.
 
     def in_place(self, update: Update) -> bool:
         """Return True if applying the update overwrites the current weights, False if it writes to new memory."""

@@ -15,14 +15,24 @@ from codec.errors import ArgumentError
 from codec.files.replacing import replaced
 from codec.files.signing import SigningKey
 from codec.tensors.view import TensorView
-from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
-from codec.weight_sync.digests import weights_digest
-from codec.weight_sync.identity import NO_DIGEST, UpdateHead
-from codec.weight_sync.kinds import Bytes, TensorKind, WeightsSize
-from codec.weight_sync.shards import Name, check_name
-from codec.weight_sync.signatures import signed
-from codec.weight_sync.update import Update, head_and_index, index_nbytes
-from codec.weight_sync.weights import Given, Slot, Weights, is_streamed, items, kind_of, kinds_of, pieces_of, view_of
+from codec.weight_sync.updates.coding import digest_of, digests_in, encode_deltas, encode_full
+from codec.weight_sync.updates.digests import weights_digest
+from codec.weight_sync.updates.identity import NO_DIGEST, UpdateHead
+from codec.weight_sync.updates.kinds import Bytes, TensorKind, WeightsSize
+from codec.weight_sync.updates.shards import Name, check_name
+from codec.weight_sync.updates.signatures import signed
+from codec.weight_sync.updates.update import Update, head_and_index, index_nbytes
+from codec.weight_sync.updates.weights import (
+    Given,
+    Slot,
+    Weights,
+    is_streamed,
+    items,
+    kind_of,
+    kinds_of,
+    pieces_of,
+    view_of,
+)
 
 BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
 BATCH_PIECES = 1024  # number of pieces after which waiting pieces are encoded

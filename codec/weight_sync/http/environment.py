@@ -15,7 +15,7 @@ from codec.files.signing import Key, SigningKey, secret_in
 if TYPE_CHECKING:
     import ssl
 
-    from codec.weight_sync.credentials import BearerToken, Tls
+    from codec.weight_sync.http.credentials import BearerToken, Tls
 
 TOKEN, CA, TLS = "CODEC_STORE_TOKEN_FILE", "CODEC_STORE_CA_FILE", "CODEC_STORE_TLS_FILE"
 SIGN, VERIFY = "CODEC_SIGN_KEY_FILE", "CODEC_VERIFY_KEY_FILE"
@@ -71,7 +71,7 @@ def bearer_token(given: "str | BearerToken | None") -> "BearerToken | None":
     """Return the token of an argument ``token=``."""
     if given is not None:
         try:
-            from codec.weight_sync.credentials import BearerToken  # slow to import
+            from codec.weight_sync.http.credentials import BearerToken  # slow to import
 
             return BearerToken.of(given)
         finally:
@@ -79,7 +79,7 @@ def bearer_token(given: "str | BearerToken | None") -> "BearerToken | None":
     with chosen(None, TOKEN) as found:
         if found is None:
             return None
-        from codec.weight_sync.credentials import BearerToken  # slow to import
+        from codec.weight_sync.http.credentials import BearerToken  # slow to import
 
         return BearerToken(secret_in(found).decode("latin-1"))
 
@@ -89,6 +89,6 @@ def server_tls(given: "Tls | None") -> "ssl.SSLContext | None":
     with chosen(given, TLS) as found:
         if found is None:
             return None
-        from codec.weight_sync.credentials import server_context  # slow to import
+        from codec.weight_sync.http.credentials import server_context  # slow to import
 
         return server_context(found)

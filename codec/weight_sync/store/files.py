@@ -7,13 +7,13 @@ from pathlib import Path
 
 from codec.errors import ArgumentError, CodecError
 from codec.files.replacing import replaced
-from codec.weight_sync.bucket import UpdateBucket, object_name
-from codec.weight_sync.listing import Listed, file_name
-from codec.weight_sync.mapping import mapped
-from codec.weight_sync.source import TIMEOUT, head_in
-from codec.weight_sync.staging import StagingFolder
-from codec.weight_sync.update import Update
-from codec.weight_sync.writing import remove_temporary
+from codec.weight_sync.store.bucket import UpdateBucket, object_name
+from codec.weight_sync.store.source import TIMEOUT, head_in
+from codec.weight_sync.store.staging import StagingFolder
+from codec.weight_sync.updates.listing import Listed, file_name
+from codec.weight_sync.updates.mapping import mapped
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.writing import remove_temporary
 
 _FILE = re.compile(r"((\d{20})\.(?:update|snapshot))(?:\.\d{1,5})?")  # of an update, or of a part
 _OBJECT = re.compile(r"(\d{20})(-[0-9a-f]{32}-)[0-9a-f]{32}(\.(?:update|snapshot))(\.\d{1,5})?")

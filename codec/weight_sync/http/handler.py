@@ -18,10 +18,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import inf
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from codec.weight_sync.credentials import BearerToken
-from codec.weight_sync.fan_out import MIN_NBYTES, FanOut, TreeNode
-from codec.weight_sync.hints import DEPTH, HEADER
-from codec.weight_sync.offered import OfferedFile, OfferedFiles
+from codec.weight_sync.http.credentials import BearerToken
+from codec.weight_sync.http.fan_out import MIN_NBYTES, FanOut, TreeNode
+from codec.weight_sync.http.hints import DEPTH, HEADER
+from codec.weight_sync.http.offered import OfferedFile, OfferedFiles
 
 _NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot)(?:\.\d{1,5})?)")
 _RANGE = re.compile("bytes=([0-9]{1,18})-")

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from codec.arguments import whole
 from codec.errors import ArgumentError
 from codec.stores.locations import folder_at, scheme_of
-from codec.weight_sync import environment
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.fan_out import FanOut
-from codec.weight_sync.http import Cafile
-from codec.weight_sync.mirror import Mirror
-from codec.weight_sync.offered import OfferedFiles, ServedFolder
+from codec.weight_sync.http import environment
+from codec.weight_sync.http.client import Cafile
+from codec.weight_sync.http.fan_out import FanOut
+from codec.weight_sync.http.mirror import Mirror
+from codec.weight_sync.http.offered import OfferedFiles, ServedFolder
 
 if TYPE_CHECKING:
     import ssl
 
-    from codec.weight_sync.credentials import BearerToken, Tls
-    from codec.weight_sync.handler import Server
+    from codec.weight_sync.http.credentials import BearerToken, Tls
+    from codec.weight_sync.http.handler import Server
 
 # Addresses of documentation: connecting a UDP socket to one sends nothing, but shows the address of the default route.
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
@@ -124,7 +124,7 @@ def serve(
     0
     >>> publisher.close()
     """
-    from codec.weight_sync.handler import Server  # slow to import
+    from codec.weight_sync.http.handler import Server  # slow to import
 
     number = whole("port", port, 0, 65535)
     try:

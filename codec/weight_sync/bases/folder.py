@@ -24,17 +24,27 @@ from codec.delta import DeltaChanges
 from codec.errors import ArgumentError, FrameError, StateError
 from codec.files.replacing import replaced
 from codec.stores.locations import folder_at
-from codec.weight_sync.base import Base
-from codec.weight_sync.checking import packed, with_packed
-from codec.weight_sync.coding import digest_of, digests_in
-from codec.weight_sync.folder_state import FolderState, read_state, state_of, write_state
-from codec.weight_sync.identity import MAX_VERSION
-from codec.weight_sync.kinds import Bytes, TensorKind
-from codec.weight_sync.lock import Lock
-from codec.weight_sync.shards import Name, Selection, check_name
-from codec.weight_sync.update import Update
-from codec.weight_sync.weights import Given, Rest, Weights, allocated, items, kind_of, memory_nbytes, pieces_of, view_of
-from codec.weight_sync.writing import remove_temporary
+from codec.weight_sync.bases.base import Base
+from codec.weight_sync.bases.checking import packed, with_packed
+from codec.weight_sync.bases.folder_state import FolderState, read_state, state_of, write_state
+from codec.weight_sync.bases.lock import Lock
+from codec.weight_sync.updates.coding import digest_of, digests_in
+from codec.weight_sync.updates.identity import MAX_VERSION
+from codec.weight_sync.updates.kinds import Bytes, TensorKind
+from codec.weight_sync.updates.shards import Name, Selection, check_name
+from codec.weight_sync.updates.update import Update
+from codec.weight_sync.updates.weights import (
+    Given,
+    Rest,
+    Weights,
+    allocated,
+    items,
+    kind_of,
+    memory_nbytes,
+    pieces_of,
+    view_of,
+)
+from codec.weight_sync.updates.writing import remove_temporary
 
 _FILES = ("state", "next", "pending")  # files that are written under a temporary name first
 

@@ -12,12 +12,12 @@ from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
 from codec.files.signing import Key, SigningKey
 from codec.stores.locations import location
-from codec.weight_sync import environment
-from codec.weight_sync.identity import MAX_VERSION, other_run
-from codec.weight_sync.listing import Listed, Listing, file_name
-from codec.weight_sync.source import listing_of
-from codec.weight_sync.store_files import BucketFiles, FolderFiles
-from codec.weight_sync.update import Update
+from codec.weight_sync.http import environment
+from codec.weight_sync.store.files import BucketFiles, FolderFiles
+from codec.weight_sync.store.source import listing_of
+from codec.weight_sync.updates.identity import MAX_VERSION, other_run
+from codec.weight_sync.updates.listing import Listed, Listing, file_name
+from codec.weight_sync.updates.update import Update
 
 
 class UpdateStore:

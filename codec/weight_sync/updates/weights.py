@@ -11,11 +11,11 @@ from codec._c.library import ITEMSIZE
 from codec.errors import ArgumentError, CodecError
 from codec.tensors.view import TensorView, empty, fetch, view
 from codec.tensors.wrapper import View
-from codec.weight_sync.coding import digest_of
-from codec.weight_sync.digests import sum_of, weights_digest
-from codec.weight_sync.kinds import PIECE_NBYTES, Bytes, TensorKind, WeightsSize
-from codec.weight_sync.shards import Layout, Name, check_name, layouts, tensor_of
-from codec.weight_sync.update import Update, whole_kind
+from codec.weight_sync.updates.coding import digest_of
+from codec.weight_sync.updates.digests import sum_of, weights_digest
+from codec.weight_sync.updates.kinds import PIECE_NBYTES, Bytes, TensorKind, WeightsSize
+from codec.weight_sync.updates.shards import Layout, Name, check_name, layouts, tensor_of
+from codec.weight_sync.updates.update import Update, whole_kind
 
 _ALIGNMENT = 64
 _ACCEPTED = "weights must be a mapping from names to tensors, or an iterable of such pairs"

@@ -8,9 +8,9 @@ import numpy as np
 
 from codec._c.library import ITEMSIZE, UNSIGNED
 from codec.errors import FrameError
-from codec.weight_sync.kinds import PIECE_NBYTES, Bytes, TensorKind
-from codec.weight_sync.shards import Box, Layout, Name, blocks, check_layouts, layouts
-from codec.weight_sync.update import Update
+from codec.weight_sync.updates.kinds import PIECE_NBYTES, Bytes, TensorKind
+from codec.weight_sync.updates.shards import Box, Layout, Name, blocks, check_layouts, layouts
+from codec.weight_sync.updates.update import Update
 
 Decode = Callable[[Name, int, Bytes], None]  # function of (key, piece, out): write the values of a piece to `out`
 

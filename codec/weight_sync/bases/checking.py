@@ -9,9 +9,9 @@ import numpy as np
 from codec._c.library import ITEMSIZE
 from codec.delta import DeltaChanges
 from codec.errors import ChecksumError, CodecError
-from codec.weight_sync.kinds import PIECE_NBYTES, Bytes, TensorKind, WeightsSize
-from codec.weight_sync.shards import Name
-from codec.weight_sync.update import Update
+from codec.weight_sync.updates.kinds import PIECE_NBYTES, Bytes, TensorKind, WeightsSize
+from codec.weight_sync.updates.shards import Name
+from codec.weight_sync.updates.update import Update
 
 _SHARE = 16  # changes are kept up to this share of the bytes of the weights: 2% of the values of bfloat16
 

@@ -12,20 +12,20 @@ from codec.arguments import check_timeout
 from codec.errors import ArgumentError, CodecError, FrameError
 from codec.files.signing import SigningKey
 from codec.stores.locations import location, scheme_of
-from codec.weight_sync.bucket import UpdateBucket, object_name
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.download import download
-from codec.weight_sync.http import Cafile, Connection
-from codec.weight_sync.listing import MAX_NBYTES, Listed, Listing
-from codec.weight_sync.mapping import mapped, regular
-from codec.weight_sync.mirror import Mirror
-from codec.weight_sync.parts import PartedUpdate, Parts
-from codec.weight_sync.server import UpdateServer, process_mirror
-from codec.weight_sync.temporary import copied, not_listed
-from codec.weight_sync.update import Update
+from codec.weight_sync.http.client import Cafile, Connection
+from codec.weight_sync.http.download import download
+from codec.weight_sync.http.mirror import Mirror
+from codec.weight_sync.http.server import UpdateServer, process_mirror
+from codec.weight_sync.http.temporary import copied, not_listed
+from codec.weight_sync.store.bucket import UpdateBucket, object_name
+from codec.weight_sync.updates.listing import MAX_NBYTES, Listed, Listing
+from codec.weight_sync.updates.mapping import mapped, regular
+from codec.weight_sync.updates.parts import PartedUpdate, Parts
+from codec.weight_sync.updates.update import Update
 
 if TYPE_CHECKING:
-    from codec.weight_sync.credentials import BearerToken
+    from codec.weight_sync.http.credentials import BearerToken
 
 Source = str | PathLike[str] | UpdateServer
 TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds

@@ -20,11 +20,11 @@ from codec._c.library import DTYPE_NAMES, DTYPES
 from codec.errors import ChecksumError, FrameError, Status, UnsupportedError
 from codec.files.signing import SigningKey
 from codec.tensors.view import fetch, view_bytes
-from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, UpdateHead
-from codec.weight_sync.kinds import Bytes, Span, TensorKind, WeightsSize
-from codec.weight_sync.mapping import mapped
-from codec.weight_sync.shards import Box, Name, Shard, tensor_of
-from codec.weight_sync.signatures import check_signature, signature_in
+from codec.weight_sync.updates.identity import MAX_VERSION, NO_DIGEST, UpdateHead
+from codec.weight_sync.updates.kinds import Bytes, Span, TensorKind, WeightsSize
+from codec.weight_sync.updates.mapping import mapped
+from codec.weight_sync.updates.shards import Box, Name, Shard, tensor_of
+from codec.weight_sync.updates.signatures import check_signature, signature_in
 
 MAGIC = b"\x89CWU\r\n\x1a\n"
 FORMAT = 4

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from codec._c.library import DTYPES
 from codec.errors import StateError
 from codec.files.replacing import replaced
-from codec.weight_sync.digests import sum_of, weights_digest
-from codec.weight_sync.identity import MAX_VERSION, Identity
-from codec.weight_sync.kinds import TensorKind
-from codec.weight_sync.shards import Name, Selection, Shard
-from codec.weight_sync.update import MAX_RANK
-from codec.weight_sync.weights import Rest, Weights
+from codec.weight_sync.updates.digests import sum_of, weights_digest
+from codec.weight_sync.updates.identity import MAX_VERSION, Identity
+from codec.weight_sync.updates.kinds import TensorKind
+from codec.weight_sync.updates.shards import Name, Selection, Shard
+from codec.weight_sync.updates.update import MAX_RANK
+from codec.weight_sync.updates.weights import Rest, Weights
 
 _FORMAT = 3
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from codec.errors import FrameError
 from codec.files.signing import SigningKey
-from codec.weight_sync.digests import sum_of
-from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, UpdateHead
-from codec.weight_sync.kinds import Bytes, WeightsSize
-from codec.weight_sync.listing import MAX_PARTS, Listed
-from codec.weight_sync.shards import Name
-from codec.weight_sync.signatures import check_list, signed_list
-from codec.weight_sync.update import TensorEntry, Update, head_and_index
+from codec.weight_sync.updates.digests import sum_of
+from codec.weight_sync.updates.identity import MAX_VERSION, NO_DIGEST, UpdateHead
+from codec.weight_sync.updates.kinds import Bytes, WeightsSize
+from codec.weight_sync.updates.listing import MAX_PARTS, Listed
+from codec.weight_sync.updates.shards import Name
+from codec.weight_sync.updates.signatures import check_list, signed_list
+from codec.weight_sync.updates.update import TensorEntry, Update, head_and_index
 
 MAX_NBYTES = 1 << 24  # maximum size of the file that names the parts, in bytes
 _FORMAT = 1

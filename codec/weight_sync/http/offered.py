@@ -7,11 +7,11 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Protocol
 
-from codec.weight_sync.arriving import Arriving
 from codec.weight_sync.closing import Closing
-from codec.weight_sync.hints import SECONDS
-from codec.weight_sync.listing import Listed
-from codec.weight_sync.mapping import regular
+from codec.weight_sync.http.arriving import Arriving
+from codec.weight_sync.http.hints import SECONDS
+from codec.weight_sync.updates.listing import Listed
+from codec.weight_sync.updates.mapping import regular
 
 _WAIT_SECONDS = 0.5  # time between looks at whether the server was closed
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from codec.errors import StateError
 from codec.files.signing import SigningKey
-from codec.weight_sync.identity import MAX_VERSION, NO_DIGEST, RUN_NBYTES, Identity, UpdateHead, other_run
-from codec.weight_sync.signatures import check_list, signed_list
-from codec.weight_sync.update import Update
+from codec.weight_sync.updates.identity import MAX_VERSION, NO_DIGEST, RUN_NBYTES, Identity, UpdateHead, other_run
+from codec.weight_sync.updates.signatures import check_list, signed_list
+from codec.weight_sync.updates.update import Update
 
 _FORMAT = 2
 MAX_PARTS = 1 << 16  # maximum number of parts of an update

@@ -1,0 +1,1 @@
+"""Stores of updates in folders and buckets, and readers of folders, buckets and servers."""
