@@ -193,15 +193,16 @@ static codec_status read_pieces(const struct kernels *k, const struct truncate_k
 	return CODEC_OK;
 }
 
-/* Assemble the bit patterns of m values from exponents and from fields or pieces, in w->patterns. */
-static void assemble_patterns(const struct kernels *k, const struct truncate_kind *q, uint64_t m, struct work *w)
+/* Assemble the bit patterns x of m values from exponents and from fields or pieces. */
+static void assemble_patterns(const struct kernels *k, const struct truncate_kind *q, uint64_t m, struct work *w,
+			      uint32_t *x)
 {
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
 	const uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]};
 	uint64_t count[TRUNCATE_PIECES] = {0}, n;
 
 	if (q->by_bit) {
-		k->assemble(q, w->fields, w->e, m, w->patterns);
+		k->assemble(q, w->fields, w->e, m, x);
 		return;
 	}
 	for (uint64_t at = 0; at < m; at += n) {
@@ -212,7 +213,7 @@ static void assemble_patterns(const struct kernels *k, const struct truncate_kin
 			least = (uint8_t)(least + q->width[i]);
 			count[i] += k->unprune(w->width + at, least, w->piece[i] + count[i], n, piece[i]);
 		}
-		k->join_pieces(q, pieces, w->e + at, n, w->patterns + at);
+		k->join_pieces(q, pieces, w->e + at, n, x + at);
 	}
 }
 
@@ -239,7 +240,11 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 	TRY(close_region(&o->c, f));
 	if (!values)
 		return CODEC_OK;
-	assemble_patterns(k, &q, m, w);
+	if (nbytes == 4 && !nontemporal && (uintptr_t)values % 4 == 0) {
+		assemble_patterns(k, &q, m, w, (uint32_t *)(void *)values);
+		return CODEC_OK;
+	}
+	assemble_patterns(k, &q, m, w, w->patterns);
 	if (nontemporal && nbytes == 4) {
 		k->stream((uint8_t *)values, (const uint8_t *)w->patterns, 4 * m);
 	} else if (nontemporal) { /* the fields are no longer needed, so their memory is reused */
