@@ -173,9 +173,46 @@ def test_levels_given_as_an_array():
         expected = cut(x, np.array(DROPS["float32"])[level])
         assert codec.decode(frame).tobytes() == expected.tobytes()
         assert oracle.decode(frame)[2] == expected.tobytes()
-    level[9000] = 4
+    x, level, residual = gradient(100_000), np.full(100_000, 3, np.uint8), np.full(100_000, 7, F32)
+    level[-1] = 4
     with pytest.raises(codec.ArgumentError):
-        codec.encode(x, Truncate().bind(levels=level))
+        codec.encode(x, Truncate().bind(levels=level), residual=residual)
+    assert (residual == 7).all()
+
+
+@pytest.mark.parametrize(("levels", "granularity"), TRUNCATE_LEVELS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_residual_is_written_by_blocks_as_after_all_of_them(levels, granularity, dtype, isa):
+    """Blocks that write the residual, over the tensor too, give the frame and residual of two threads, which do not."""
+    n = 96 * 1500  # rows cross the ends of blocks
+    scale = np.exp2(np.random.default_rng(2).integers(-6, 6, (1500, 1))).astype(F32)
+    x = (gradient(n).reshape(1500, 96) * scale).astype(dtype)
+    spec = Truncate("optimizer", "nearest", levels, granularity, "feedback").bind(
+        optimizers.SGD(0.05), theta=optimizer_state(n)["theta"]
+    )
+    error = gradient(n, 3, scale=1e-4).reshape(x.shape)
+    results = []
+    for threads in (1, 2):
+        how = {"options": codec.options(threads=threads), "out": np.empty(codec.bound(x.shape, dtype, spec), np.uint8)}
+        left, fed, in_place = np.empty_like(error), error.copy(), x.copy()
+        frames = [bytes(codec.encode(x, spec, residual=left, **how))]
+        if dtype == "float32":
+            assert bytes(codec.encode(in_place, spec, residual=in_place, **how)) == frames[0]
+            assert in_place.tobytes() == left.tobytes()
+        frames += [bytes(codec.encode(x, spec, residual=fed, feedback=True, **how))]
+        results.append((frames, left.tobytes(), fed.tobytes()))
+    assert results[0] == results[1]
+    assert (left == x.astype(F32) - codec.decode(frames[0], spec).astype(F32)).all()
+
+
+def test_feedback_of_a_stored_frame_adds_the_residual_once():
+    """Blocks do not write the residual while the frame may still be stored raw, however large `out` is."""
+    x = np.random.default_rng(0).integers(1 << 23, 255 << 23, 40_000, np.uint32).view(F32)
+    residual, sums = np.full_like(x, 2e-38), x + F32(2e-38)
+    frame = codec.encode(x, Truncate(0), residual=residual, feedback=True, out=np.empty(2 * x.nbytes, np.uint8))
+    assert codec.inspect(bytes(frame)).stored
+    assert not residual.any()
+    assert codec.decode(frame).tobytes() == sums.tobytes() != x.tobytes()
 
 
 def test_decoding_with_another_state_is_a_state_error():

@@ -231,7 +231,8 @@ static void fit_whole(const struct source *src, const struct kernels *k, const s
 /*
  * Compute the offsets of rows that begin in values [first, first + n) of a segment and were not computed when the job
  * was opened. Only the thread that encodes these values stores or reads those offsets. If the row of the first value
- * begins before that value, the offset of the row is f->row.
+ * begins before that value, the offset of the row is f->row. It is computed again, because another thread may encode
+ * the values before, unless blocks overwrite these with the residual: then they are encoded in order.
  */
 static void fit_range(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
 		      uint64_t first, uint64_t n, struct fitted *f)
@@ -244,7 +245,7 @@ static void fit_range(const struct source *src, const struct kernels *k, struct 
 		return;
 	r = i / s->row;
 	if (i % s->row) {
-		f->row = is_fitted(s) ? rows[r] : fit_row(src, k, j, s, r);
+		f->row = is_fitted(s) || j->blocks_leave ? rows[r] : fit_row(src, k, j, s, r);
 		r++;
 	}
 	if (!is_fitted(s) && r * s->row < end)

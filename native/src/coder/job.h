@@ -71,8 +71,8 @@ enum { JOB_ENCODE = 0x4a454e43, JOB_DECODE = 0x4a444543 };
 enum { JOB_OPEN, JOB_SCANNING, JOB_READY, JOB_CLOSED, JOB_PLANNED };
 
 /*
- * Row codecs: when the residual is written. RESIDUAL_LAST: after all blocks, because the frame may turn out not to fit
- * its buffer, and errors must leave the residual unchanged.
+ * Codecs that are never stored: when the residual is written. RESIDUAL_LAST: after all blocks, because the frame may
+ * turn out not to fit its buffer, and errors must leave the residual unchanged.
  */
 enum residual { RESIDUAL_NONE, RESIDUAL_WITH_BLOCKS, RESIDUAL_LAST };
 
@@ -87,7 +87,9 @@ struct job {
 	uint64_t kept_at; /* decode: memory in which a check keeps the symbols of plane 0; 0: none */
 	struct philox key;
 	float scale, clip;       /* codec_spec.scale and clip; 0: none; scale -1: the caller's scale is 0 */
-	uint8_t residual;        /* codecs of rows: enum residual */
+	uint8_t residual;        /* codecs that are never stored: enum residual */
+	uint8_t blocks_leave;    /* TRUNCATE, encode: blocks write the residual as soon as the frame certainly fits */
+	uint64_t nleft;          /* TRUNCATE, encode: number of last blocks that have written their residual */
 	uint8_t verify_first;    /* encode: CODEC_VERIFY_FIRST is set */
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
 	uint64_t outer_checksum; /* decode: the frame's checksum minus the checksums of its blocks */

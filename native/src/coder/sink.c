@@ -33,13 +33,11 @@ const void *load_native(const struct kernels *k, const struct source *s, uint64_
 
 	if (!s->error)
 		return (const char *)s->data + first * size;
+	if (s->dtype == CODEC_FLOAT32)
+		return load_values(k, s, first, n, buffer);
 	for (uint64_t i = 0, m; i < n; i += m, to += m * size) {
 		m = MIN(512, n - i);
 		load_values(k, s, first + i, m, sum);
-		if (s->dtype == CODEC_FLOAT32) {
-			memcpy(to, sum, m * size);
-			continue;
-		}
 		k->from_float[s->dtype == CODEC_FLOAT16](sum, m, to);
 		for (uint64_t v = 0; v < m; v++) { /* from_float has clamped Inf to the largest finite value */
 			uint32_t u = round_bits(sum[v]);

@@ -8,11 +8,7 @@ uint64_t largest_block(uint64_t n)
 	return padded(MIN(n, 1u << WIRE_MAX_BLOCK_LOG2));
 }
 
-/*
- * Return an upper bound of the size in bytes of a coded plane of m symbols: every symbol is an escape code of 8 bits,
- * with a literal of two bytes.
- */
-static uint64_t coded_bound(uint64_t m)
+uint64_t coded_bound(uint64_t m)
 {
 	return STATE_NBYTES + 4 * WIRE_LANES + 4 * WIRE_LANES + 8 + padded(m) * (1 + 2);
 }

@@ -47,6 +47,7 @@ struct work {
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
 	const codec_metric *metric; /* TRUNCATE: metric at which the search for the next value's metric begins */
+	float *residual;            /* TRUNCATE, encode: residual of the tensor; NULL: the block does not write it */
 	char *values; /* decode: buffer for a block that is not decoded straight into dst; same memory as `region` */
 	uint32_t *words, *words_end;
 	struct delta_buffers delta; /* DELTA; decoded changes are listed in delta.at and values */
@@ -57,6 +58,11 @@ struct work {
 
 /* Return the number of values of the largest block of a tensor of n values, rounded up to a multiple of 128. */
 uint64_t largest_block(uint64_t n);
+/*
+ * Return an upper bound of the size in bytes of a coded plane of m symbols: every symbol is an escape code of 8 bits,
+ * with a literal of two bytes.
+ */
+uint64_t coded_bound(uint64_t m);
 /* Return the buffer size in bytes for a region of m values, all of whose bytes may be coded and escaped. */
 uint64_t region_room(const struct dtype *d, uint64_t m);
 /* Allocate nbytes at *p: return *p, and advance it to the next cache line after them. */

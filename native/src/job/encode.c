@@ -122,6 +122,15 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 	return start(j, &values, capacity, with);
 }
 
+/*
+ * Codecs that may store the tensor raw: return 1 if a frame in blocks that ends at `end` or before cannot fail, nor be
+ * replaced by a stored frame, for which a residual that is also an input must be unchanged.
+ */
+static int fits_surely(const struct job *j, uint64_t end, uint64_t capacity)
+{
+	return end <= capacity && end / WIRE_ALIGN <= UINT32_MAX && !choose_stored(end, stored_nbytes(&j->h));
+}
+
 static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 				  struct job *j, codec_range *range, void *work)
 {
@@ -146,6 +155,10 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 		if (capacity - at < most && !has_buffer)
 			return CODEC_SHORT_OUTPUT;
 		w.region = capacity - at < most ? buffer : dst + at; /* encode into dst if every region fits */
+		if (j->blocks_leave && fits_surely(j, at + (j->h.nblocks - b) * most, capacity)) {
+			w.residual = with->residual;
+			j->nleft++;
+		}
 		TRY(family->encode_block(j, k, with, src, b, dst, &w, &digest, &nbytes));
 		if (nbytes > capacity - at)
 			return CODEC_SHORT_OUTPUT;
@@ -390,6 +403,8 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	}
 	job_plan(j, NULL);
 	work = job_work(j, scratch);
+	/* levels from the caller may be invalid in any block */
+	j->blocks_leave = with->residual && codec_may_store(j->h.codec) && family->leave && !with->levels;
 	all.count = j->h.nblocks;
 	all.at = j->h.regions_at;
 	if (j->h.nblocks) {

@@ -21,6 +21,29 @@ static void prefetch(const struct truncate_kind *q, struct ahead *next)
 	next->n -= n;
 }
 
+/*
+ * Write the residual of values [first, first + n), at most a tile. y: the truncated values; sums: for float32, the
+ * values before, perhaps in `buffer`.
+ */
+static void leave(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t n,
+		  const void *sums, const uint32_t *y, float *residual, float buffer[TRUNCATE_TILE])
+{
+	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = sizeof(float) * j->h.n};
+	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
+
+	if (j->h.dtype == CODEC_FLOAT32) {
+		k->subtract(sums, (const float *)y, n, (float_any *)residual + first);
+		return;
+	}
+	for (uint64_t i = 0, m; i < n; i += m) {
+		void *halves = buffer + 512;
+
+		m = MIN(512, n - i);
+		k->store_patterns(y + i, m, 2, halves);
+		sink_put(k, &sink, first + i, m, (const float *)load_floats(k, j->h.dtype, halves, 0, m, buffer));
+	}
+}
+
 static int needs_reference(const struct job *j, const codec_context *with)
 {
 	return j->h.variant != CODEC_LEVEL_CODING_FIXED && !with->levels;
@@ -28,7 +51,7 @@ static int needs_reference(const struct job *j, const codec_context *with)
 
 /*
  * Truncate values [at, at + n) of a block, at most one tile. `first`: index of the block's first value. Compute the
- * exponents after rounding, and the number of bits dropped from each value.
+ * exponents after rounding, the number of bits dropped from each value and, unless w->residual is NULL, the residual.
  */
 static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
 			const struct truncate_kind *q, const struct source *src, uint64_t first, uint64_t at,
@@ -37,10 +60,12 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	const struct dtype *d = dtype_of(j->h.dtype);
 	uint8_t *e = w->e + at, *ea = w->ea + at, *drop = w->drop + at;
 	uint32_t *x = w->patterns + at;
-	uint8_t sums[4 * TRUNCATE_TILE];
+	float buffer[TRUNCATE_TILE];
+	const void *sums;
 
 	first += at;
-	k->load_patterns(load_native(k, src, first, n, sums), n, d->nbytes, x);
+	sums = load_native(k, src, first, n, buffer);
+	k->load_patterns(sums, n, d->nbytes, x);
 	k->exponents(x, n, q->mbits, q->last, e);
 	prefetch(q, &w->ahead);
 	if (needs_reference(j, with))
@@ -49,6 +74,8 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
 	prefetch(q, &w->ahead);
 	k->truncate(q, drop, !(j->h.options & CODEC_OPTION_CUT), n, x, e);
+	if (w->residual)
+		leave(j, k, src, first, n, sums, x, w->residual, buffer);
 	/*
 	 * With shared levels, a decoder computes the numbers of dropped bits from the exponents after rounding, so
 	 * compute `drop` again. Where rounding changed an exponent, the mantissa is 0, so any number of its bits may be
@@ -244,7 +271,7 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 	return (uint64_t)(p - start) + got;
 }
 
-/* Set the memory to prefetch to values [first, first + n) and the state arrays of their metric. */
+/* Set the memory to prefetch to values [first, first + n), their residual and the state arrays of their metric. */
 static void next_tile(const struct job *j, const codec_context *with, const struct source *src, uint64_t first,
 		      uint64_t n, struct work *w)
 {
@@ -253,6 +280,10 @@ static void next_tile(const struct job *j, const codec_context *with, const stru
 	struct ahead *next = &w->ahead;
 
 	*next = (struct ahead){{(uintptr_t)src->data + first * size}, n * size, 1};
+	if (src->error) {
+		next->at[next->count++] = (uintptr_t)(src->error + first);
+		next->n = n * sizeof(float);
+	}
 	for (int i = 0; i < 3 && t && !t->user; i++) {
 		const codec_tensor *s = i == 0 ? t->theta : i == 1 ? t->v : t->m;
 
@@ -278,6 +309,7 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 	(void)frame, (void)digest;
 	truncate_kind_of(&j->h, &q);
 	w->metric = with->metric;
+	model_fit(src, k, j, first, m, &w->fitted); /* before values are overwritten: the residual may be the tensor */
 	for (uint64_t at = 0; at < m; at += TRUNCATE_TILE) {
 		uint64_t n = MIN(TRUNCATE_TILE, m - at);
 
@@ -290,7 +322,6 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 		store32(p, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		p += 4;
 	}
-	model_fit(src, k, j, first, m, &w->fitted);
 	p += put_symbols(j, k, &q, first, m, w, p, &head);
 	if (j->h.variant == CODEC_LEVEL_CODING_PLANE) {
 		k->levels_of(&q, w->drop, m, w->symbol);
@@ -305,13 +336,14 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 	return CODEC_OK;
 }
 
-/* Write the residual of all values. This truncates the values a second time, after all steps that can fail. */
+/*
+ * Write the residual of the values whose blocks did not. This truncates the values a second time, after all steps that
+ * can fail.
+ */
 codec_status truncate_leave(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct source *src, void *work)
 {
-	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = with->residual, .nbytes = 4 * j->h.n};
-	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
-	float buffer[512];
+	uint64_t end = MIN(j->h.n, (j->h.nblocks - j->nleft) * j->h.block);
 	struct truncate_kind q;
 	struct work w;
 
@@ -319,11 +351,11 @@ codec_status truncate_leave(const struct job *j, const struct kernels *k, const 
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
 	w.metric = with->metric;
-	for (uint64_t first = 0, n; first < j->h.n; first += n) {
-		n = MIN(512, j->h.n - first);
+	w.residual = with->residual;
+	for (uint64_t first = 0, n; first < end; first += n) {
+		n = MIN(TRUNCATE_TILE, end - first);
+		next_tile(j, with, src, first + n, MIN(TRUNCATE_TILE, end - first - n), &w);
 		TRY(cut(j, k, with, &q, src, first, 0, n, &w));
-		k->store_patterns(w.patterns, n, dtype_of(j->h.dtype)->nbytes, w.values);
-		sink_put(k, &sink, first, n, (const float *)load_floats(k, j->h.dtype, w.values, 0, n, buffer));
 	}
 	return CODEC_OK;
 }

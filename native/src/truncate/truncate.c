@@ -198,6 +198,7 @@ void truncate_work_place(const struct header *h, char **p, struct work *w)
 {
 	uint64_t m = largest_block(h->n);
 
+	w->residual = NULL;
 	w->exponent = work_take(p, 2 * m + 64);
 	w->patterns = work_take(p, 4 * m);
 	for (int i = 0; i < TRUNCATE_PIECES; i++)
@@ -212,5 +213,11 @@ void truncate_work_place(const struct header *h, char **p, struct work *w)
 
 uint64_t truncate_region_bound(const struct job *j)
 {
-	return region_room(dtype_of(j->h.dtype), MIN(j->h.n, j->h.block));
+	uint64_t m = padded(MIN(j->h.n, j->h.block)), nbytes = 8 + GAPS_NBYTES + 64; /* loops may write 64 more */
+	struct truncate_kind q;
+
+	truncate_kind_of(&j->h, &q);
+	nbytes += j->h.variant == CODEC_LEVEL_CODING_CODED ? coded_bound(m) : m;
+	nbytes += j->h.variant == CODEC_LEVEL_CODING_PLANE ? m / 4 : 0;
+	return ALIGN8(nbytes + m * (uint64_t)(q.mbits + 1) / 8);
 }
