@@ -202,8 +202,8 @@ TRUNCATE_LOOP(drop_levels, f.k->drops_of(&LEVELS, e, e, TILE, f.decoded[0]))
 TRUNCATE_LOOP(drop_bits, f.k->drops_of(&BITS, e, e, TILE, f.decoded[0]))
 TRUNCATE_LOOP(truncate, f.k->truncate(&LEVELS, drop, 1, TILE, y, f.decoded[0]))
 TRUNCATE_LOOP(widths, f.k->widths(e, drop, TILE, 24, 24, f.decoded[0]))
-TRUNCATE_LOOP(fields, f.k->fields(&BITS, (const uint32_t *)x, TILE, y))
-TRUNCATE_LOOP(pack_fields, f.k->pack_fields((const uint32_t *)f.pattern, width, TILE, 24, (uint8_t *)y))
+TRUNCATE_LOOP(any_bits, f.sink += f.k->any_bits((const uint32_t *)x, TILE))
+TRUNCATE_LOOP(pack_fields, f.k->pack_fields(&BITS, (const uint32_t *)x, width, TILE, (uint8_t *)y))
 TRUNCATE_LOOP(unpack_fields, f.k->unpack_fields(f.values + i, 3 * TILE, width, TILE, 24, y))
 TRUNCATE_LOOP(assemble, f.k->assemble(&BITS, (const uint32_t *)x, e, TILE, y))
 TRUNCATE_LOOP(split_pieces, f.k->split_pieces(&LEVELS, (const uint32_t *)x, TILE, to))
@@ -265,7 +265,7 @@ static const struct {
 	{"drops, by bit", drop_bits, N},
 	{"truncate", truncate, N},
 	{"widths", widths, N},
-	{"fields", fields, N},
+	{"any bits", any_bits, N},
 	{"pack fields", pack_fields, N},
 	{"unpack fields", unpack_fields, N},
 	{"assemble", assemble, N},
@@ -339,7 +339,7 @@ int main(int argc, char **argv)
 			f.plane[p][i] = (uint8_t)noise();
 		f.exponent[i] = (uint8_t)e;
 		f.drop[i] = (uint8_t)(noise() % 24);
-		f.width[i] = 24 - f.drop[i];
+		f.width[i] = (uint8_t)(noise() % 8 + (uint32_t)__builtin_ctz(noise() | 1u << 9)); /* 5.5 bits */
 	}
 	begin(0);
 	table(argc > 1 ? argv[1] : NULL);

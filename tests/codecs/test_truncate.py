@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import codec
 from codec import Truncate, optimizers
+from codec._c.library import use_isa
 from reference import decoder as oracle
 from support import flatcall
 from support.specs import TRUNCATE_LEVELS
@@ -112,6 +113,23 @@ def test_values_that_sampling_misses_are_escaped(isa):
         y = codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays))
         assert (y[77_777], y[150_001]) == (0, np.inf)
         assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_runs_of_fields_of_every_width(dtype, isa):
+    """All instruction sets pack runs of equally long fields, whose bits together may exceed a word."""
+    magnitude = np.repeat(np.exp2(np.arange(-13, 14)), 389)
+    x = np.random.default_rng(0).uniform(-1, 1, magnitude.size)
+    x = (magnitude * (x + np.sign(x))).astype(F32).astype(NUMPY_DTYPES[dtype])
+    metric, arrays = optimizers.SGD(1.0), {"theta": np.full(x.size, 2.0**11, F32)}
+    spec = Truncate(level_coding="shared", granularity="bit", guard=0).bind(metric, **arrays)
+    frame = bytes(codec.encode(x, spec))
+    y = codec.decode(frame, spec)
+    assert oracle.decode(frame, a_exponents=a_exponents(metric, arrays))[2] == y.tobytes()
+    kept = np.bitwise_or.reduce(y.view(f"u{y.itemsize}").reshape(-1, 389), 1)
+    assert len({int(bits) & -int(bits) for bits in kept}) == {"float32": 24, "bfloat16": 8, "float16": 11}[dtype]
+    with use_isa("scalar"):
+        assert bytes(codec.encode(x, spec)) == frame
 
 
 def test_segments_and_codebook(isa):

@@ -307,20 +307,18 @@ struct kernels {
 	 * to 0 if e[i] is 0. Return the sum of all widths.
 	 */
 	size_t (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *width);
-	/* Return the bitwise OR of the n fields f. */
-	uint32_t (*any_field)(const uint32_t *f, size_t n);
+	/* Return the bitwise OR of n patterns. */
+	uint32_t (*any_bits)(const uint32_t *x, size_t n);
 	/*
-	 * Pack the upper width[i] bits of each field of `total` bits contiguously, from bit 0 of the first byte on; up
-	 * to 8 more bytes may be written. unpack_fields is the inverse; nbytes: size of the packed bits in bytes.
+	 * Pack the upper width[i] bits of the field (sign and mantissa) of each pattern x[i] contiguously, from bit 0
+	 * of the first byte on; up to 8 more bytes may be written. unpack_fields unpacks fields of `total` bits;
+	 * nbytes: size of the packed bits in bytes.
 	 */
-	void (*pack_fields)(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst);
+	void (*pack_fields)(const struct truncate_kind *q, const uint32_t *x, const uint8_t *width, size_t n,
+			    uint8_t *dst);
 	void (*unpack_fields)(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
 			      uint32_t *f);
-	/*
-	 * Convert patterns x to fields (sign and mantissa), or to pieces of fields, and back. Where the exponent e is
-	 * 0, x is 0.
-	 */
-	void (*fields)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *f);
+	/* Convert fields, or pieces of fields, to patterns x, and back. Where the exponent e is 0, x is 0. */
 	void (*assemble)(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *x);
 	void (*split_pieces)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint8_t *const piece[4]);
 	void (*join_pieces)(const struct truncate_kind *q, const uint8_t *const piece[4], const uint8_t *e, size_t n,

@@ -33,6 +33,89 @@ static inline size_t unpack_fields_avx512(const uint8_t *src, size_t nbytes, con
 	return i;
 }
 
+/* Four fields of at most 15 bits in each 64-bit lane, one after the other, and their numbers of bits in total. */
+struct quads_avx512 {
+	__m512i bits, count;
+};
+
+/* Return a non-zero value if a lane of v, each at most 112, exceeds 56. */
+static inline uint32_t exceed_56(__m512i v)
+{
+	return _mm512_test_epi32_mask(_mm512_add_epi64(v, _mm512_set1_epi64(7)), _mm512_set1_epi64(64));
+}
+
+/* Move the upper half of each lane of v down to the end of its lower half, which has n bits. */
+#define CLOSE_GAPS(size, v, n)                                                                                         \
+	_mm512_or_si512(_mm512_and_si512(v, _mm512_set1_epi64(size == 32 ? 0x0000ffff0000ffff : 0xffffffff)),          \
+			_mm512_sllv_epi##size(_mm512_srli_epi##size(v, size / 2), n))
+
+/* Merge the kept bits of the fields of 32 patterns. Clear *fits if one has more than 15, or a lane more than 56. */
+static inline struct quads_avx512 quads_avx512(const struct truncate_kind *q, const uint32_t *x, const uint8_t *width,
+					       int *fits)
+{
+	const __m512i uppers =
+		_mm512_setr_epi32(0x030001, 0x070005, 0x0b0009, 0x0f000d, 0x130011, 0x170015, 0x1b0019, 0x1f001d,
+				  0x230021, 0x270025, 0x2b0029, 0x2f002d, 0x330031, 0x370035, 0x3b0039, 0x3f003d);
+	const __m512i mantissa = _mm512_set1_epi32(0x7fffffff);
+	const __m128i to_sign = _mm_cvtsi32_si128(31 - q->sign), to_mantissa = _mm_cvtsi32_si128(31 - q->mbits);
+	__m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)width)), v[2], first;
+	struct quads_avx512 to;
+
+	for (int i = 0; i < 2; i++) { /* fields at the upper ends of their lanes */
+		__m512i u = _mm512_loadu_si512(x + 16 * i);
+
+		v[i] = _mm512_ternarylogic_epi32(mantissa, _mm512_sll_epi32(u, to_mantissa),
+						 _mm512_sll_epi32(u, to_sign), 0xca);
+	}
+	to.bits = _mm512_permutex2var_epi16(v[0], uppers, v[1]);
+	to.bits = _mm512_srlv_epi16(to.bits, _mm512_sub_epi16(_mm512_set1_epi16(16), w));
+	to.bits = CLOSE_GAPS(32, to.bits, _mm512_and_si512(w, _mm512_set1_epi32(0xffff)));
+	to.count = _mm512_madd_epi16(w, _mm512_set1_epi16(1));
+	first = _mm512_and_si512(to.count, _mm512_set1_epi64(0xffffffff));
+	to.bits = CLOSE_GAPS(64, to.bits, first);
+	to.count = _mm512_add_epi64(first, _mm512_srli_epi64(to.count, 32));
+	*fits &= !(_mm512_test_epi32_mask(w, _mm512_set1_epi16(16)) | exceed_56(to.count));
+	return to;
+}
+
+/*
+ * Merge fields to runs of four or eight, of at most 56 bits. Return the number of runs, or 0 if a field is too long, or
+ * n is not a multiple of 64.
+ */
+static inline size_t field_runs_avx512(const struct truncate_kind *q, const uint32_t *x, const uint8_t *width, size_t n,
+				       uint64_t *run, uint64_t *nbits)
+{
+	const __m512i even = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
+	const __m512i odd = _mm512_setr_epi64(1, 3, 5, 7, 9, 11, 13, 15);
+	size_t count = 0;
+	int fits = 1;
+
+	for (size_t i = 0; n % 64 == 0 && i < n; i += 64) {
+		struct quads_avx512 a = quads_avx512(q, x + i, width + i, &fits);
+		struct quads_avx512 b = quads_avx512(q, x + i + 32, width + i + 32, &fits);
+		__m512i first = _mm512_permutex2var_epi64(a.count, even, b.count);
+		__m512i second = _mm512_permutex2var_epi64(a.count, odd, b.count);
+		__m512i both = _mm512_add_epi64(first, second);
+
+		if (!fits)
+			return 0;
+		if (exceed_56(both)) {
+			_mm512_storeu_si512(run + count, a.bits);
+			_mm512_storeu_si512(run + count + 8, b.bits);
+			_mm512_storeu_si512(nbits + count, a.count);
+			_mm512_storeu_si512(nbits + count + 8, b.count);
+			count += 16;
+			continue;
+		}
+		second = _mm512_sllv_epi64(_mm512_permutex2var_epi64(a.bits, odd, b.bits), first);
+		first = _mm512_permutex2var_epi64(a.bits, even, b.bits);
+		_mm512_storeu_si512(run + count, _mm512_or_si512(first, second));
+		_mm512_storeu_si512(nbits + count, both);
+		count += 8;
+	}
+	return count;
+}
+
 /* Return the byte permutation that gathers byte 0 of 16 words, then bytes 1, 2 and 3 of the words; or the inverse. */
 static inline __m512i byte_order_avx512(int inverse)
 {
@@ -123,6 +206,7 @@ static inline size_t join_pieces_avx512(const struct truncate_kind *q, const uin
 	return i;
 }
 
+#define FIELD_RUNS field_runs_avx512
 #undef UNPACK_FIELDS
 #define SPLIT_PIECES split_pieces_avx512
 #define JOIN_PIECES join_pieces_avx512

@@ -196,21 +196,13 @@ static size_t widths(const uint8_t *e, const uint8_t *drop, size_t n, int total,
 	return sum;
 }
 
-static uint32_t any_field(const uint32_t *f, size_t n)
+static uint32_t any_bits(const uint32_t *x, size_t n)
 {
 	uint32_t any = 0;
 
 	for (size_t i = 0; i < n; i++)
-		any |= f[i];
+		any |= x[i];
 	return any;
-}
-
-static void fields(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *restrict f)
-{
-	int mbits = q->mbits, sign = q->sign;
-
-	for (size_t i = 0; i < n; i++)
-		f[i] = bits_field(x[i], mbits, sign);
 }
 
 static void assemble(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *restrict x)
@@ -256,6 +248,9 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 #define FIELD_PAIRS(f, width, n, total, pair, wide) 0
 #define UNPACK_FIELDS(src, nbytes, width, n, total, f, bit) 0
 #endif
+#ifndef FIELD_RUNS
+#define FIELD_RUNS(q, x, width, n, run, nbits) 0
+#endif
 #define PAIRS 64
 
 /*
@@ -299,21 +294,30 @@ static inline size_t put_runs(const uint64_t *run, const uint64_t *nbits, size_t
  * update of the bit position and of the pending bits. To shorten that path, pairs are merged to runs of four or eight
  * fields if a run fits into 64 bits.
  */
-static void pack_fields(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst)
+static void pack_fields(const struct truncate_kind *q, const uint32_t *x, const uint8_t *width, size_t n, uint8_t *dst)
 {
 	uint64_t run[3][PAIRS], nbits[3][PAIRS], waits = 0;
+	int mbits = q->mbits, sign = q->sign, total = mbits + 1;
+	uint32_t f[2 * PAIRS];
 	size_t bit = 0;
 
 	for (size_t at = 0, m; at < n; at += m) {
 		size_t count, t = 0;
 
 		m = n - at < 2 * PAIRS ? n - at : 2 * PAIRS;
-		for (size_t i = FIELD_PAIRS(f + at, width + at, m, total, run[0], nbits[0]); i < m; i += 2) {
+		count = FIELD_RUNS(q, x + at, width + at, m, run[0], nbits[0]);
+		if (count) {
+			bit = put_runs(run[0], nbits[0], count, dst, bit, &waits);
+			continue;
+		}
+		for (size_t i = 0; i < m; i++)
+			f[i] = bits_field(x[at + i], mbits, sign);
+		for (size_t i = FIELD_PAIRS(f, width + at, m, total, run[0], nbits[0]); i < m; i += 2) {
 			uint32_t first = width[at + i], second = i + 1 < m ? width[at + i + 1] : 0;
 
-			run[0][i / 2] = f[at + i] >> ((uint32_t)total - first);
+			run[0][i / 2] = f[i] >> ((uint32_t)total - first);
 			if (second)
-				run[0][i / 2] |= (uint64_t)(f[at + i + 1] >> ((uint32_t)total - second)) << first;
+				run[0][i / 2] |= (uint64_t)(f[i + 1] >> ((uint32_t)total - second)) << first;
 			nbits[0][i / 2] = first + second;
 		}
 		count = (m + 1) / 2;
@@ -343,7 +347,7 @@ static void unpack_fields(const uint8_t *src, size_t nbytes, const uint8_t *widt
 #define TRUNCATE_LOOPS                                                                                                 \
 	.load_patterns = load_patterns, .store_patterns = store_patterns, .metric_exponents = metric_exponents,        \
 	.exponents_of = exponents_of, .drops_of = drops_of, .exponents = exponents, .truncate = truncate,              \
-	.widths = widths, .any_field = any_field, .fields = fields, .assemble = assemble, .pack_fields = pack_fields,  \
+	.widths = widths, .any_bits = any_bits, .assemble = assemble, .pack_fields = pack_fields,                      \
 	.unpack_fields = unpack_fields, .split_pieces = split_pieces, .join_pieces = join_pieces,                      \
 	.levels_of = levels_of, .drops_at = drops_at, .lower_exponents = lower_exponents,                              \
 	.raise_exponents = raise_exponents, .join = join, .pairs_of = pairs_of, .unjoin = unjoin,                      \

@@ -186,22 +186,14 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const struc
 	return choose_symbols(with, j);
 }
 
-/*
- * For each piece i of the fields, append piece i of values [at, at + n) to the count[i] pieces of earlier values. With
- * per-bit granularity, compute the values' fields instead.
- */
+/* For each piece i of the fields, append piece i of values [at, at + n) to the count[i] pieces of earlier values. */
 static void take_pieces(const struct kernels *k, const struct truncate_kind *q, uint64_t at, uint64_t n, struct work *w,
 			uint64_t count[TRUNCATE_PIECES])
 {
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
 	uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]}, least = 0;
 
-	prefetch(q, &w->ahead);
 	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, q->mbits + 1, w->width + at);
-	if (q->by_bit) {
-		k->fields(q, w->patterns + at, n, w->fields + at);
-		return;
-	}
 	k->split_pieces(q, w->patterns + at, n, pieces);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
 		prefetch(q, &w->ahead);
@@ -215,10 +207,12 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 {
 	if (q->by_bit) {
 		/* omit trailing bits that are 0 in all values, as in gradients computed in a narrower dtype */
-		int total = q->mbits + 1, tail = __builtin_ctz(k->any_field(w->fields, m) | 1u << total);
+		int total = q->mbits + 1;
+		uint32_t any = bits_field(k->any_bits(w->patterns, m), q->mbits, q->sign);
+		int tail = __builtin_ctz(any | 1u << total);
 		uint64_t nbits = k->widths(w->e, w->drop, m, total, total - tail, w->width);
 
-		k->pack_fields(w->fields, w->width, m, total, p);
+		k->pack_fields(q, w->patterns, w->width, m, p);
 		*head |= (uint32_t)tail << WIRE_TAIL_AT;
 		return p + (nbits + 7) / 8;
 	}
@@ -315,7 +309,9 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 
 		next_tile(j, with, src, first + at + n, n, w);
 		TRY(cut(j, k, with, &q, src, first, at, n, w));
-		take_pieces(k, &q, at, n, w, count);
+		prefetch(&q, &w->ahead);
+		if (!q.by_bit)
+			take_pieces(k, &q, at, n, w, count);
 	}
 	w->ahead.count = 0;
 	if (j->h.variant == CODEC_LEVEL_CODING_SHARED) {

@@ -32,6 +32,17 @@ static inline __m512i emulated_cvtepu8_epi32(__m128i a)
 	return simde_mm512_loadu_si512(w);
 }
 
+static inline __m512i emulated_cvtepu8_epi16(__m256i a)
+{
+	uint8_t b[32];
+	uint16_t h[32];
+
+	memcpy(b, &a, 32);
+	for (int i = 0; i < 32; i++)
+		h[i] = b[i];
+	return simde_mm512_loadu_si512(h);
+}
+
 static inline __m512i emulated_madd_epi16(__m512i a, __m512i b)
 {
 	int16_t x[32], y[32];
@@ -385,6 +396,8 @@ static inline __m128i emulated_cvtepi32_epi8(__m512i a)
 #define _mm512_mask_cmplt_epi16_mask emulated_mask_cmplt_epi16_mask
 #define _mm512_mask_sub_epi16 emulated_mask_sub_epi16
 #define _mm512_stream_si512(p, a) simde_mm512_storeu_si512(p, a)
+#undef _mm512_cvtepu8_epi16
+#define _mm512_cvtepu8_epi16 emulated_cvtepu8_epi16
 #undef _mm512_cvtepu8_epi32
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvttps_epi32
