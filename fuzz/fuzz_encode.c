@@ -92,6 +92,7 @@ static struct result encode(struct task *k, uint32_t isa, size_t capacity, int r
 static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 {
 	codec_range ranges[8] = {0};
+	struct exact buffers[8] = {0};
 	uint64_t nranges = 1 + below(&k->s, 8);
 	struct exact job = exact(k->job_nbytes, &k->s);
 	size_t room = 2 * k->bound + (1 << 16), written = 0;
@@ -124,10 +125,16 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 			where += count * plan.region_bound;
 		}
 		for (uint64_t i = 0, q = below(&k->s, nranges); i < nranges && r.status == CODEC_OK; i++, q++) {
-			struct exact work = exact(plan.work_nbytes, &k->s);
+			struct exact work = exact(plan.work_nbytes, &k->s), *buffer = buffers + q % nranges;
 			codec_range *one = ranges + q % nranges;
+			size_t end = one->at + one->count * plan.region_bound;
 
-			r.status = codec_encode_blocks(&k->t, r.frame.p, room, &k->with, job.p, one, work.p, work.n);
+			end = end > room ? room : end;
+			if (below(&k->s, 2)) {
+				*buffer = exact(end - one->at, &k->s);
+				one->buffer = buffer->p;
+			}
+			r.status = codec_encode_blocks(&k->t, r.frame.p, end, &k->with, job.p, one, work.p, work.n);
 			CHECK(r.status != CODEC_OK || one->end <= one->at + one->count * plan.region_bound, one->end,
 			      one->at);
 			exact_free(&work);
@@ -147,6 +154,8 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 	k->with.residual = NULL;
 	k->with.flags = 0;
 	k->t.data = k->x.p;
+	for (int i = 0; i < 8; i++)
+		exact_free(buffers + i);
 	exact_free(&job);
 	return r;
 }

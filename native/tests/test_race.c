@@ -250,8 +250,9 @@ struct steps {
 	uint32_t op;
 	/*
 	 * encode: after each range, a thread moves the regions of finished ranges together, unless another thread is
-	 * doing so
+	 * doing so. Every second range is encoded to a buffer.
 	 */
+	void *buffers[SLICES];
 	atomic_int done[SLICES];
 	pthread_mutex_t moving;
 	uint64_t moved, to;
@@ -262,7 +263,8 @@ static codec_range slice(const struct steps *s, uint64_t i)
 {
 	uint64_t first = s->plan.nblocks * i / SLICES, end = s->plan.nblocks * (i + 1) / SLICES;
 
-	return (codec_range){first, end - first, s->plan.regions_at + first * s->plan.region_bound, 0, 0};
+	return (codec_range){
+		.first = first, .count = end - first, .at = s->plan.regions_at + first * s->plan.region_bound};
 }
 
 static void scan(void *p, uint64_t i)
@@ -278,9 +280,15 @@ static void encode(void *p, uint64_t i)
 	struct steps *s = p;
 	void *work = room(s->plan.work_nbytes);
 
-	s->ranges[i] = slice(s, i);
-	s->status[i] = codec_encode_blocks(&s->k->x, s->k->made, 2 * s->k->bound + 65536, &s->k->with, s->job[0],
-					   s->ranges + i, work, s->plan.work_nbytes);
+	codec_range *own = s->ranges + i;
+	uint64_t nbytes;
+
+	*own = slice(s, i);
+	nbytes = own->count * s->plan.region_bound;
+	if (i % 2)
+		own->buffer = s->buffers[i] = room(nbytes);
+	s->status[i] = codec_encode_blocks(&s->k->x, s->k->made, own->at + nbytes, &s->k->with, s->job[0], own, work,
+					   s->plan.work_nbytes);
 	free(work);
 	atomic_store(s->done + i, s->status[i] == CODEC_OK);
 	if (pthread_mutex_trylock(&s->moving))
@@ -387,6 +395,8 @@ static codec_status encode_steps(struct task *k, size_t *written)
 	}
 	TRY(codec_encode_close(&k->x, k->made, capacity, &k->with, s.job[0], s.ranges, blocks ? SLICES : 0, written));
 	pthread_mutex_destroy(&s.moving);
+	for (int i = 0; i < SLICES; i++)
+		free(s.buffers[i]);
 	free(s.job[0]);
 	return status;
 }

@@ -9,7 +9,8 @@
 #include "lossy.h"
 
 /*
- * Encode a frame in steps with three ranges of blocks, the last range first. with->residual may be a residual to add.
+ * Encode a frame in steps with three ranges of blocks, the last range first, the second range to a buffer.
+ * with->residual may be a residual to add.
  */
 static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, uint8_t *dst, size_t capacity,
 				 size_t *written, const codec_context *with)
@@ -18,7 +19,7 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 	size_t job_nbytes, work_nbytes;
 	codec_status status;
 	codec_plan plan;
-	void *job, *work;
+	void *job, *work, *buffer = NULL;
 
 	assert_int_equal(codec_job_nbytes(spec, t, &job_nbytes, &work_nbytes), CODEC_OK);
 	job = malloc(job_nbytes);
@@ -32,15 +33,21 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 	}
 	for (uint64_t i = 3; i-- > 0 && status == CODEC_OK;) {
 		uint64_t first = i * plan.nblocks / 3;
+		size_t end = capacity;
 
 		ranges[i].first = first;
 		ranges[i].count = (i + 1) * plan.nblocks / 3 - first;
 		ranges[i].at = plan.regions_at + first * plan.region_bound;
+		if (i == 1) {
+			end = ranges[i].at + ranges[i].count * plan.region_bound;
+			ranges[i].buffer = buffer = malloc(end - ranges[i].at);
+		}
 		if (ranges[i].count)
-			status = codec_encode_blocks(t, dst, capacity, with, job, ranges + i, work, work_nbytes);
+			status = codec_encode_blocks(t, dst, end, with, job, ranges + i, work, work_nbytes);
 	}
 	if (status == CODEC_OK)
 		status = codec_encode_close(t, dst, capacity, with, job, ranges, 3, written);
+	free(buffer);
 	free(job);
 	free(work);
 	return status;

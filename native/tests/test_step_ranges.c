@@ -136,7 +136,8 @@ static void test_rejects_ranges_beyond_blocks(void **unused)
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	with.into = CODEC_INTO_FLOAT32;
 	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, SCRATCH, &plan), CODEC_OK);
-#define SOME(from, n) codec_reduce_blocks(&one, &to, &with, &(codec_range){from, n, 0, 0, 0}, &checksum, work, SCRATCH)
+#define SOME(from, n)                                                                                                  \
+	codec_reduce_blocks(&one, &to, &with, &(codec_range){.first = from, .count = n}, &checksum, work, SCRATCH)
 	assert_int_equal(SOME(2, UINT64_MAX), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SOME(0, plan.nblocks + 1), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SOME(plan.nblocks + 1, 0), CODEC_BAD_ARGUMENT);
@@ -213,8 +214,8 @@ static void test_one_pass_saves_scan(void **unused)
  */
 static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 {
-	static const codec_range CHECKS[] = {{0, 25, 0, 0, 0}, {25, 15, 0, 0, 0}};
-	static const codec_range WRITES[] = {{30, 10, 0, 0, 0}, {0, 1, 0, 0, 0}, {1, 29, 0, 0, 0}};
+	static const codec_range CHECKS[] = {{.count = 25}, {.first = 25, .count = 15}};
+	static const codec_range WRITES[] = {{.first = 30, .count = 10}, {.count = 1}, {.first = 1, .count = 29}};
 	codec_spec spec = spec_of(CODEC_DELTA);
 	codec_tensor t = tensor(x, N), base = tensor(theta, N), to = tensor(theta, N);
 	codec_context with = context(), none = context();

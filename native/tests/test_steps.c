@@ -33,8 +33,8 @@ _Static_assert(sizeof(codec_model_part) == 32 && sizeof(codec_row_part) == 40, "
  */
 static void assert_rejects_other_ranges(const codec_tensor *t, const codec_context *with, void *job, codec_range all)
 {
-	const codec_range later = {1, all.count - 1, all.at, 0, 0}, fewer = {0, all.count - 1, all.at, 0, 0};
-	const codec_range twice[] = {fewer, all};
+	const codec_range later = {.first = 1, .count = all.count - 1, .at = all.at};
+	const codec_range fewer = {.count = all.count - 1, .at = all.at}, twice[] = {fewer, all};
 	size_t written;
 
 	assert_int_equal(codec_encode_close(t, frame, sizeof frame, with, job, &later, 1, &written),
@@ -69,7 +69,7 @@ static void test_rejects_steps_out_of_order(void **unused)
 #define SCAN() codec_encode_scan(&t, &with, job, 0, plan.nscans)
 #define START() codec_encode_start(&t, frame, sizeof frame, &with, job, &plan)
 #define BLOCKS() codec_encode_blocks(&t, frame, sizeof frame, &with, job, &range, work, work_nbytes)
-#define MOVE(n, from, to) codec_encode_move(job, frame, sizeof frame, &(codec_range){0, n, from, 0, 0}, to)
+#define MOVE(n, from, to) codec_encode_move(job, frame, sizeof frame, &(codec_range){.count = n, .at = from}, to)
 #define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &range, 1, &written)
 	plan.nscans = 0;
 	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* the memory holds no job */

@@ -45,6 +45,7 @@ typedef struct codec_range {
 	uint64_t at;       /**< encode: offset in the frame where the blocks' regions begin, a multiple of 8 */
 	uint64_t end;      /**< encode: offset in the frame of the end of the regions, set by the step */
 	uint64_t checksum; /**< sum (mod 2^64) of the blocks' checksums, set by the step */
+	void *buffer;      /**< encode: memory for the regions until they are moved; NULL: the frame, from `at` on */
 } codec_range;
 
 /**
@@ -92,6 +93,10 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
  * of the next range as `capacity`. A range rarely exceeds that limit. If one does, CODEC_SHORT_OUTPUT is returned, and
  * the tensor must be encoded with codec_encode. If plan->room is 0, encode the tensor with codec_encode from the start.
  *
+ * With range->buffer, the regions are written to this buffer of capacity - range->at bytes, and to their place in the
+ * frame when they are moved. So a thread can encode many small ranges in a buffer that stays in its cache, and no pages
+ * of the frame are touched that the regions do not fill in the end.
+ *
  * Results of the blocks that the side section needs, such as scales, are stored in the job, at addresses that no other
  * range writes.
  */
@@ -101,8 +106,8 @@ CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, s
 
 /**
  * Move the regions of an encoded range to `to`, the end of the preceding block's region, which must not exceed
- * range->at. Set range->at and range->end. Optional: codec_encode_close moves all remaining regions, but threads can
- * move a finished range while others encode later ones.
+ * range->at. Set range->at and range->end, and range->buffer to NULL. Optional: codec_encode_close moves all remaining
+ * regions, but threads can move a finished range while others encode later ones, or move other ranges.
  */
 CODEC_API codec_status codec_encode_move(const void *job, void *dst, size_t capacity, codec_range *range, uint64_t to);
 

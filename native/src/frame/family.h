@@ -103,9 +103,9 @@ struct family {
 	codec_status (*encode_block)(struct job *j, const struct kernels *k, const codec_context *with,
 				     const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
 				     uint64_t *digest, uint64_t *nbytes);
-	/* Codecs that are never stored: write the residual of block b, which was just encoded at frame[at]. */
+	/* Codecs that are never stored: write the residual of block b, which was just encoded to `region`. */
 	codec_status (*block_leave)(const struct job *j, const struct kernels *k, const struct source *src,
-				    const uint8_t *frame, uint64_t b, uint64_t at, float *residual, struct work *w);
+				    const uint8_t *region, uint64_t b, float *residual, struct work *w);
 	/*
 	 * Codecs that are never stored: return an upper bound in bytes of the regions of blocks [first, first + count);
 	 * exact for row codecs without an entropy stage.

@@ -31,7 +31,8 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 	return CODEC_OK;
 }
 
-/* Move the regions of a range of blocks to dst[to]. Return their new end, or 0 if the arguments are inconsistent. */
+/* Move or copy the regions of a range of blocks to dst[to]. Return their new end, or 0 if the arguments are
+ * inconsistent. */
 uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, const codec_range *range, uint64_t to)
 {
 	uint8_t *entries = dst + h->directory_at + WIRE_DIRECTORY_ENTRY * range->first;
@@ -40,8 +41,8 @@ uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, cons
 
 	if (at < to || end < at || end > capacity)
 		return 0;
-	if (at > to) {
-		memmove(dst + to, dst + at, end - at);
+	if (at > to || range->buffer) {
+		memmove(dst + to, range->buffer ? range->buffer : dst + at, end - at);
 		for (uint64_t i = 0; i < range->count; i++)
 			store32(entries + WIRE_DIRECTORY_ENTRY * i,
 				load32(entries + WIRE_DIRECTORY_ENTRY * i) - (uint32_t)((at - to) / WIRE_ALIGN));

@@ -139,7 +139,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 	/* region sizes that do not depend on values need no region buffer */
 	int has_buffer = regions_vary(&j->h);
 	uint64_t most = region_bound(j), at = range->at;
-	uint8_t *buffer;
+	uint8_t *to = range->buffer ? range->buffer : dst + at, *buffer;
 	struct work w;
 
 	work_place(&j->h, work, &w);
@@ -154,7 +154,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 			most = family->regions_bound(j, b, 1);
 		if (capacity - at < most && !has_buffer)
 			return CODEC_SHORT_OUTPUT;
-		w.region = capacity - at < most ? buffer : dst + at; /* encode into dst if every region fits */
+		w.region = capacity - at < most ? buffer : to; /* encode in place if every region fits */
 		if (j->blocks_leave && fits_surely(j, at + (j->h.nblocks - b) * most, capacity)) {
 			w.residual = with->residual;
 			j->nleft++;
@@ -163,12 +163,13 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 		if (nbytes > capacity - at)
 			return CODEC_SHORT_OUTPUT;
 		if (w.region == buffer)
-			memcpy(dst + at, buffer, nbytes);
+			memcpy(to, buffer, nbytes);
 		if (j->residual == RESIDUAL_WITH_BLOCKS)
-			TRY(family->block_leave(j, k, src, dst, b, at, with->residual, &w));
-		own = checksum_of_block(digest + k->digest(dst + at, nbytes, WIRE_SEED_REGION), b);
+			TRY(family->block_leave(j, k, src, to, b, with->residual, &w));
+		own = checksum_of_block(digest + k->digest(to, nbytes, WIRE_SEED_REGION), b);
 		range->checksum += own;
 		at += nbytes;
+		to += nbytes;
 		if (at / WIRE_ALIGN > UINT32_MAX)
 			return CODEC_LIMIT;
 		store32(entry, (uint32_t)(at / WIRE_ALIGN));
@@ -349,6 +350,7 @@ codec_status codec_encode_move(const void *job, void *dst, size_t capacity, code
 		return CODEC_BAD_ARGUMENT;
 	range->at = to;
 	range->end = end;
+	range->buffer = NULL;
 	return CODEC_OK;
 }
 

@@ -267,18 +267,16 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 	return decode_codes(j, k, &block, &last, w, f);
 }
 
-/*
- * Write the residual of block b, which was just encoded at frame[at]: values of src minus the block's decoded values.
- */
-codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
-			   uint64_t b, uint64_t at, float *residual, struct work *w)
+/* Write the residual of block b, which was just encoded to `region`: values of src minus the block's decoded values. */
+codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src,
+			   const uint8_t *region, uint64_t b, float *residual, struct work *w)
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = 4 * j->h.n};
 	const struct sink sink = {
 		.into = src->minus ? CODEC_INTO_ADD : SINK_RESIDUAL, .weight = 1, .dst = &dst, .src = src};
 	struct place p = rows_place(j, b);
-	const uint8_t *codes = header_kind(&j->h).entropy ? w->plane[0] : frame + at + p.nscales;
-	const struct coded block = {p.part, frame, codes, at, at + p.nscales, p.first, p.n};
+	const uint8_t *codes = header_kind(&j->h).entropy ? w->plane[0] : region + p.nscales;
+	const struct coded block = {p.part, region, codes, 0, p.nscales, p.first, p.n};
 
 	return decode_codes(j, k, &block, &sink, w, NULL);
 }

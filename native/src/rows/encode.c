@@ -211,7 +211,7 @@ codec_status rows_leave(const struct job *j, const struct kernels *k, const code
 		uint64_t n;
 
 		TRY(rows_codes(j, k, src, b, &n, &w));
-		TRY(rows_residual(j, k, src, w.region, b, 0, with->residual, &w));
+		TRY(rows_residual(j, k, src, w.region, b, with->residual, &w));
 	}
 	return CODEC_OK;
 }

@@ -69,8 +69,8 @@ codec_status rows_leave(const struct job *j, const struct kernels *k, const code
 			const struct source *src, void *work);
 codec_status rows_codes(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b, uint64_t *n,
 			struct work *w);
-codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
-			   uint64_t b, uint64_t at, float *residual, struct work *w);
+codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src,
+			   const uint8_t *region, uint64_t b, float *residual, struct work *w);
 codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
 			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f);
 

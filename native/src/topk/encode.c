@@ -120,18 +120,18 @@ codec_status topk_encode_block(struct job *j, const struct kernels *k, const cod
 	return CODEC_OK;
 }
 
-/* Write the residual of block b, which was just encoded at frame[at]: encoded values minus decoded values. */
-codec_status topk_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
-			   uint64_t b, uint64_t at, float *residual, struct work *w)
+/* Write the residual of block b, which was just encoded to `region`: encoded values minus decoded values. */
+codec_status topk_residual(const struct job *j, const struct kernels *k, const struct source *src,
+			   const uint8_t *region, uint64_t b, float *residual, struct work *w)
 {
 	const struct topk_kind q = topk_kind(&j->h);
 	uint64_t m, first = topk_span(&j->h, b, &m), chunk = 1ull << q.chunk_log2;
 	uint64_t scales = topk_scales_nbytes(&q, m);
-	struct bit_reader r = {frame + at + scales, w->stream_nbytes, 0};
+	struct bit_reader r = {region + scales, w->stream_nbytes, 0};
 
 	for (uint64_t c = 0; c * chunk < m; c++) {
 		uint64_t from = first + c * chunk, n = MIN(chunk, m - c * chunk), kept = topk_kept(&q, n);
-		const struct topk_range range = topk_range_at(&q, frame + at, c);
+		const struct topk_range range = topk_range_at(&q, region, c);
 		const float_any *x = load_values(k, src, from, n, w->x);
 		float_any *to = (float_any *)residual + from;
 
@@ -159,7 +159,7 @@ codec_status topk_leave(const struct job *j, const struct kernels *k, const code
 		uint64_t digest, nbytes;
 
 		TRY(topk_encode_block(own, k, with, src, b, NULL, &w, &digest, &nbytes));
-		TRY(topk_residual(j, k, src, w.region, b, 0, with->residual, &w));
+		TRY(topk_residual(j, k, src, w.region, b, with->residual, &w));
 	}
 	return CODEC_OK;
 }

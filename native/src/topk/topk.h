@@ -77,8 +77,8 @@ codec_status topk_choose(struct job *j, const struct kernels *k, const struct so
 codec_status topk_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
 			       const struct source *src, uint64_t b, uint8_t *frame, struct work *w, uint64_t *digest,
 			       uint64_t *nbytes);
-codec_status topk_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
-			   uint64_t b, uint64_t at, float *residual, struct work *w);
+codec_status topk_residual(const struct job *j, const struct kernels *k, const struct source *src,
+			   const uint8_t *region, uint64_t b, float *residual, struct work *w);
 codec_status topk_leave(const struct job *j, const struct kernels *k, const codec_context *with,
 			const struct source *src, void *work);
 codec_status topk_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
