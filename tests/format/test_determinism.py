@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import codec
+from codec._c import pool
 from codec._c.library import isas, use_isa
 from codec.engines.native import encoding
 from reference import decoder as oracle
@@ -107,6 +108,17 @@ def test_every_codec_uses_all_threads(spec, monkeypatch):
     assert flatcall.encode(x, spec, threads=3, **how) == frame
     exact = np.empty(codec.bound(x.shape, "float32", spec), np.uint8)
     assert flatcall.encode(x, spec, out=exact, threads=3, **how) == frame
+
+
+def test_all_threads_encode_to_out_of_the_size_that_bound_returns(monkeypatch):
+    """Side section and directory leave less than the maximum size of a region to each block of a large tensor."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((1 << 15, 64)) * np.exp(rng.standard_normal((1 << 15, 1)))).astype(np.float16)
+    frame, counts, run = codec.encode(x), [], pool.run
+    monkeypatch.setattr(pool, "run", lambda task, count, threads: counts.append(count) or run(task, count, threads))
+    out = np.empty(codec.bound(x.shape, x.dtype), np.uint8)
+    assert codec.encode(x, out=out, options=codec.options(threads=2)) == frame
+    assert counts == [8]
 
 
 def test_codec_isa_chooses_the_instruction_set():

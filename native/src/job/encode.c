@@ -219,13 +219,12 @@ static codec_status require_stepwise(struct job *j)
 /*
  * Return the bytes of dst to reserve per block if ranges are encoded concurrently: the upper bound of a region or, if
  * the capacity is smaller, an equal share of the capacity. Return 0 if one range must encode all blocks: if the share
- * is so far below the values' size that a useful frame may exceed it, or if the residual is written with the blocks,
- * possibly over the tensor, so that a range that does not fit could not be encoded again.
+ * is so far below the size of the values in a region that a useful frame may exceed it, or if the residual is written
+ * with the blocks, possibly over the tensor, so that a range that does not fit could not be encoded again.
  */
 static uint64_t range_room(const struct job *j, size_t capacity)
 {
-	uint64_t most = j->plan.region_bound, nblocks = j->h.nblocks, each;
-	uint64_t tensor_nbytes = j->h.n * dtype_of(j->h.dtype)->nbytes;
+	uint64_t most = j->plan.region_bound, nblocks = j->h.nblocks, each, values;
 
 	if (!nblocks || capacity < j->h.regions_at)
 		return 0;
@@ -237,7 +236,8 @@ static uint64_t range_room(const struct job *j, size_t capacity)
 	if ((nblocks - 1) * most < capacity - j->h.regions_at)
 		return most;
 	each &= ~(uint64_t)(WIRE_ALIGN - 1);
-	return 8 * each < 7 * (tensor_nbytes / nblocks) ? 0 : each;
+	values = MIN(most, j->h.n * dtype_of(j->h.dtype)->nbytes / nblocks);
+	return 8 * each < 7 * values ? 0 : each;
 }
 
 static void plan_ranges(struct job *j, size_t capacity, codec_plan *plan)
