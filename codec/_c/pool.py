@@ -16,6 +16,7 @@ from codec._c.library import ffi, lib
 from codec.arguments import whole
 
 MIN_NBYTES = 1 << 20  # minimum bytes of a tensor per thread; with fewer, waking a thread takes longer than it saves
+RANGE_NBYTES = 1 << 20  # bytes of a tensor per range, if its results are to be read again from the second-level cache
 MAX_THREADS = 1024  # maximum number of threads of a call
 _OWN_NBYTES = 1 << 16  # bytes; more than cffi and other libraries allocate per thread
 
@@ -120,9 +121,13 @@ def choose_threads(requested: int | None, nbytes: int) -> int:
     return min(default_threads(), nbytes // MIN_NBYTES, MAX_THREADS)
 
 
-def ranges(nblocks: int, threads: int) -> list[tuple[int, int]]:
-    """Divide blocks into (first, count) ranges, four per thread, so that a slow thread does not delay the others."""
-    pieces = min(nblocks, 4 * threads if threads > 1 else 1)
+def ranges(nblocks: int, threads: int, nbytes: int = 0) -> list[tuple[int, int]]:
+    """Divide blocks into (first, count) ranges, so that a slow thread does not delay the others.
+
+    There are four ranges per thread, or more, so that none exceeds RANGE_NBYTES by much, if `nbytes`, the size of all
+    blocks, is given.
+    """
+    pieces = min(nblocks, max(4 * threads, nbytes // RANGE_NBYTES) if threads > 1 else 1)
     cuts = [i * nblocks // pieces for i in range(pieces + 1)]
     return [(a, b - a) for a, b in itertools.pairwise(cuts)]
 

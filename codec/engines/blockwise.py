@@ -23,13 +23,13 @@ _FIRST = lib.CODEC_VERIFY_FIRST | lib.CODEC_CHECK_ONLY
 def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: int) -> int | None:
     """Encode a tensor into dst and return the size of the frame in bytes.
 
-    Each thread encodes a range of blocks into a part of dst of the blocks' maximum size; the ranges are then moved
-    together. Return None if a range exceeds its part because `capacity` bytes are too few. Then only dst has been
-    written, and the caller can encode with one thread.
+    Return None if a range of blocks exceeds its part of dst because `capacity` bytes are too few. Then only dst has
+    been written, and the caller can encode with one thread.
     """
     t, context = call.tensor, call.context  # `call` keeps both alive while other threads use them
-    job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
+    job_size, work_size, traits = ffi.new("size_t *"), ffi.new("size_t *"), ffi.new("uint32_t *")
     check(lib.codec_job_nbytes(spec, t, job_size, work_size))
+    check(lib.codec_traits(spec, traits))
     job, plan = library.new_bytes(job_size[0]), ffi.new("codec_plan *")
     status = lib.codec_encode_open(spec, t, dst, capacity, context, job, job_size[0], plan)
     if status == _SHORT_OUTPUT:
@@ -47,34 +47,19 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
         if status == _SHORT_OUTPUT:
             return None
         check(status)
-    ranges, limits = _lay_out(plan, capacity, threads)
-    nbytes = work_size[0]
+    buffered = loops is lib and not traits[0] & lib.CODEC_TRAIT_FIXED_RATE
+    regions = _Regions(plan, job, dst, capacity, threads, t.nbytes if buffered else 0)
+    ranges, limits, nbytes = regions.ranges, regions.limits, work_size[0]
     works = [library.new_bytes(nbytes) for _ in range(min(threads, len(ranges)))]
-    done = [False] * len(ranges)
-    turn = [(0, plan.regions_at)]  # next range to move, and its final offset; empty while a thread moves a range
 
     def task(i: int, w: int) -> int:
+        regions.begin(i)
         status: int = loops.codec_encode_blocks(
             call.tensor, dst, limits[i], call.context, job, ranges + i, works[w], nbytes
         )
-        done[i] = status == 0
-        move()
+        if not status:
+            regions.end(i)
         return status
-
-    def move() -> None:
-        """Move finished ranges to their final offsets.
-
-        Each thread calls this after it has finished a range, because moving all ranges at the end would take longer.
-        Only one thread moves at a time.
-        """
-        try:
-            i, to = turn.pop()
-        except IndexError:
-            return
-        while i < len(ranges) and done[i]:
-            check(lib.codec_encode_move(job, dst, limits[i], ranges + i, to))
-            to, i = ranges[i].end, i + 1
-        turn.append((i, to))
 
     for status in pool.run(task, len(ranges), threads):
         if status in (_SHORT_OUTPUT, Status.LIMIT):
@@ -87,17 +72,72 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
     return call.size[0]
 
 
-def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[Any, list[int]]:
-    """Return ranges of blocks as an array of codec_range, and the offset in dst at which each range's memory ends."""
-    room: int = plan.room
-    if not plan.nblocks:
-        return ffi.new("codec_range[]", 0), []
-    if threads == 1 or not room:
-        return ffi.new("codec_range[]", [(0, plan.nblocks, plan.regions_at)]), [capacity]
-    ranges = _cut(plan.nblocks, threads)
-    for r in ranges:
-        r.at = plan.regions_at + r.first * room
-    return ranges, [min(r.at + r.count * room, capacity) for r in ranges]
+class _Regions:
+    """Ranges of blocks that threads encode, and their places in the frame.
+
+    A range has a place once all earlier ranges are encoded. If a thread begins a range that has one, it writes there.
+    Otherwise it writes to a buffer; when the place is known, the regions are copied while they are still in a cache. So
+    hardly any pages of the frame are touched that the frame does not fill in the end.
+
+    Without a free buffer, a range is written to the frame behind the preceding range, or to its slot, which begins
+    where the range would if all regions had their maximum size; it is moved later.
+    """
+
+    def __init__(self, plan: Any, job: Any, dst: Any, capacity: int, threads: int, nbytes: int) -> None:
+        """Cut ranges; `nbytes` is the tensor's size if regions are written to buffers, else 0."""
+        self._job, self._dst = job, dst
+        self._turn = [(0, plan.regions_at)]  # next range without a place, and that place; empty while a thread uses it
+        room = plan.room if threads > 1 else 0
+        cuts = pool.ranges(plan.nblocks, threads, nbytes) if room else [(0, plan.nblocks)][: plan.nblocks]
+        self.ranges = ffi.new("codec_range[]", [(first, n, plan.regions_at + first * room) for first, n in cuts])
+        self.limits = [min(r.at + r.count * room, capacity) if room else capacity for r in self.ranges]
+        self._done = [False] * len(cuts)
+        self._buffer: list[Any] = [None] * len(cuts)  # of each range; None: it is written to the frame
+        most = room * max((n for _, n in cuts), default=0)
+        count = min(2 * threads, len(cuts) - 1) if nbytes else 0
+        self._free = [library.new_bytes(most) for _ in range(count)]
+
+    def begin(self, i: int) -> None:
+        """Choose the memory to which range i is written."""
+        one = self.ranges[i]
+        for turn, place in self._turn[:]:
+            if turn == i:
+                one.at = place
+                return
+        if i and self._done[i - 1] and self._buffer[i - 1] is None:
+            one.at = self.ranges[i - 1].end
+            return
+        try:
+            one.buffer = self._buffer[i] = self._free.pop()
+        except IndexError:
+            return
+
+    def end(self, i: int) -> None:
+        """Record that range i is encoded, and move all ranges whose places are now known.
+
+        If another thread assigns places at this time, range i may be left to the next call, at last to
+        codec_encode_close.
+        """
+        self._done[i] = True
+        try:
+            i, place = self._turn.pop()
+        except IndexError:
+            return
+        copies: list[tuple[int, int]] = []
+        while i < len(self._done) and self._done[i]:
+            one = self.ranges[i]
+            if self._buffer[i] is None:
+                self._move(i, place)  # before later ranges get places, which may overlap this range's slot
+            else:
+                copies.append((i, place))
+            place, i = place + one.end - one.at, i + 1
+        self._turn.append((i, place))
+        for i, place in copies:
+            self._move(i, place)
+            self._free.append(self._buffer[i])
+
+    def _move(self, i: int, place: int) -> None:
+        check(lib.codec_encode_move(self._job, self._dst, self.limits[i], self.ranges + i, place))
 
 
 def _cut(nblocks: int, threads: int) -> Any:

@@ -341,8 +341,8 @@ def test_all_blocks_run_in_numba_loops(name, monkeypatch):
     count("codec_decode_blocks", 5)
     count("codec_reduce_blocks", 3)
     around = (
-        "codec_job_nbytes", "codec_encode_open", "codec_encode_start", "codec_encode_move", "codec_encode_close",
-        "codec_decode_open", "codec_decode_close",
+        "codec_traits", "codec_job_nbytes", "codec_encode_open", "codec_encode_start", "codec_encode_move",
+        "codec_encode_close", "codec_decode_open", "codec_decode_close",
     )  # fmt: skip
     monkeypatch.setattr(blockwise, "lib", WithoutLoops(blockwise.lib, *around))
     monkeypatch.setattr(calls, "lib", WithoutLoops(calls.lib, "codec_bound_segments", "codec_encode_room"))

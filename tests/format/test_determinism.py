@@ -10,6 +10,7 @@ import pytest
 import codec
 from codec._c import pool
 from codec._c.library import isas, use_isa
+from codec.engines import blockwise
 from codec.engines.native import encoding
 from reference import decoder as oracle
 from support import flatcall
@@ -119,6 +120,46 @@ def test_all_threads_encode_to_out_of_the_size_that_bound_returns(monkeypatch):
     out = np.empty(codec.bound(x.shape, x.dtype), np.uint8)
     assert codec.encode(x, out=out, options=codec.options(threads=2)) == frame
     assert counts == [8]
+
+
+@pytest.mark.parametrize("spec", [codec.Lossless(), codec.Delta(), LOSSY["float8_entropy"], TOPKS["topk_2"]], ids=repr)
+def test_ranges_of_blocks_may_be_encoded_in_any_order(spec, monkeypatch):
+    """Frame and residual are equal if regions are written to buffers, to slots of the frame, or to their places."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal(1 << 19).astype(np.float32)
+    ways = set()
+
+    def encode(threads, capacity=None):
+        how = {"base": np.where(x < 2, x, 0)} if isinstance(spec, codec.Delta) else {}
+        if not isinstance(spec, (codec.Lossless, codec.Delta)):
+            how["residual"] = np.zeros_like(x)
+        out = None if capacity is None else np.empty(capacity, np.uint8)
+        frame = flatcall.encode(x, spec, threads=threads, out=out, **how)
+        return bytes(frame), how.get("residual", x).tobytes()
+
+    def in_order(order):
+        def run(task, count, _):
+            results = [None] * count
+            for i in order(count):
+                results[i] = task(i, 0)
+            return results
+
+        return run
+
+    class Watched(blockwise._Regions):
+        def begin(self, i):
+            slot = self.ranges[i].at
+            super().begin(i)
+            ways.add("buffer" if self.ranges[i].buffer else "slot" if self.ranges[i].at == slot else "place")
+
+    monkeypatch.setattr(blockwise, "_Regions", Watched)
+    expected = encode(1)
+    for capacity in (None, codec.bound(x.shape, "float32", spec)):
+        ways.clear()
+        for order in (lambda n: range(n)[::-1], lambda n: [*range(1, n, 2), *range(0, n, 2)], rng.permutation):
+            monkeypatch.setattr(pool, "run", in_order(order))
+            assert encode(2, capacity) == expected
+        assert ways == {"buffer", "slot", "place"}
 
 
 def test_codec_isa_chooses_the_instruction_set():
