@@ -41,6 +41,8 @@ def codec_encode_scan(src: Any, context: Any, job: Any, first: int, count: int) 
     """Scan pieces [first, first + count) of the tensor: compute the sums from which the C library computes scales."""
     j = view_job(job)
     kernels, data, feedback = _family(j), memory_of(src.data, src.nbytes), _feedback(context, j.n)
+    if kernels is lossless:
+        return lib.codec_encode_scan(src, context, job, first, count)  # the C library chooses the scale model
     kernels.scan(j, kernels.work_of(j), data, feedback, first, count)
     return 0
 

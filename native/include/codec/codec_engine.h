@@ -74,8 +74,8 @@ CODEC_API codec_status codec_encode_open(const codec_spec *spec, const codec_ten
 					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
 
 /**
- * Scan pieces [first, first + count) of plan->nscans. Scales of a whole tensor need all of its values: scan all pieces,
- * in any order, by any threads, then call codec_encode_start.
+ * Scan pieces [first, first + count) of plan->nscans: of all values, for scales of a whole tensor, or of LOSSLESS's
+ * sample. Scan all pieces, in any order, by any threads, then call codec_encode_start.
  */
 CODEC_API codec_status codec_encode_scan(const codec_tensor *src, const codec_context *with, void *job, uint64_t first,
 					 uint64_t count);

@@ -11,6 +11,8 @@
 #include "gaps.h"
 #include "model.h"
 
+#define PIECE_ROWS 128 /* quad rows of a sample's piece; a sample of fewer than LEAST_PIECES needs no second thread */
+#define LEAST_PIECES 4
 #define NEAR_NBYTES (1u << 20) /* tensors up to this size fit a cache, where prefetching costs more than it saves */
 
 static void add_flat(struct job *j, uint64_t start, uint64_t end)
@@ -301,51 +303,73 @@ static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, uin
 		bins[p[i] >> shift & 255]++;
 }
 
-static void close_bins(uint32_t bins[512])
+/* Return the number of quad rows of a segment in which symbols are counted. */
+static uint64_t sampled_rows(const struct job *j, const struct segment *s)
 {
-	for (int e = 0; e < 256; e++)
-		bins[e] += bins[256 + e];
+	uint64_t stride = choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW);
+
+	return ((s->count + WIRE_ROW - 1) / WIRE_ROW + stride - 1) / stride;
 }
 
 /*
- * Add the symbols of a segment to two histograms: of raw patterns, and (unless NULL) of patterns lowered by their
- * offsets. Reads 128 values of every `stride` * 128. Empty quad rows are not counted; return the number of their
- * values.
+ * Count the symbols in part i of n of a segment's sample: of raw patterns, and (if `lowered`) of patterns lowered by
+ * their offsets. Parts may be counted by several threads at once.
  */
-static uint64_t count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
-			      uint64_t stride, uint32_t raw[512], uint32_t lowered[512])
+static void count_piece(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
+			uint64_t i, uint64_t n, int lowered, struct symbol_counts *to)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = (nrows + stride - 1) / stride, empty = 0;
+	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = sampled_rows(j, s);
+	uint64_t end = take * (i + 1) / n;
 
-	memset(raw, 0, 512 * sizeof *raw);
-	if (lowered)
-		memset(lowered, 0, 512 * sizeof *lowered);
-	for (uint64_t i = 0; i < take; i++) {
-		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), n = MIN(WIRE_ROW, s->count - at);
-		uint64_t next = WIRE_ROW * choose_spread(MIN(i + 2, take - 1), take, nrows);
+	memset(to, 0, sizeof *to);
+	for (uint64_t r = take * i / n; r < end; r++) {
+		uint64_t at = WIRE_ROW * choose_spread(r, take, nrows), m = MIN(WIRE_ROW, s->count - at);
+		uint64_t next = WIRE_ROW * choose_spread(MIN(r + 2, take - 1), take, nrows);
 		uint16_t p[WIRE_ROW], offset[WIRE_ROW];
 		struct fitted f;
 
 		prefetch_values(src, d, s->start + next, WIRE_ROW);
-		if (!patterns(src, k, s->start + at, n, p)) {
-			empty += n;
+		if (!patterns(src, k, s->start + at, m, p)) {
+			to->empty += m;
 			continue;
 		}
-		count_bins(d, p, n, raw);
+		count_bins(d, p, m, to->raw);
 		if (!lowered)
 			continue;
 		if (!is_fitted(s))
 			prefetch_row(src, d, s, next / s->row);
-		fit_range(src, k, j, s, s->start + at, n, &f);
-		model_offsets(j, k, &f, s->start + at, n, offset);
-		k->lower(p, offset, model_zero(&j->h, d), n, p);
-		count_bins(d, p, n, lowered);
+		fit_range(src, k, j, s, s->start + at, m, &f);
+		model_offsets(j, k, &f, s->start + at, m, offset);
+		k->lower(p, offset, model_zero(&j->h, d), m, p);
+		count_bins(d, p, m, to->lowered);
 	}
-	close_bins(raw);
-	if (lowered)
-		close_bins(lowered);
-	return empty;
+}
+
+/* Add up the counts of n pieces in the first 256 bins of the first piece, and return these counts. */
+static const struct symbol_counts *add_pieces(struct symbol_counts *piece, uint64_t n)
+{
+	for (int e = 0; e < 256; e++) {
+		uint32_t raw = 0, lowered = 0;
+
+		for (uint64_t i = 0; i < n; i++) {
+			raw += piece[i].raw[e] + piece[i].raw[256 + e];
+			lowered += piece[i].lowered[e] + piece[i].lowered[256 + e];
+		}
+		piece->raw[e] = raw;
+		piece->lowered[e] = lowered;
+	}
+	for (uint64_t i = 1; i < n; i++)
+		piece->empty += piece[i].empty;
+	return piece;
+}
+
+/* Count the symbols in the whole sample of a segment. */
+static const struct symbol_counts *count_segment(const struct source *src, const struct kernels *k, struct job *j,
+						 const struct segment *g, int lowered, struct sample *s)
+{
+	count_piece(src, k, j, g, 0, 1, lowered, s->piece);
+	return add_pieces(s->piece, 1);
 }
 
 /* Sample the planes other than the exponent, to find planes that are worth coding, constant or mostly zero. */
@@ -415,70 +439,128 @@ static void add_counts(const struct dtype *d, const uint32_t counts[256], uint32
 		sum[e] += counts[e];
 }
 
-/*
- * Choose a segment's base and, unless `flat`, its offsets if they make the frame smaller. Store the histogram of the
- * segment's sampled symbols in s->raw, and add the histogram after lowering to s->counts[0].
- */
-static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
-			   uint64_t stride, int flat, int finest, struct sample *s)
+/* Return the finest unit of offsets that the codec allows for this sample of planes. */
+static int finest_shift(const struct job *j, const struct sample *s)
+{
+	int pattern = (s->is_constant | s->has_zero_run) >> 1 & 1;
+
+	if (family_of(&j->h)->whole_octaves)
+		return WIRE_MAX_SHIFT;
+	return choose_finest(s->counts[1], dtype_of(j->h.dtype)->octave, pattern);
+}
+
+/* Return the base of a segment without offsets. */
+static uint16_t centre_of(const struct job *j, const struct segment *g)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+
+	return choose_base(g->mean, eighth_log2(d), model_zero(&j->h, d), dtype_is_float8(d) ? 0 : WIRE_MAX_SHIFT, 0);
+}
+
+/* Fit a segment's base and, unless the model is flat, its offsets. */
+static void fit_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
+			const struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	int eighth = eighth_log2(d), zero = model_zero(&j->h, d);
-	uint64_t samples, empty;
-	uint16_t centre;
+	int finest = finest_shift(j, s);
 
 	fit_rows(src, k, j, g, finest);
-	centre = choose_base(g->mean, eighth, zero, dtype_is_float8(d) ? 0 : WIRE_MAX_SHIFT, 0);
-	if (flat) {
-		base_alone(g, centre);
-	} else {
-		g->base = choose_base(g->mean, eighth, zero, finest, g->kind);
-		if (g->kind & WIRE_SEGMENT_COLS)
-			fit_cols(src, k, j, g, finest);
-	}
-	empty = count_segment(src, k, j, g, stride, s->raw, s->lowered);
-	samples = choose_total(s->raw) + empty;
-	s->nzeros += s->lowered[0] + empty;
-	s->nvalues += samples;
-	if (flat || model_asked(&j->h) == CODEC_MODEL_SEPARABLE ||
-	    choose_offsets_pay(choose_cost(s->raw), choose_cost(s->lowered), samples, g->count,
-			       segment_rows(g) + segment_cols(g))) {
-		add_counts(d, s->lowered, s->counts[0]);
+	if (is_flat(j)) {
+		base_alone(g, centre_of(j, g));
 		return;
 	}
-	base_alone(g, centre);
-	if (d->form == FORM_FLOAT8) { /* symbols wrap around after 256, patterns only after 2047 symbols */
-		count_segment(src, k, j, g, stride, s->raw, s->lowered);
-		add_counts(d, s->lowered, s->counts[0]);
-	} else if (dtype_has_top(d)) {
-		choose_add_lowered(s->raw, d->octave > 128 ? centre : centre / 8u, s->counts[0]);
+	g->base = choose_base(g->mean, eighth_log2(d), model_zero(&j->h, d), finest, g->kind);
+	if (g->kind & WIRE_SEGMENT_COLS)
+		fit_cols(src, k, j, g, finest);
+}
+
+/*
+ * Keep a segment's offsets if they make the frame smaller. Add the histogram after lowering to s->counts[0]. `sum`:
+ * counts of the segment's sample.
+ */
+static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
+			   const struct symbol_counts *sum, struct sample *s)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint64_t samples = choose_total(sum->raw) + sum->empty;
+
+	s->nzeros += sum->lowered[0] + sum->empty;
+	s->nvalues += samples;
+	if (is_flat(j) || model_asked(&j->h) == CODEC_MODEL_SEPARABLE ||
+	    choose_offsets_pay(choose_cost(sum->raw), choose_cost(sum->lowered), samples, g->count,
+			       segment_rows(g) + segment_cols(g))) {
+		add_counts(d, sum->lowered, s->counts[0]);
+		return;
 	}
+	base_alone(g, centre_of(j, g));
+	if (d->form == FORM_FLOAT8) /* symbols wrap around after 256, patterns only after 2047 symbols */
+		add_counts(d, count_segment(src, k, j, g, 1, s)->lowered, s->counts[0]);
+	else if (dtype_has_top(d))
+		choose_add_lowered(sum->raw, d->octave > 128 ? g->base : g->base / 8u, s->counts[0]);
 }
 
 /*
  * Choose the segments' bases and offsets, and count the symbols of plane 0. `alone`: drop the record of a single
  * segment without offsets.
  */
-static void choose_segments(const struct source *src, const struct kernels *k, struct job *j, int flat, int alone,
+static void choose_segments(const struct source *src, const struct kernels *k, struct job *j, int alone,
 			    struct sample *s)
 {
-	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t stride = choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW);
-	int pattern = (s->is_constant | s->has_zero_run) >> 1 & 1, finest = WIRE_MAX_SHIFT;
 	struct segment *segment = job_segments(j);
+	const struct symbol_counts *sum = s->piece;
 
-	if (!family_of(&j->h)->whole_octaves)
-		finest = choose_finest(s->counts[1], d->octave, pattern);
-	for (uint64_t i = 0; i < j->model.nsegments; i++)
-		choose_segment(src, k, j, segment + i, stride, flat, finest, s);
+	for (uint64_t i = 0; i < j->model.nsegments; i++) {
+		if (j->nscans) {
+			sum = add_pieces(s->piece, j->nscans);
+		} else {
+			fit_segment(src, k, j, segment + i, s);
+			sum = count_segment(src, k, j, segment + i, 1, s);
+		}
+		choose_segment(src, k, j, segment + i, sum, s);
+	}
 	if (!alone || j->model.nsegments > 1 || segment->kind)
 		return;
 	j->model.nsegments = 0;
 	if (dtype_has_top(dtype_of(src->dtype)))
-		memcpy(s->counts[0], s->raw, sizeof s->counts[0]);
+		memcpy(s->counts[0], sum->raw, sizeof s->counts[0]);
 }
 
-/* Choose the scale model, and count the symbols of all planes. */
+/* Sample planes that the model does not change, and cut the tensor into segments. */
+static void begin_choice(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
+			 struct sample *s)
+{
+	memset(s->counts, 0, sizeof *s->counts);
+	s->nzeros = s->nvalues = s->has_empty_row = s->has_zero_run = s->is_constant = 0;
+	j->model.nsegments = j->model.nibbles = 0;
+	if (!family_of(&j->h)->whole_octaves)
+		sample_planes(src, k, j, s, dtype_has_top(dtype_of(src->dtype)));
+	if (dtype_of(src->dtype)->octave)
+		model_cut(j, with);
+}
+
+uint64_t model_sample(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
+		      struct sample *s)
+{
+	uint64_t n = 0;
+
+	model_cut(j, with);
+	if (j->model.nsegments == 1 && !is_flat(j))
+		n = MIN(SAMPLE_PIECES, sampled_rows(j, job_segments(j)) / PIECE_ROWS);
+	if (n < LEAST_PIECES)
+		return 0;
+	begin_choice(src, with, k, j, s);
+	fit_segment(src, k, j, job_segments(j), s);
+	memset(s->piece, 0, n * sizeof *s->piece);
+	return n;
+}
+
+void model_scan(const struct source *src, const struct kernels *k, struct job *j, uint64_t first, uint64_t count,
+		struct sample *s)
+{
+	for (uint64_t i = first; i < first + count; i++)
+		count_piece(src, k, j, job_segments(j), i, j->nscans, 1, s->piece + i);
+}
+
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s)
 {
@@ -486,25 +568,22 @@ void model_choose(const struct source *src, const codec_context *with, const str
 	struct segment whole = {.count = j->h.n};
 	uint8_t without;
 
-	memset(s->counts, 0, sizeof *s->counts);
-	s->nzeros = s->nvalues = s->has_empty_row = s->has_zero_run = s->is_constant = 0;
-	j->model.nsegments = j->model.nibbles = 0;
-	if (!family_of(&j->h)->whole_octaves)
-		sample_planes(src, k, j, s, dtype_has_top(d));
+	if (!j->nscans)
+		begin_choice(src, with, k, j, s);
 	if (!d->octave)
 		return;
-	model_cut(j, with);
 	if (!j->model.nsegments) {
+		const struct symbol_counts *sum;
+
 		if (dtype_is_float8(d))
 			return;
-		s->nzeros = count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), s->raw,
-					  NULL);
-		memcpy(s->counts[0], s->raw, sizeof s->counts[0]);
-		s->nvalues = choose_total(s->counts[0]) + s->nzeros;
-		s->nzeros += s->counts[0][0];
+		sum = count_segment(src, k, j, &whole, 0, s);
+		memcpy(s->counts[0], sum->raw, sizeof s->counts[0]);
+		s->nvalues = choose_total(s->counts[0]) + sum->empty;
+		s->nzeros = sum->empty + s->counts[0][0];
 		return;
 	}
-	choose_segments(src, k, j, is_flat(j), !is_based(j), s);
+	choose_segments(src, k, j, !is_based(j), s);
 	if (is_based(j)) /* plane 1 has bits of the exponent, which the model changes */
 		sample_planes(src, k, j, s, 1);
 	if (dtype_is_float8(d) && j->model.nsegments) {

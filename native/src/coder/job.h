@@ -40,6 +40,18 @@ struct part {
 	float scale[2];
 };
 
+/*
+ * Counts of the symbols of patterns in a part of a segment's sample, and as many more bins that fit.c needs. raw:
+ * before offsets are subtracted; lowered: afterwards. empty: number of values in empty quad rows, which are not
+ * counted.
+ */
+struct symbol_counts {
+	uint32_t raw[512], lowered[512];
+	uint64_t empty;
+};
+
+#define SAMPLE_PIECES 8 /* maximum number of parts of a sample, which threads count */
+
 /* Statistics of a sample of the tensor. */
 struct sample {
 	/* of bytes, by plane; float8 with a scale model: [0] with the model, [1] without, and so for bits below */
@@ -48,11 +60,7 @@ struct sample {
 	uint8_t has_empty_row;    /* 1: all values of a sampled quad row are 0 */
 	uint8_t has_zero_run; /* bit p: a sampled run of 128 bytes of plane p is all zero, not those of an empty row */
 	uint8_t is_constant;  /* bit p: all sampled bytes of plane p are equal */
-	/*
-	 * Counts of the symbols of patterns, and as many more bins that fit.c needs. raw: one segment, before its
-	 * offsets are subtracted; lowered: the same segment afterwards.
-	 */
-	uint32_t raw[512], lowered[512];
+	struct symbol_counts piece[SAMPLE_PIECES]; /* of one segment; [0]: in the end of the whole sample */
 };
 
 /* DELTA: a block's contribution to the digests of base and result, and the state of its list of changes. */

@@ -43,6 +43,15 @@ codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct 
 
 /* fit.c. Cut the tensor into segments, by shapes only. If that gives no segments, the frame has no scale model. */
 void model_cut(struct job *j, const codec_context *with);
+/*
+ * Fit the scale model, and return the number of pieces of its sample, which model_scan counts before model_choose is
+ * called. Return 0 if the sample is too small for several threads, or of several segments: then model_choose does
+ * everything.
+ */
+uint64_t model_sample(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
+		      struct sample *s);
+void model_scan(const struct source *src, const struct kernels *k, struct job *j, uint64_t first, uint64_t count,
+		struct sample *s);
 /* Choose the scale model, and count the symbols of all planes. */
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s);

@@ -85,6 +85,8 @@ struct family {
 	codec_status (*begin)(struct job *j, const codec_spec *s, const codec_context *with);
 	/* Cut the tensor into the scale model's parts, as `choose` would. NULL: `begin` has cut all parts. */
 	void (*cut)(struct job *j, const codec_context *with);
+	/* Prepare `choose`, and return j->nscans if that depends on the values. NULL: `begin` has set it. */
+	uint64_t (*sample)(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with);
 	void (*scan)(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
 	codec_status (*choose)(struct job *j, const struct kernels *k, const struct source *src,
 			       const codec_context *with);

@@ -114,11 +114,13 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 	j->reads_residual = with->flags & READS_RESIDUAL;
 	j->verify_first = (with->flags & CODEC_VERIFY_FIRST) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
+	values = source_of(&t, with);
+	if (j->h.layout == WIRE_LAYOUT_BLOCKS && family_of(&h)->sample)
+		j->nscans = family_of(&h)->sample(j, kernels_for(with), &values, with);
 	if (j->nscans) {
 		j->state = JOB_SCANNING;
 		return CODEC_OK;
 	}
-	values = source_of(&t, with);
 	return start(j, &values, capacity, with);
 }
 

@@ -65,10 +65,22 @@ codec_status lossless_begin(struct job *j, const codec_spec *s, const codec_cont
 	return model_begin(j, with);
 }
 
+uint64_t lossless_sample(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with)
+{
+	return model_sample(src, with, k, j, &j->sample);
+}
+
+void lossless_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
+{
+	model_scan(src, k, j, first, count, &j->sample);
+}
+
 /* Choose the scale model, how each plane is stored (CHOOSE_*), and codebooks, from a sample of the tensor. */
 codec_status lossless_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with)
 {
+	if (with->ncodebooks) /* fails before the sample is changed, so that the step may be repeated */
+		TRY(codebook_load(with->codebooks, &j->h, j->books));
 	model_choose(src, with, k, j, &j->sample);
 	return choose_planes(with, j, &j->sample);
 }

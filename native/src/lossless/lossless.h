@@ -24,6 +24,8 @@ extern const struct block_steps lossless_steps;
 
 uint64_t lossless_region_bound(const struct job *j);
 codec_status lossless_begin(struct job *j, const codec_spec *s, const codec_context *with);
+uint64_t lossless_sample(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with);
+void lossless_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
 codec_status lossless_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with);
 codec_status lossless_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
