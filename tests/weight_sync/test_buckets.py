@@ -14,6 +14,7 @@ from codec.stores import calls
 from codec.stores.bucket import ObjectStore
 from codec.stores.locations import folder_at, location
 from codec.weight_sync import Publisher, UpdateStore, pull, serve
+from codec.weight_sync.store.bucket import object_name
 from codec.weight_sync.store.source import read_head
 from codec.weight_sync.store.staging import StagingFolder
 from support.weight_updates import equal, published, stepped, weights
@@ -156,6 +157,23 @@ def test_large_updates_are_read_in_blocks(url, monkeypatch):
     assert max(sizes) == 4096
     with pytest.raises(codec.FrameError):
         pull(codec.WeightReceiver(verify=b"K" * 32), url)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_no_request_begins_at_the_end_of_an_object(url, blocks, monkeypatch):
+    """Object stores answer such a request with different errors."""
+    with Publisher(url) as publisher:
+        publisher.publish({"w": np.zeros(2000, np.float32), "odd" * blocks: np.zeros(1, np.uint8)})
+    [one], store, begins = read_head(url).updates, ObjectStore(url), []
+    name, size = object_name(one), one.nbytes // blocks
+    assert size * blocks == one.nbytes
+    monkeypatch.setattr("codec.weight_sync.bucket._BLOCK", size)
+    around(monkeypatch, "read", lambda found, begin, end: begins.append(begin) if found == name else None)
+    assert pull(codec.WeightReceiver(), url) == 0
+    assert sorted(begins) == [*range(0, one.nbytes, size)]
+    store.put(name, store.get(name, one.nbytes) + b"x")
+    with pytest.raises(codec.FrameError, match="has more than"):
+        pull(codec.WeightReceiver(), url)
 
 
 def test_bucket_that_was_emptied_begins_again(url):

@@ -200,7 +200,7 @@ class UpdateBucket:
     def _blocks(self, name: str, nbytes: int) -> Iterator[bytes]:
         """Yield the blocks of an object, up to the first that is not complete; one byte more shows a larger object."""
         waiting = deque[Future[bytes]]()
-        for begin in range(0, nbytes + 1, _BLOCK):
+        for begin in range(0, nbytes, _BLOCK):
             waiting.append(started(functools.partial(self._block, name, begin, nbytes)))
             if len(waiting) < (_AHEAD if begin else 1):  # the first block shows whether there is an object
                 continue
@@ -214,7 +214,7 @@ class UpdateBucket:
 
     def _block(self, name: str, begin: int, nbytes: int) -> bytes:
         """Return the block that begins at byte `begin` of an object of `nbytes` bytes, and one byte more at the end."""
-        end = min(begin + _BLOCK, nbytes + 1)
+        end = begin + _BLOCK if begin + _BLOCK < nbytes else nbytes + 1
         for attempt in range(_LOOKS):
             block = self._call(
                 f"read {name}", lambda: self.store.read(name, begin, end), (end - begin) / _BYTES_PER_SECOND
