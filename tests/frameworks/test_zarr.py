@@ -57,7 +57,7 @@ def test_configuration_is_json(make):
             assert for_zarr.FrameSerializer.from_dict(json.loads(json.dumps(made.to_dict()))) == made
         assert pickle.loads(pickle.dumps(made)) == made
         assert hash(made) == hash(make(*given))
-        assert repr(made).startswith("FrameCodec(")
+        assert repr(made).startswith(f"{make.__name__}(")
     assert make("small") != make()
 
 

@@ -94,7 +94,7 @@ class Training:
         self.net = net()
         in_fixed_point(self.net)
         group = how["group"]()
-        compressed = isinstance(group, ours.ProcessGroup) and not how.get("stock")
+        compressed = isinstance(group, ours.ProcessGroupCodec) and not how.get("stock")
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.manager = (ours if compressed else torchft).Manager(
             pg=group,
