@@ -167,7 +167,7 @@ def test_no_request_begins_at_the_end_of_an_object(url, blocks, monkeypatch):
     [one], store, begins = read_head(url).updates, ObjectStore(url), []
     name, size = object_name(one), one.nbytes // blocks
     assert size * blocks == one.nbytes
-    monkeypatch.setattr("codec.weight_sync.bucket._BLOCK", size)
+    monkeypatch.setattr("codec.weight_sync.store.bucket._BLOCK", size)
     around(monkeypatch, "read", lambda found, begin, end: begins.append(begin) if found == name else None)
     assert pull(codec.WeightReceiver(), url) == 0
     assert sorted(begins) == [*range(0, one.nbytes, size)]
