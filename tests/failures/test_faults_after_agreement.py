@@ -28,14 +28,19 @@ SPEC = codec.Quantize(4)
 OPTIONS = codec.options(algorithm="two_shot", timeout=5)
 # Files whose lines are executed in the program's thread and in the communication thread, after the agreement
 PROGRAM = ("codec/torch/group/communicator.py", "codec/torch/group/work.py:_result", "codec/torch/_compat.py:__call__")
-WORKER = ("codec/torch/reduction/execution.py", "codec/torch/reduction/arguments.py", "codec/torch/feedback/")
+WORKER = (
+    "reduction/execution.py",
+    "reduction/arguments.py",
+    "feedback/feedback.py",
+    "feedback/pair.py",
+    "feedback/turn.py",
+)
 
 
 class Reduced:
     """Tensors that are all-reduced with error feedback."""
 
-    files = (*PROGRAM, *WORKER, "collectives/calls.py", "collectives/outputs.py", "feedback/feedback.py")
-    files = (*files, "feedback/turn.py", "residual_store.py")
+    files = (*PROGRAM, *WORKER, "collectives/calls.py", "collectives/outputs.py", "residual_store.py")
     backend = "gloo"
 
     def __init__(self, rank, size):
@@ -82,7 +87,7 @@ class Native(Reduced):
 class Hooked(Reduced):
     """A model with a DDP hook."""
 
-    files = (*PROGRAM, *WORKER, "ddp/reducer.py", "ddp/step.py", "ddp/hook.py", "ddp/residuals.py", "feedback/pair.py")
+    files = (*PROGRAM, *WORKER, "ddp/reducer.py", "ddp/step.py", "ddp/hook.py", "ddp/residuals.py")
     files = (*files, "ddp/policy.py", "ddp/buckets.py", "ddp/joined.py", "residual_store.py")
 
     def __init__(self, rank, size):
@@ -105,7 +110,7 @@ class Hooked(Reduced):
 class Sharded(Hooked):
     """An FSDP2 model whose gradients have error feedback."""
 
-    files = (*PROGRAM, *WORKER, "fsdp/base.py", "fsdp/passes.py", "fsdp/reduce_scatter.py", "feedback/pair.py")
+    files = (*PROGRAM, *WORKER, "fsdp/base.py", "fsdp/passes.py", "fsdp/reduce_scatter.py")
 
     def __init__(self, rank, size):
         self.rank, self.calls = rank, 0
