@@ -16,7 +16,7 @@ from codec.stores.locations import folder_at
 from codec.tensors.view import TensorView
 from codec.weight_sync.updates.identity import Identity
 
-_FOLDER = re.compile(r"(\d{20})-[0-9a-f]{32}")
+_FOLDER = re.compile(r"(\d{20})-[0-9a-f]{32}", re.ASCII)
 _ABANDONED = 3600.0  # age of temporary folders that are deleted, in seconds
 
 

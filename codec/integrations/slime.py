@@ -44,7 +44,7 @@ from codec.weight_sync.updates.writing import write_update
 
 __all__ = ["fetch", "publish"]
 
-_NAME = re.compile(r"weight_v\d{6,}")
+_NAME = re.compile(r"weight_v\d{6,}", re.ASCII)
 _trainers: dict[Path, FolderBase] = {}  # trainer's copy of the weights, by disk dir
 
 

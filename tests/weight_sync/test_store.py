@@ -345,3 +345,12 @@ def test_wrong_arguments_are_rejected(tmp_path):
         codec.Update.open(tmp_path / "file")
     with pytest.raises(codec.ArgumentError, match="not a regular file"):
         codec.Update.open("/dev/zero")
+
+
+def test_publisher_leaves_files_numbered_by_other_digits(tmp_path):
+    """The name of the file of version 1, with Arabic digits."""
+    foreign = tmp_path / ("\u0660" * 19 + "\u0661.update")
+    foreign.write_bytes(b"of another program")
+    with Publisher(tmp_path) as publisher:
+        publisher.publish(weights())
+    assert foreign.read_bytes() == b"of another program"

@@ -327,7 +327,7 @@ class Connection(Closing):
 def _length(reply: "HTTPResponse", url: str) -> int | None:
     """Return the announced size of a reply in bytes; None if there is none."""
     length = reply.headers.get("Content-Length")
-    if length is not None and not re.fullmatch(r"\d{1,18}", length):
+    if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
         raise ArgumentError(f"{url} cannot be read: its Content-Length is {length!r:.40}")
     return None if length is None else int(length)
 

@@ -23,7 +23,7 @@ from codec.weight_sync.http.fan_out import MIN_NBYTES, FanOut, TreeNode
 from codec.weight_sync.http.hints import DEPTH, HEADER
 from codec.weight_sync.http.offered import OfferedFile, OfferedFiles
 
-_NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot)(?:\.\d{1,5})?)")
+_NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot)(?:\.\d{1,5})?)", re.ASCII)
 _RANGE = re.compile("bytes=([0-9]{1,18})-")
 _SEND_SECONDS = 60.0  # time without progress after which the server closes a connection
 _BLOCK_SECONDS = 120.0  # time in which a client must receive a block of a file: 9 KB/s

@@ -24,7 +24,7 @@ from codec.weight_sync.updates.listing import MAX_NBYTES, Listed
 
 T = TypeVar("T")
 
-_HEAD = re.compile(r"head-([0-9]{20})")  # not \d, which also matches digits of other scripts
+_HEAD = re.compile(r"head-(\d{20})", re.ASCII)
 _LISTS = 4  # number of lists that are kept, for readers that have just found the name of one
 _BLOCK = 1 << 23  # bytes that a request reads
 _AHEAD = 4  # number of requests for blocks of an update at a time

@@ -15,8 +15,8 @@ from codec.weight_sync.updates.mapping import mapped
 from codec.weight_sync.updates.update import Update
 from codec.weight_sync.updates.writing import remove_temporary
 
-_FILE = re.compile(r"((\d{20})\.(?:update|snapshot))(?:\.\d{1,5})?")  # of an update, or of a part
-_OBJECT = re.compile(r"(\d{20})(-[0-9a-f]{32}-)[0-9a-f]{32}(\.(?:update|snapshot))(\.\d{1,5})?")
+_FILE = re.compile(r"((\d{20})\.(?:update|snapshot))(?:\.\d{1,5})?", re.ASCII)  # of an update, or of a part
+_OBJECT = re.compile(r"(\d{20})(-[0-9a-f]{32}-)[0-9a-f]{32}(\.(?:update|snapshot))(\.\d{1,5})?", re.ASCII)
 
 
 class FolderFiles:
