@@ -151,7 +151,9 @@ def kinds(steps: int) -> Iterator[tuple[str, str, torch.Tensor]]:
     yield from floats("weights, 2 of 4 zero", pruned.reshape(wide.weight.shape), "bf16")
     kept = torch.from_numpy(np.where(rng.random(wide.gradient.shape) < 0.1, wide.gradient, 0)).float()
     yield from floats("gradient, 9 of 10 zero", kept, "bf16")
-    yield "mask, 1 of 10 set", "bool", torch.from_numpy(rng.random(MOST) < 0.1)
+    mask = rng.random(MOST) < 0.1
+    yield "mask, 1 of 10 set", "bool", torch.from_numpy(mask)
+    yield "mask, packed by np.packbits", "uint8", torch.from_numpy(np.packbits(mask))
     yield "token ids", "i64", vocabularies.words()[: MOST // 2].long()
     indices = np.sort(rng.choice(MOST * 16, MOST // 4, replace=False))
     yield "sorted indices", "i64", torch.from_numpy(indices)
